@@ -1,0 +1,43 @@
+# A fresh machine needs git, Python 3.11+ and make. Everything else is installed into .venv.
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+# One thread per rank: several ranks on a small machine otherwise fight over the cores.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format types clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+install: .venv/installed ## create .venv and install everything
+
+demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
+	$(BIN)/python examples/text/train.py --devices 2 --steps 150
+
+test: .venv/installed ## everything but the slow and gpu marks
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: .venv/installed ## the slow marks: fault matrix, crash points, long property profiles
+	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+lint: .venv/installed ## ruff check and format check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: .venv/installed ## let ruff format and fix
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: .venv/installed ## pyright
+	$(BIN)/pyright
+
+clean: ## remove .venv and caches
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

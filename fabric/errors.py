@@ -1,0 +1,100 @@
+"""Every error that fabric raises on purpose.
+
+The tree::
+
+    FabricError
+    ├── ConfigurationError (ValueError)      an argument or a combination of arguments that cannot work
+    ├── ArgumentTypeError (TypeError)        an argument of a type that is not understood
+    ├── UsageError (RuntimeError)            a call in the wrong order or at the wrong time
+    ├── MissingDependencyError (ImportError) an optional extra that is not installed
+    ├── RankFailedError (RuntimeError)       a process of the job raised, exited or was killed
+    └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
+        ├── CheckpointNotFoundError (FileNotFoundError)
+        └── UnsafeCheckpointError            loading it would run code
+
+Each text has four parts, so that it can be acted on without a search: what was asked, what is wrong with it (the
+values, the rank), what is valid, and what to write instead.
+"""
+
+__all__ = [
+    "ArgumentTypeError",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "FabricError",
+    "MissingDependencyError",
+    "RankFailedError",
+    "UnsafeCheckpointError",
+    "UsageError",
+]
+
+
+class FabricError(Exception):
+    """Base of all errors of fabric; catch it to catch any of them.
+
+    Args:
+        asked: what the caller asked for, as they wrote it.
+        wrong: why that cannot be done, with the values and the rank involved.
+        valid: what would be accepted here.
+        instead: the line to write instead.
+    """
+
+    def __init__(self, asked: str, wrong: str = "", valid: str = "", instead: str = "") -> None:
+        # OSError keeps only two of its arguments, and FileNotFoundError is one: the four live in attributes of ours.
+        self.asked, self.wrong, self.valid, self.instead = asked, wrong, valid, instead
+        Exception.__init__(self, asked, wrong, valid, instead)
+
+    def __str__(self) -> str:
+        parts = [self.asked, self.wrong, self.valid and f"Valid: {self.valid}", self.instead and f"Write: {self.instead}"]
+        return "\n  ".join(part for part in parts if part)
+
+    def __reduce__(self) -> tuple[type["FabricError"], tuple[str, str, str, str]]:
+        return type(self), (self.asked, self.wrong, self.valid, self.instead)
+
+
+class ConfigurationError(FabricError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class ArgumentTypeError(FabricError, TypeError):
+    """An argument of a type that is not understood."""
+
+
+class UsageError(FabricError, RuntimeError):
+    """A call in the wrong order or at the wrong time."""
+
+
+class MissingDependencyError(FabricError, ImportError):
+    """An optional extra is needed and not installed; the text holds the exact ``pip install``."""
+
+
+class RankFailedError(FabricError, RuntimeError):
+    """A process of the job raised, exited or was killed; raised in the process that launched it.
+
+    Attributes:
+        rank: global rank of the process that failed first.
+        exit_code: its exit code; negative is the number of the signal that killed it.
+        traceback: the traceback it left, as text; empty when it left none.
+    """
+
+    def __init__(self, asked: str, rank: int = 0, exit_code: int = 1, traceback: str = "", wrong: str = "") -> None:
+        self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
+        FabricError.__init__(self, asked, wrong)
+
+    def __str__(self) -> str:
+        return "\n".join(part for part in (FabricError.__str__(self), self.traceback.rstrip()) if part)
+
+    def __reduce__(self) -> tuple[type["RankFailedError"], tuple[str, int, int, str, str]]:  # type: ignore[override]
+        return type(self), (self.asked, self.rank, self.exit_code, self.traceback, self.wrong)
+
+
+class CheckpointError(FabricError, RuntimeError):
+    """A checkpoint that is damaged or does not fit what it is loaded into."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path that was given."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """Loading this checkpoint would run code; nothing was loaded."""
