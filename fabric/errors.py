@@ -45,7 +45,12 @@ class FabricError(Exception):
         Exception.__init__(self, asked, wrong, valid, instead)
 
     def __str__(self) -> str:
-        parts = [self.asked, self.wrong, self.valid and f"Valid: {self.valid}", self.instead and f"Write: {self.instead}"]
+        parts = [
+            self.asked,
+            self.wrong,
+            self.valid and f"Valid: {self.valid}",
+            self.instead and f"Write: {self.instead}",
+        ]
         return "\n  ".join(part for part in parts if part)
 
     def __reduce__(self) -> tuple[type["FabricError"], tuple[str, str, str, str]]:

@@ -19,7 +19,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     after = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     variables.pop("PYTEST_CURRENT_TEST", None)
     assert after == variables, "an environment variable was left behind"
-    left = [process for process in set(psutil.Process().children(recursive=True)) - before if not _is_warm_server(process)]
+    left = [
+        process for process in set(psutil.Process().children(recursive=True)) - before if not _is_warm_server(process)
+    ]
     _, alive = psutil.wait_procs(left, timeout=5)
     assert not alive, f"processes were left behind: {alive}"
 

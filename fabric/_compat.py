@@ -1,0 +1,77 @@
+"""Every private or renamed name of torch that fabric relies on, each with its reason; tests/test_compat.py runs each."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "OneLevel",
+    "all_gather_into",
+    "backoff_or_grow",
+    "flatten_one_level",
+    "reduce_scatter_into",
+    "unscale_and_check",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class OneLevel:
+    """The children of one registered collection and the way to build it again from as many."""
+
+    values: list[Any]
+    rebuild: Callable[[list[Any]], Any]
+
+
+def flatten_one_level(tree: Any) -> OneLevel | None:
+    """Open one level of a type that is registered with torch's pytree; None for any other object.
+
+    torch's pytree is the registry in which libraries announce their containers (Hugging Face model outputs do); torch
+    has no public name for it yet.
+    """
+    if pytree.tree_is_leaf(tree):
+        return None
+    values, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
+    return OneLevel(values, lambda new: pytree.tree_unflatten(new, spec))
+
+
+def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Collective. Write ``tensor`` of every rank into ``output`` of shape ``(size * n,)``; both 1-D and contiguous.
+
+    ``all_gather_into_tensor`` was renamed ``all_gather_single`` in torch 2.13, and the old name warns there.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, tensor, group=group)
+
+
+def reduce_scatter_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Collective. Sum ``tensor`` of shape ``(size * n,)`` over ranks and write this rank's part into ``output``.
+
+    ``reduce_scatter_tensor`` was renamed ``reduce_scatter_single`` in torch 2.13, and the old name warns there.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, tensor, group=group)
+
+
+def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; set ``found_inf`` where one is not finite.
+
+    The fused kernel behind ``torch.amp.GradScaler``; it has no public name. ``found_inf`` and ``inverse_scale`` are
+    float32 tensors of one element on the same device.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+
+
+def backoff_or_grow(
+    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Update a loss scale in place: times ``backoff`` after an overflow, times ``growth`` after ``interval`` good steps.
+
+    The kernel behind ``torch.amp.GradScaler.update``; it has no public name. ``scale`` and ``found_inf`` are float32
+    tensors of one element, ``growth_tracker`` is int32.
+    """
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)

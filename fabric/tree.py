@@ -1,0 +1,194 @@
+"""Collections of tensors: walking, flattening, moving between devices.
+
+[Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
+registered with torch's pytree; everything else is a *leaf*. A result has the same type as what was passed in. Entries
+of a dict are visited in the order of their sorted keys, whatever the order of insertion, so that two ranks that filled
+a dict differently still agree about which leaf is which; the result keeps the order of insertion.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric._compat import flatten_one_level
+
+__all__ = ["flatten", "leaf_paths", "map_tensors", "to_device", "unflatten"]
+
+_LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Node:
+    """One collection: the names of its children in visiting order, their structure, and how to build it again."""
+
+    names: Sequence[Any]
+    children: Sequence["_Node | None"]
+    rebuild: Callable[[list[Any]], Any]
+
+
+Structure = _Node | None  # None stands for a leaf
+
+
+def flatten(tree: Any) -> tuple[list[Any], Structure]:
+    """Take a collection apart.
+
+    Args:
+        tree: any collection, or a single leaf.
+
+    Returns:
+        The leaves in visiting order (see ``[Note: Collections]``), and the structure for :func:`unflatten`.
+    """
+    leaves: list[Any] = []
+    return leaves, _flatten(tree, leaves)
+
+
+def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+    """Build a collection again from as many leaves as :func:`flatten` returned for it, in the same order."""
+    return _unflatten(structure, iter(leaves))
+
+
+def leaf_paths(structure: Structure, root: str = "") -> list[str]:
+    """The way to each leaf as one would write it, for error texts: ``['losses'][0]``; a lone leaf is ``root``."""
+    if structure is None:
+        return [root]
+    return [
+        path
+        for name, child in zip(structure.names, structure.children, strict=True)
+        for path in leaf_paths(child, f"{root}{name}")
+    ]
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply ``function`` to every tensor of a collection; other leaves come back untouched."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    kind = type(tree)
+    if kind in _LEAF_TYPES:
+        return tree
+    if kind is dict:
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if kind is list or kind is tuple:
+        return kind([map_tensors(function, value) for value in tree])
+    return _map_other(lambda child: map_tensors(function, child), tree)
+
+
+def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """Move every tensor of a collection, and every object that has a ``to`` method, to a device.
+
+    Args:
+        tree: any collection. An object with a method ``to`` (a batch of another library) is asked to move itself;
+            where its ``to`` returns ``None`` it is taken to have moved in place.
+        device: where to.
+        non_blocking: let copies from pinned host memory overlap with computation.
+
+    Returns:
+        The same type of collection. Leaves of other kinds come back untouched, and so do tensors that are there.
+    """
+    if isinstance(tree, Tensor):
+        return tree.to(device, non_blocking=non_blocking)
+    kind = type(tree)
+    if kind in _LEAF_TYPES:
+        return tree
+    if kind is dict:
+        return {key: to_device(value, device, non_blocking) for key, value in tree.items()}
+    if kind is list or kind is tuple:
+        return kind([to_device(value, device, non_blocking) for value in tree])
+    if callable(getattr(tree, "to", None)):
+        moved = tree.to(device)
+        return tree if moved is None else moved
+    return _map_other(lambda child: to_device(child, device, non_blocking), tree)
+
+
+def _map_other(function: Callable[[Any], Any], tree: Any) -> Any:
+    opened = _open(tree)
+    if opened is None:
+        return tree
+    _, values, rebuild = opened
+    return rebuild([function(value) for value in values])
+
+
+def _flatten(tree: Any, leaves: list[Any]) -> Structure:
+    if type(tree) in _LEAF_TYPES:
+        leaves.append(tree)
+        return None
+    opened = _open(tree)
+    if opened is None:
+        leaves.append(tree)
+        return None
+    names, values, rebuild = opened
+    return _Node(names, [_flatten(value, leaves) for value in values], rebuild)
+
+
+def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
+    if structure is None:
+        return next(leaves)
+    return structure.rebuild([_unflatten(child, leaves) for child in structure.children])
+
+
+_Opened = tuple[Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]]
+
+
+def _open(tree: Any) -> _Opened | None:
+    """Names, values and the way back of one collection, one level deep; None for a leaf."""
+    kind = type(tree)
+    if kind is list or kind is tuple:
+        return _indices(tree), tree, kind
+    if isinstance(tree, Tensor):
+        return None
+    if kind is dict:
+        return _open_mapping(tree, dict)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
+    one_level = flatten_one_level(tree)
+    if one_level is not None:
+        if isinstance(tree, Mapping):
+            return _open_mapping(tree, lambda items: one_level.rebuild([items[key] for key in tree]))
+        return _indices(one_level.values), one_level.values, one_level.rebuild
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return _open_dataclass(tree)
+    if isinstance(tree, dict):
+        return _open_mapping(tree, lambda items: _refill(tree, items))
+    if isinstance(tree, list | tuple):
+        return _indices(tree), tree, kind
+    return None
+
+
+def _indices(values: Sequence[Any]) -> list[str]:
+    return [f"[{index}]" for index in range(len(values))]
+
+
+def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
+    try:
+        keys = sorted(tree)
+    except TypeError:  # keys of several types, or of one that has no order
+        keys = sorted(tree, key=lambda key: (type(key).__name__, repr(key)))
+
+    def rebuild(values: list[Any]) -> Any:
+        by_key = dict(zip(keys, values, strict=True))
+        return build({key: by_key[key] for key in tree})
+
+    return [f"[{key!r}]" for key in keys], [tree[key] for key in keys], rebuild
+
+
+def _open_dataclass(tree: Any) -> _Opened:
+    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+
+    def rebuild(values: list[Any]) -> Any:
+        # copy.copy keeps fields that __init__ does not take; object.__setattr__ reaches those of a frozen dataclass.
+        result = copy.copy(tree)
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(result, name, value)
+        return result
+
+    return [f".{name}" for name in names], [getattr(tree, name) for name in names], rebuild
+
+
+def _refill(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    result = copy.copy(tree)
+    for key, value in items.items():
+        result[key] = value
+    return result
