@@ -1,4 +1,4 @@
-"""Every private or renamed name of torch that fabric relies on, each with its reason; tests/test_compat.py runs each."""
+"""Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_compat.py)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,20 +58,20 @@ def reduce_scatter_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup
 
 
 def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; set ``found_inf`` where one is not finite.
+    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; note in ``found_inf`` what is not finite.
 
     The fused kernel behind ``torch.amp.GradScaler``; it has no public name. ``found_inf`` and ``inverse_scale`` are
     float32 tensors of one element on the same device.
     """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
 def backoff_or_grow(
     scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    """Update a loss scale in place: times ``backoff`` after an overflow, times ``growth`` after ``interval`` good steps.
+    """Update a loss scale in place: times ``backoff`` after an overflow, ``growth`` after ``interval`` good steps.
 
     The kernel behind ``torch.amp.GradScaler.update``; it has no public name. ``scale`` and ``found_inf`` are float32
     tensors of one element, ``growth_tracker`` is int32.
     """
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+    torch.ops.aten._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
