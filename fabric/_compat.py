@@ -14,6 +14,9 @@ __all__ = [
     "all_gather_into",
     "backoff_or_grow",
     "flatten_one_level",
+    "foreach_multiply",
+    "full_tensor",
+    "local_tensor",
     "reduce_scatter_into",
     "unscale_and_check",
 ]
@@ -58,7 +61,7 @@ def reduce_scatter_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup
 
 
 def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; note in ``found_inf`` what is not finite.
+    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; ``found_inf`` notes any not finite.
 
     The fused kernel behind ``torch.amp.GradScaler``; it has no public name. ``found_inf`` and ``inverse_scale`` are
     float32 tensors of one element on the same device.
@@ -75,3 +78,26 @@ def backoff_or_grow(
     tensors of one element, ``growth_tracker`` is int32.
     """
     torch.ops.aten._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+
+
+def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply every tensor in place by a tensor of shape ``()``, in one kernel where the device has one.
+
+    torch documents its foreach operations under names with an underscore only.
+    """
+    torch.ops.aten._foreach_mul_.Tensor(tensors, factor)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds, sharing its memory; any other tensor itself.
+
+    Asked by attribute: ``torch.distributed.tensor`` takes a second to import, and without it no tensor is a DTensor.
+    """
+    to_local = getattr(tensor, "_local_tensor", None)
+    return tensor if to_local is None else to_local
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
+    whole = getattr(tensor, "full_tensor", None)
+    return tensor if whole is None else whole()

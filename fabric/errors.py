@@ -7,6 +7,7 @@ The tree::
     ├── ArgumentTypeError (TypeError)        an argument of a type that is not understood
     ├── UsageError (RuntimeError)            a call in the wrong order or at the wrong time
     ├── MissingDependencyError (ImportError) an optional extra that is not installed
+    ├── NonFiniteGradientError (RuntimeError) a gradient norm that is infinite or not a number
     ├── RankFailedError (RuntimeError)       a process of the job raised, exited or was killed
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigurationError",
     "FabricError",
     "MissingDependencyError",
+    "NonFiniteGradientError",
     "RankFailedError",
     "UnsafeCheckpointError",
     "UsageError",
@@ -71,6 +73,10 @@ class UsageError(FabricError, RuntimeError):
 
 class MissingDependencyError(FabricError, ImportError):
     """An optional extra is needed and not installed; the text holds the exact ``pip install``."""
+
+
+class NonFiniteGradientError(FabricError, RuntimeError):
+    """The norm of the gradients is infinite or not a number; no gradient was changed."""
 
 
 class RankFailedError(FabricError, RuntimeError):

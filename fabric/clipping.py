@@ -1,0 +1,72 @@
+"""Clipping of gradients, by value and by norm."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fabric._compat import full_tensor
+from fabric.errors import ConfigurationError, NonFiniteGradientError
+
+__all__ = ["check_clipping", "clip_gradients"]
+
+
+def check_clipping(clip_val: float | None, max_norm: float | None, norm_type: float) -> None:
+    """Raise a ConfigurationError unless exactly one positive limit, and a norm type that is a norm, is given."""
+    asked = f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})"
+    if (clip_val is None) == (max_norm is None):
+        wrong = "give one of clip_val and max_norm" + (", not both" if clip_val is not None else "")
+    elif not _is_positive(limit := clip_val if max_norm is None else max_norm):
+        wrong = f"{limit!r} is not a positive number"
+    elif not _is_positive(norm_type, allow_infinite=True):
+        wrong = f"norm_type={norm_type!r} is not a norm"
+    else:
+        return
+    raise ConfigurationError(
+        asked,
+        wrong,
+        "clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
+        "clip_gradients(model, optimizer, max_norm=1.0)",
+    )
+
+
+def clip_gradients(
+    parameters: Iterable[Tensor],
+    *,
+    clip_val: float | None,
+    max_norm: float | None,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip gradients in place; arguments as :func:`check_clipping` accepts them.
+
+    Collective where the gradients are sharded: their norm is that of the whole gradient.
+
+    Returns:
+        The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
+
+    Raises:
+        NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite``.
+    """
+    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
+    grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
+    norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise NonFiniteGradientError(
+            "clip_gradients(...)",
+            f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping would spoil all of them",
+            "finite gradients",
+            "error_if_nonfinite=False to clip all the same, or look for the loss that is not finite",
+        )
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
+    elif clip_val is not None and grads:
+        nn.utils.clip_grad_value_(with_grad, clip_val)
+    return norm
+
+
+def _is_positive(value: object, allow_infinite: bool = False) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value > 0 and (allow_infinite or math.isfinite(value))

@@ -1,0 +1,7 @@
+"""How ranks talk."""
+
+from fabric.communicators.base import Communicator, Reduce
+from fabric.communicators.local import LocalCommunicator
+from fabric.communicators.process_group import ProcessGroupCommunicator
+
+__all__ = ["Communicator", "LocalCommunicator", "ProcessGroupCommunicator", "Reduce"]

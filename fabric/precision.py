@@ -1,0 +1,119 @@
+"""Which dtypes: one row of a table for each precision.
+
+[Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in ``setup`` and
+floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the parameters stay as they were built
+(float32, unless the model was built or loaded in something else), and inputs follow them. A ``*-mixed`` precision keeps
+float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-bit outputs come back as float32.
+Integers and booleans are never touched.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabric.tree import map_tensors
+
+__all__ = ["PRECISIONS", "PRECISION_ALIASES", "Precision", "cast_inputs", "cast_outputs", "floating_dtype"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """What each kind of tensor of a training step is kept in.
+
+    Attributes:
+        name: the canonical name, such as ``"bf16-mixed"``.
+        param_dtype: dtype that floating parameters and buffers are converted to in ``setup``; None leaves them.
+        compute_dtype: dtype of the autocast region of a mixed precision; None means there is none.
+        reduce_dtype: dtype in which sharded strategies reduce gradients; None means the gradients' own.
+        output_dtype: dtype that 16-bit outputs of the forward pass are cast to; None leaves them.
+        loss_scaling: whether the loss is scaled so that float16 gradients do not underflow.
+    """
+
+    name: str
+    param_dtype: torch.dtype | None = None
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    loss_scaling: bool = False
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """The context that a forward pass on a device of this type runs in; a fresh one at each call."""
+        if self.compute_dtype is None:
+            return nullcontext()
+        return torch.autocast(device_type, dtype=self.compute_dtype)
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Convert floating parameters and buffers in place, where this precision asks for it."""
+        if self.param_dtype is not None:
+            module.to(self.param_dtype)
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    row.name: row
+    for row in (
+        Precision(name="32-true"),
+        Precision(name="64-true", param_dtype=torch.float64),
+        Precision(name="16-true", param_dtype=torch.float16),
+        Precision(name="bf16-true", param_dtype=torch.bfloat16),
+        Precision(
+            name="16-mixed",
+            compute_dtype=torch.float16,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+            loss_scaling=True,
+        ),
+        Precision(
+            name="bf16-mixed", compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        ),
+    )
+}
+
+PRECISION_ALIASES: Mapping[str, str] = {
+    "64": "64-true",
+    "32": "32-true",
+    "16": "16-mixed",
+    "bf16": "bf16-mixed",
+}
+
+
+def floating_dtype(module: nn.Module) -> torch.dtype | None:
+    """The one dtype of all floating parameters of a module; None when there are several or none."""
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def cast_inputs(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Cast the floating tensors among the arguments of a forward pass to ``dtype``.
+
+    Arguments that are tensors of that dtype, or of integers, are found with one look each and nothing is allocated.
+    """
+    for value in args:
+        if not isinstance(value, Tensor) or (value.dtype is not dtype and value.is_floating_point()):
+            break
+    else:
+        if not kwargs:
+            return args, kwargs
+    cast = _caster(dtype)
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+
+def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
+    """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else comes back untouched."""
+    if isinstance(output, Tensor):
+        return output.to(dtype) if output.dtype in _HALF else output
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _HALF else tensor, output)
+
+
+def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return cast

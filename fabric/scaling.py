@@ -1,0 +1,203 @@
+"""Scaling of the loss, so that float16 gradients do not underflow.
+
+[Note: Loss scale] The scale changes only at the start of a backward pass, and only when no optimizer holds scaled
+gradients that it has neither stepped on nor cleared: never inside an accumulation, never between two optimizers that
+share a backward pass. Gradients that were unscaled and then stay for another backward pass are scaled again first,
+which is exact, since scales are powers of two.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fabric._compat import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
+from fabric.errors import ConfigurationError, UsageError
+
+__all__ = ["LossScaler"]
+
+
+class _Stage(Enum):
+    CLEAN = auto()  # no backward pass yet
+    SCALED = auto()  # gradients, where there are any, carry the scale
+    UNSCALED = auto()
+    STEPPED = auto()
+
+
+@dataclass
+class _OptimizerState:
+    stage: _Stage
+    found_inf: Tensor
+    held: list[tuple[Tensor, Tensor]] | None = None  # parameters and their gradients while a step is skipped
+
+
+class LossScaler:
+    """Dynamic loss scaling for any number of optimizers that may share backward passes.
+
+    The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision Training", 2018): the
+    scale is halved after a step whose gradients overflowed, which is skipped, and doubled after ``growth_interval``
+    good ones. What differs is when it changes, see ``[Note: Loss scale]``, and that the optimizers' own ``step`` is
+    called: hooks on it unscale, and take the gradients out of the way when a step has to be skipped.
+
+    Args:
+        device: where the loss is.
+        init_scale: first scale.
+        growth_factor: what the scale is multiplied by to grow.
+        backoff_factor: what it is multiplied by after an overflow.
+        growth_interval: number of good steps in a row after which it grows.
+        agree: collective that takes the maximum of a float32 tensor over ranks; given when ranks hold different
+            gradients, so that an overflow on one of them skips the step on all.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        agree: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self._scale = torch.full((1,), init_scale, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
+        self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
+        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
+        self._growth_interval = growth_interval
+        self._agree = agree
+        self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
+
+    @property
+    def scale(self) -> float:
+        """The current scale; reading it waits for the device."""
+        return float(self._scale)
+
+    def register(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
+        self._states[optimizer] = _OptimizerState(_Stage.CLEAN, torch.zeros_like(self._scale))
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, to be called once at the start of each backward pass, on its tensor."""
+        if self._pending is not None and not any(map(_holds_scaled, self._states, self._states.values())):
+            backoff_or_grow(
+                self._scale,
+                self._growth_tracker,
+                self._pending,
+                self._growth_factor,
+                self._backoff_factor,
+                self._growth_interval,
+            )
+            self._pending = None
+        for optimizer, state in self._states.items():
+            if state.stage in (_Stage.UNSCALED, _Stage.STEPPED):
+                for grads in _by_device_and_dtype(_gradients(optimizer)):
+                    foreach_multiply(grads, self._scale.to(grads[0].device).squeeze(0))
+            state.stage = _Stage.SCALED
+        return loss * self._scale.to(loss.dtype).squeeze(0)
+
+    def unscale(self, optimizer: Optimizer) -> bool:
+        """Take the scale off an optimizer's gradients, once a step; further calls change nothing.
+
+        Collective where ranks hold different gradients.
+
+        Returns:
+            Whether any gradient is infinite or not a number, in which case the next step will be skipped.
+        """
+        state = self._states[optimizer]
+        if state.stage is _Stage.SCALED:
+            self._unscale_gradients(optimizer, state)
+            state.stage = _Stage.UNSCALED
+        return bool(state.found_inf)
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What :meth:`load_state_dict` needs to go on exactly."""
+        pending = None if self._pending is None else float(self._pending)
+        return {"scale": float(self._scale), "growth_tracker": int(self._growth_tracker), "pending": pending}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state of another scaler."""
+        self._scale.fill_(state["scale"])
+        self._growth_tracker.fill_(state["growth_tracker"])
+        pending = state["pending"]
+        self._pending = None if pending is None else torch.full_like(self._scale, pending)
+
+    def _unscale_gradients(self, optimizer: Optimizer, state: _OptimizerState) -> None:
+        state.found_inf = torch.zeros_like(self._scale)
+        # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
+        inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
+        for grads in _by_device_and_dtype(_gradients(optimizer)):
+            if grads[0].dtype is torch.float16:
+                raise ConfigurationError(
+                    'precision="16-mixed" with float16 parameters',
+                    "their gradients are float16 too, and lose in unscaling what the scale had kept",
+                    "float32 parameters under 16-mixed, float16 ones under 16-true",
+                    'model.float(), or Fabric(precision="16-true")',
+                )
+            found_inf = state.found_inf.to(grads[0].device)
+            unscale_and_check(grads, found_inf, inverse.to(grads[0].device))
+            state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
+        if self._agree is not None:
+            state.found_inf = self._agree(state.found_inf)
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+            raise UsageError(
+                f"{type(optimizer).__name__}.step(closure) under loss scaling",
+                "the closure computes new gradients inside the step, after the overflow check",
+                "step() without a closure under 16-mixed; closures under every other precision",
+                'Fabric(precision="bf16-mixed")',
+            )
+        state = self._states[optimizer]
+        overflow = self.unscale(optimizer)
+        if state.stage is _Stage.UNSCALED:
+            found = state.found_inf
+            self._pending = found.clone() if self._pending is None else torch.maximum(self._pending, found)
+        if overflow:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            state.held = [(parameter, parameter.grad) for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        state = self._states[optimizer]
+        for parameter, grad in state.held or ():
+            parameter.grad = grad
+        state.held = None
+        if state.stage is not _Stage.CLEAN:
+            state.stage = _Stage.STEPPED
+
+
+def _gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The local, dense values of all gradients of an optimizer, sharing their memory."""
+    grads = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                # Values of repeated indices may overflow only once they are added.
+                parameter.grad = grad = grad.coalesce()
+                grad = grad._values()
+            grads.append(local_tensor(grad))
+    return grads
+
+
+def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
+
+
+def _holds_scaled(optimizer: Optimizer, state: _OptimizerState) -> bool:
+    if state.stage is not _Stage.SCALED:
+        return False
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
