@@ -83,7 +83,7 @@ def require(env: Mapping[str, str], launcher: str, *alternatives: Sequence[str])
     if missing:
         raise ConfigurationError(
             f"the place of this process in a job of {launcher}",
-            f"{launcher} made this process, but not set: {', '.join(missing)}",
+            f"{launcher} made this process and did not set {', '.join(missing)}",
             f"all that {launcher} sets, passed on to the script unchanged",
             "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
         )
