@@ -1,0 +1,6 @@
+"""Checkpoints: plain state on disk, written atomically and read without running code."""
+
+from fabric.checkpoint.base import CheckpointIO
+from fabric.checkpoint.full import FullCheckpoint
+
+__all__ = ["CheckpointIO", "FullCheckpoint"]

@@ -1,0 +1,126 @@
+"""Publishing a file: readers see the old one or the new one, never a part of either.
+
+[Note: atomic publish]
+The bytes go to a *temporary* in the target's own folder (a rename across file systems is a copy, and can be torn), are
+flushed to the disk, and take the target's name in one rename, which is flushed as well. While it is written, its writer
+holds a lock on it that the kernel drops when the process dies, however it dies: a temporary that can be locked
+belongs to nobody, and the next save of the same target removes it. Process numbers would not do: they are reused, and
+mean nothing in another container.
+"""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from fabric.errors import CheckpointError
+
+__all__ = ["atomic_write"]
+
+_SUFFIX = ".tmp"
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a binary file whose content takes the place of ``path`` when the block ends without an error.
+
+    When the block raises, or the process dies at any point, ``path`` keeps its old content. Folders that are missing
+    on the way to ``path`` are created. The new file's mode follows the umask, whatever mode the old one had. A symbolic
+    link is followed, as ``open`` would: the file that it points to is replaced and the link stays.
+
+    Raises:
+        CheckpointError: ``path`` is a folder, or the file system refuses (permissions, no space left).
+    """
+    asked = f"write {os.fspath(path)!r}"
+    target = Path(os.path.realpath(path))
+    with _refusals(asked):
+        if target.is_dir():
+            raise CheckpointError(
+                asked,
+                "there is a folder of that name",
+                "the path of a file, new or to be replaced",
+                f"{str(target / 'checkpoint.pt')!r}, or remove the folder",
+            )
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_stale(target)
+        temporary, file = _open_temporary(target)
+    try:
+        with file:
+            yield file
+            with _refusals(asked):
+                file.flush()
+                os.fsync(file.fileno())
+                # Still open, so that the lock is held until the file carries its final name.
+                os.replace(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    with _refusals(asked):
+        _sync_folder(target.parent)
+
+
+@contextmanager
+def _refusals(asked: str) -> Iterator[None]:
+    """Turn an error of the file system into one that says what it was about."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            asked,
+            f"the file system refuses: {error}",
+            "a place that can be written to, with room for the old and the new file",
+            "free space, another path, or other permissions; what was there before is untouched",
+        ) from error
+
+
+def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
+    while True:
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
+        file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w+b")
+        if _take(file, temporary):
+            return temporary, file
+        # Another process cleared it between its creation and its lock.
+        file.close()
+
+
+def _take(file: BinaryIO, temporary: Path) -> bool:
+    """Lock a temporary just created; false when somebody who took it for a stale one was faster."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        # A file system without locks: nobody can lock it there, so nobody takes it for a stale one either.
+        return True
+    return temporary.exists()
+
+
+def _clear_stale(target: Path) -> None:
+    prefix = f".{target.name}."
+    with os.scandir(target.parent) as entries:
+        found = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX)]
+    for temporary in found:
+        if _is_token(Path(temporary).name[len(prefix) : -len(_SUFFIX)]):
+            # It may be another user's, be gone by now, or have a living writer: each leaves it to them.
+            with suppress(OSError), open(temporary, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(temporary)
+
+
+def _is_token(text: str) -> bool:
+    """Whether a name's middle is ours, so that ``a.pt`` never clears what belongs to ``a.pt.best``."""
+    return len(text) == 12 and all(letter in "0123456789abcdef" for letter in text)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

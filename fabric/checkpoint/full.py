@@ -1,0 +1,228 @@
+"""A whole checkpoint in one file, which plain torch can read."""
+
+import difflib
+import mmap
+import os
+import pickle
+import pickletools
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
+
+from fabric.checkpoint.commit import atomic_write
+from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+
+__all__ = ["FullCheckpoint"]
+
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: its last two fields are the lengths of the name and the extra
+_PIECE = 1 << 24
+_SAFE_LOAD = "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these"
+# What reading bytes that were never written as a checkpoint, or were changed since, has been seen to raise.
+_DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
+           OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
+
+
+class FullCheckpoint:
+    """The default format: one file per checkpoint, written by ``torch.save``.
+
+    Such a file can be read without fabric, by ``torch.load(path, weights_only=True)``. It is replaced atomically: a
+    crash at any moment leaves the old file or the new one. It is meant for one process to write and any number to read.
+    """
+
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        """Write ``state`` to the file ``path`` and return when it is on the disk.
+
+        Tensors are written from where they lie; no copy of a CPU tensor is made. Tensors that share storage share it
+        in the file too, and a view brings the whole storage that it looks into.
+
+        Raises:
+            CheckpointError: ``path`` is a folder or cannot be written; what was there before is untouched.
+        """
+        _require_checksums(path)
+        with atomic_write(path) as file:
+            try:
+                torch.save(dict(state), file)
+            except (RuntimeError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
+                raise CheckpointError(
+                    f"save a checkpoint to {str(path)!r}",
+                    f"{type(error).__name__}: {_first_line(error)}",
+                    f"room for the old and the new file, and {_SAFE_LOAD}",
+                    "another path, or a state without what the line above names; the old file is untouched",
+                ) from error
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read a file that :meth:`save` or ``torch.save`` wrote, with every tensor on the CPU.
+
+        The checksum of every record is compared first. Tensors are mapped from the file and read when they are used:
+        copy them if the file may be overwritten in place (fabric itself never does that) while they live. Nothing that
+        the file holds is run.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file; similar names beside it are listed.
+            UnsafeCheckpointError: it holds objects that only running code can rebuild; they are named.
+            CheckpointError: it is damaged, was not written by ``torch.save``, or does not hold a dict.
+        """
+        asked = f"load the checkpoint {str(path)!r}"
+        _require_file(asked, path)
+        try:
+            is_archive = _verify(asked, path)
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+        except CheckpointError:
+            raise
+        except _DAMAGE as error:
+            raise _diagnosis(asked, path, error) from error
+        if not isinstance(loaded, dict):
+            raise CheckpointError(
+                asked,
+                f"the file holds a {type(loaded).__name__}",
+                "a dict, as fabric.save writes it",
+                f"torch.load({str(path)!r}, weights_only=True)",
+            )
+        return loaded
+
+    def remove(self, path: Path) -> None:
+        """Delete the file ``path``.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            CheckpointError: it is a folder.
+        """
+        _require_file(f"remove the checkpoint {str(path)!r}", path)
+        os.unlink(path)
+
+    def wait(self) -> None:
+        """Return at once: :meth:`save` has already waited for the disk."""
+
+
+def _require_checksums(path: Path) -> None:
+    if not get_crc32_options():
+        raise CheckpointError(
+            f"save a checkpoint to {str(path)!r}",
+            "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed later",
+            "torch's default, which writes a checksum for every record",
+            "torch.serialization.set_crc32_options(True)",
+        )
+
+
+def _require_file(asked: str, path: Path) -> None:
+    if os.path.isfile(path):
+        return
+    if os.path.isdir(path):
+        raise CheckpointError(asked, "it is a folder", "a file that fabric.save wrote", _alternatives(Path(path), "*"))
+    folder = Path(path).parent
+    if not folder.is_dir():
+        raise CheckpointNotFoundError(asked, f"its folder {str(folder)!r} does not exist", "", "a path that exists")
+    raise CheckpointNotFoundError(asked, "there is no such file", "", _alternatives(folder, Path(path).name))
+
+
+def _alternatives(folder: Path, name: str) -> str:
+    """Names in ``folder`` that resemble ``name`` (``"*"``: any), as the last part of an error."""
+    with os.scandir(folder) as entries:
+        files = [entry.name for _, entry in zip(range(1000), entries, strict=False) if entry.is_file()]
+    files = sorted(file for file in files if not file.startswith("."))
+    near = files[:5] if name == "*" else difflib.get_close_matches(name, files, n=5, cutoff=0.4)
+    if not near:
+        return f"the path of a file; {str(folder)!r} has none like it"
+    return ", or ".join(repr(str(folder / file)) for file in near)
+
+
+def _verify(asked: str, path: Path) -> bool:
+    """Compare the checksums of a zip archive; false for torch's format before 1.6, which has none.
+
+    The records are summed where they lie in the page cache; reading them through ``zipfile`` would copy each.
+    """
+    with open(path, "rb") as file:
+        if file.read(2) != b"PK":
+            return False
+        with zipfile.ZipFile(file) as archive, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            damaged = [entry.filename for entry in archive.infolist() if not _is_intact(archive, content, entry)]
+    if damaged:
+        raise CheckpointError(
+            asked,
+            f"the file is damaged: the checksum of {', '.join(damaged[:5])} does not match ({len(damaged)} in all)",
+            "a file as torch.save wrote it, with torch's default of writing checksums",
+            "an older checkpoint, or a fresh copy of this one",
+        )
+    return True
+
+
+def _is_intact(archive: zipfile.ZipFile, content: mmap.mmap, entry: zipfile.ZipInfo) -> bool:
+    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
+        return False  # torch never compresses
+    # Checks that the entry's own header agrees with the directory at the end of the file.
+    archive.open(entry).close()
+    name_length, extra_length = _LOCAL_HEADER.unpack_from(content, entry.header_offset)
+    start = entry.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+    checksum = 0
+    with memoryview(content) as view:
+        for position in range(start, start + entry.file_size, _PIECE):
+            with view[position : min(position + _PIECE, start + entry.file_size)] as piece:
+                checksum = zlib.crc32(piece, checksum)
+    return checksum == entry.CRC
+
+
+def _diagnosis(asked: str, path: Path, error: Exception) -> CheckpointError:
+    """What is wrong with a file that torch could not load: it would run code, or it is damaged."""
+    offenders = _code_in(path, error) if isinstance(error, pickle.UnpicklingError) else []
+    if offenders:
+        return UnsafeCheckpointError(
+            asked,
+            f"it holds {', '.join(offenders)}: rebuilding that could run any code, so nothing was loaded",
+            _SAFE_LOAD,
+            "if you trust the file, load it once with torch.load(path, weights_only=False) and save it again as plain "
+            "data; a class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
+        )
+    return CheckpointError(
+        asked,
+        f"the file is damaged or was not written by torch.save: {_first_line(error)}",
+        "a file that fabric.save or torch.save wrote, complete",
+        "an older checkpoint, or a fresh copy of this one",
+    )
+
+
+def _code_in(path: Path, error: Exception) -> list[str]:
+    """The classes and functions that a file's pickle refers to and torch does not allow; found without running it."""
+    try:
+        offenders = sorted(get_unsafe_globals_in_checkpoint(path))
+    except _DAMAGE:
+        # No archive, or one whose pickle is of a protocol that torch's own reader does not follow.
+        offenders = []
+    return offenders or re.findall(r"GLOBAL (\S+)", str(error))[:1] or sorted(_references(path))
+
+
+def _references(path: Path) -> set[str]:
+    """Every class and function that the pickles in a file name, harmless ones too."""
+    found: set[str] = set()
+    strings: list[str] = []
+    with suppress(*_DAMAGE), _open_pickle(path) as file:
+        # The format before torch 1.6 is several pickles in a row, followed by bytes that are none.
+        while True:
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name == "GLOBAL":
+                    found.add(str(argument).replace(" ", "."))
+                elif opcode.name == "STACK_GLOBAL":
+                    found.add(".".join(strings[-2:]))
+                elif isinstance(argument, str):
+                    strings.append(argument)
+    return found
+
+
+def _open_pickle(path: Path) -> BinaryIO:
+    if not zipfile.is_zipfile(path):
+        return open(path, "rb")
+    with zipfile.ZipFile(path) as archive:
+        record = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+        # Stays readable after its archive object is closed: zipfile counts its readers.
+        return archive.open(record)  # type: ignore[return-value]
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -1,0 +1,392 @@
+"""Turning the user's objects into plain state, and back. Knows nothing of files, processes or strategies."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fabric.checkpoint.plain import check_plain
+from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fabric.tree import map_tensors
+
+__all__ = ["FORMAT_VERSION", "METADATA_KEY", "apply", "apply_raw", "collect", "read_metadata", "with_metadata"]
+
+METADATA_KEY = "__fabric__"
+FORMAT_VERSION = 1
+
+_LISTED = 12  # names given in full before an error only counts the rest
+
+ModuleState = Callable[[nn.Module], dict[str, Any]]
+LoadModule = Callable[[nn.Module, dict[str, Any], bool], None]
+Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+def collect(state: Mapping[str, Any], *, module_state: ModuleState, filter: Filter | None = None) -> dict[str, Any]:
+    """Turn ``state`` into plain data, entry by entry. No tensor is copied.
+
+    A module becomes ``module_state(module)``; an object with ``state_dict()`` and ``load_state_dict()`` (an optimizer,
+    a scheduler, a loader) becomes its ``state_dict()``; plain data stays as it is. Every entry that can be refused
+    without ``module_state`` is looked at before the first call of it, since that may be a collective.
+
+    Args:
+        state: names and objects; not changed.
+        module_state: gives the state of a module under the names that the user knows.
+        filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
+
+    Raises:
+        ArgumentTypeError: an entry could not be loaded again without running code; the text names its place in
+            ``state`` and what to write instead. Or a plain ``DataLoader``, which has no position to save.
+        ConfigurationError: ``filter`` names an entry that ``state`` lacks or that is no dict, or ``state`` has an entry
+            ``"__fabric__"``.
+    """
+    _check_names(state, "save")
+    keep = dict(filter or {})
+    _check_filter(state, keep)
+    for name, value in state.items():
+        _refuse_loader(name, value)
+        if not _is_object(value):
+            check_plain(f"state[{name!r}]", value)
+    collected: dict[str, Any] = {}
+    for name, value in state.items():
+        content = value
+        if isinstance(value, nn.Module):
+            content = module_state(value)
+        elif _is_stateful(value):
+            content = value.state_dict()
+        if name in keep:
+            content = _filtered(name, content, keep[name])
+        if content is not value:
+            check_plain(f"state[{name!r}]", content)
+        collected[name] = content
+    return collected
+
+
+def apply(
+    loaded: Mapping[str, Any],
+    state: MutableMapping[str, Any] | None,
+    *,
+    load_module: LoadModule,
+    module_state: ModuleState,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
+
+    Everything that can be checked is checked before anything is changed. Plain values in ``state`` are replaced by
+    the loaded ones; what was restored shares no memory with ``loaded``.
+
+    Args:
+        loaded: what :func:`collect` gave, after a save and a load. Its metadata is checked and not returned.
+        state: names and objects to restore, or ``None`` to get everything back as it was loaded.
+        load_module: ``load_module(module, content, strict)`` puts ``content`` into the module.
+        module_state: names and values of a module as they stand in a checkpoint; for the check only, so it has to be
+            complete on every rank, and a sharded module's own ``state_dict()`` will do.
+        strict: whether an entry, a parameter or a buffer that one side lacks is an error; else what fits by name is
+            loaded. Shapes, and the groups of an optimizer, have to agree either way.
+
+    Raises:
+        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text), or a newer fabric wrote it.
+        ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
+    """
+    read_metadata(loaded)
+    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
+    if state is None:
+        return entries
+    _check_names(state, "load")
+    asked = f"load a checkpoint into {_names(f'state[{name!r}]' for name in state)}"
+    _check_targets(asked, state, entries, strict)
+    wanted = {name: value for name, value in state.items() if name in entries}
+    _raise_problems(
+        asked,
+        [
+            f"state[{name!r}]: {problem}"
+            for name, value in wanted.items()
+            for problem in _problems(value, entries[name], module_state, strict)
+        ],
+    )
+    for name in sorted(wanted, key=lambda name: _turn(wanted[name])):
+        if _is_object(wanted[name]):
+            _restore(wanted[name], entries[name], load_module, strict)
+        else:
+            state[name] = copy.deepcopy(entries[name])
+    return {name: content for name, content in entries.items() if name not in state}
+
+
+def apply_raw(
+    loaded: Mapping[str, Any],
+    target: Any,
+    *,
+    load_module: LoadModule,
+    module_state: ModuleState,
+    strict: bool = True,
+) -> None:
+    """Restore one object from a file that is its bare state dict, as ``torch.save(model.state_dict(), path)`` wrote it.
+
+    Args:
+        loaded: the content of the file.
+        target: a module, an optimizer, or any object with ``state_dict()`` and ``load_state_dict()``.
+        load_module: as for :func:`apply`.
+        module_state: as for :func:`apply`.
+        strict: as for :func:`apply`.
+
+    Raises:
+        CheckpointError: the file does not fit, or is a checkpoint with entries; nothing has been changed.
+        ArgumentTypeError: ``target`` is nothing that has a state.
+    """
+    asked = f"load a state dict into a {type(target).__name__}"
+    _refuse_loader("loader", target)
+    if not _is_object(target):
+        raise ArgumentTypeError(
+            asked,
+            "it has no state_dict() and load_state_dict()",
+            "a module, an optimizer, or an object with these two methods",
+            "fabric.load(path, state) for a checkpoint with entries of several kinds",
+        )
+    problems = list(_problems(target, loaded, module_state, strict))
+    holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
+    if problems and holds_entries and not isinstance(target, Optimizer):
+        raise CheckpointError(
+            asked,
+            f"the file is a checkpoint with the entries {_names(map(repr, loaded))}; {problems[0]}",
+            "a file that is the state dict itself",
+            "fabric.load(path, {'model': model}), with the entry that you want",
+        )
+    _raise_problems(asked, problems)
+    _restore(target, loaded, load_module, strict)
+
+
+def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what fabric itself wants to know about a checkpoint to its entries.
+
+    Args:
+        entries: what :func:`collect` gave.
+        metadata: plain data, such as ``world_size`` and the states of random generators. The version of the format and
+            that of torch are added.
+
+    Raises:
+        ArgumentTypeError: ``metadata`` is not plain.
+    """
+    stamp = {"format_version": FORMAT_VERSION, "torch_version": str(torch.__version__), **metadata}
+    check_plain(METADATA_KEY, stamp)
+    return {**entries, METADATA_KEY: stamp}
+
+
+def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`with_metadata` added; empty for a file that was not written by fabric.
+
+    Raises:
+        CheckpointError: a newer fabric wrote the file, in a format that this one does not know.
+    """
+    metadata = loaded.get(METADATA_KEY, {})
+    version = metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            "load a checkpoint",
+            f"its entry {METADATA_KEY!r} has format version {version!r}: a newer release wrote it",
+            f"format versions up to {FORMAT_VERSION}",
+            "pip install --upgrade torch-fabric",
+        )
+    return dict(metadata)
+
+
+def _is_stateful(value: Any) -> bool:
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is restored in place; any other is replaced."""
+    return isinstance(value, nn.Module) or _is_stateful(value)
+
+
+def _turn(value: Any) -> int:
+    """When an entry is restored: what could not be checked comes first, so that its failure leaves the rest alone."""
+    if isinstance(value, nn.Module):
+        return 1
+    return 2 if isinstance(value, Optimizer) or not _is_stateful(value) else 0
+
+
+def _restore(target: Any, content: Any, load_module: LoadModule, strict: bool) -> None:
+    if isinstance(target, nn.Module):
+        load_module(target, content, strict)
+    elif isinstance(target, Optimizer):
+        target.load_state_dict(content)
+        _detach_from_file(target, content)
+    else:
+        target.load_state_dict(copy.deepcopy(content))
+
+
+def _detach_from_file(optimizer: Optimizer, content: Any) -> None:
+    """Copy the tensors that the optimizer took over as they were.
+
+    They may be mapped from the file, which somebody could overwrite in place. Those that went to another device or
+    dtype are copies already, and copying all of them beforehand would need the whole state in host memory.
+    """
+    borrowed: set[int | None] = set()
+    map_tensors(lambda tensor: borrowed.add(_address(tensor)), content)
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if _address(tensor) in borrowed - {None} else tensor
+
+    for slots in optimizer.state.values():
+        for name in slots:
+            slots[name] = map_tensors(own, slots[name])
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    has_storage = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if has_storage else None
+
+
+def _check_names(state: Mapping[str, Any], verb: str) -> None:
+    asked = f"{verb} a checkpoint"
+    if not isinstance(state, Mapping):
+        raise ArgumentTypeError(
+            asked, f"state is a {type(state).__name__}", "a dict of names and objects", '{"model": model, "step": step}'
+        )
+    wrong = [name for name in state if not isinstance(name, str)]
+    if wrong:
+        raise ArgumentTypeError(
+            asked,
+            f"the name {wrong[0]!r} is a {type(wrong[0]).__name__}",
+            "strings as names",
+            f"state[{str(wrong[0])!r}]",
+        )
+    if METADATA_KEY in state:
+        raise ConfigurationError(
+            asked,
+            f"state has an entry {METADATA_KEY!r}, where fabric keeps its own metadata",
+            "any other name",
+            f"state[{METADATA_KEY.strip('_')!r}]",
+        )
+
+
+def _check_filter(state: Mapping[str, Any], keep: Mapping[str, Any]) -> None:
+    for name, function in keep.items():
+        asked = f"save a checkpoint with filter={{{name!r}: ...}}"
+        if name not in state:
+            raise ConfigurationError(
+                asked, "state has no such entry", f"entries of state: {_names(map(repr, state))}", "one of these names"
+            )
+        if not callable(function):
+            raise ArgumentTypeError(
+                asked,
+                f"{function!r} cannot be called",
+                "a function of (name, value) that says whether the item is saved",
+                f"filter={{{name!r}: lambda name, value: not name.startswith('head.')}}",
+            )
+        if not _is_object(state[name]) and not isinstance(state[name], dict):
+            raise ConfigurationError(
+                asked,
+                f"state[{name!r}] is a {type(state[name]).__name__}, which has no items to choose from",
+                "filters for modules, other objects with a state_dict, and dicts",
+                f"a state without {name!r}",
+            )
+
+
+def _filtered(name: str, content: Any, keep: Callable[[str, Any], bool]) -> Any:
+    if not isinstance(content, dict):
+        raise ConfigurationError(
+            f"save a checkpoint with filter={{{name!r}: ...}}",
+            f"the state of state[{name!r}] is a {type(content).__name__}, which has no items to choose from",
+            "objects whose state_dict() is a dict",
+            f"save without a filter for {name!r}",
+        )
+    # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
+    kept = copy.copy(content)
+    for key, value in content.items():
+        if not keep(key, value):
+            del kept[key]
+    return kept
+
+
+def _refuse_loader(name: str, value: Any) -> None:
+    if isinstance(value, DataLoader) and not _is_stateful(value):
+        raise ArgumentTypeError(
+            f"state[{name!r}], a DataLoader, in a checkpoint",
+            "it does not know its position, so a resumed run would replay or skip samples",
+            "a loader that fabric has set up, or any loader with state_dict() and load_state_dict()",
+            f"{name} = fabric.setup_dataloaders({name}), and put the result into the state",
+        )
+
+
+def _check_targets(asked: str, state: Mapping[str, Any], entries: Mapping[str, Any], strict: bool) -> None:
+    for name, value in state.items():
+        _refuse_loader(name, value)
+        if not _is_object(value):
+            check_plain(f"state[{name!r}]", value)
+    missing = [name for name in state if name not in entries]
+    if missing and strict:
+        raise CheckpointError(
+            asked,
+            f"the file has no {_names(map(repr, missing))}",
+            f"entries of the file: {_names(map(repr, entries))}",
+            "a state with these names, or strict=False to leave the others as they are",
+        )
+
+
+def _problems(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
+    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
+    if isinstance(target, nn.Module | Optimizer) and not isinstance(content, Mapping):
+        yield f"the file has a value of type {type(content).__name__} where the state of a {type(target).__name__} has to be"
+    elif isinstance(target, nn.Module):
+        yield from _module_problems(module_state(target), content, strict)
+    elif isinstance(target, Optimizer):
+        yield from _optimizer_problems(target, content)
+
+
+def _module_problems(expected: Mapping[str, Any], content: Mapping[str, Any], strict: bool) -> Iterator[str]:
+    missing = [name for name in expected if name not in content]
+    unexpected = [name for name in content if name not in expected]
+    for prefix in ("module.", "_orig_mod."):
+        if missing and prefix + missing[0] in content:
+            yield f"the names in the file begin with {prefix!r}: remove that from each name first"
+    if strict and missing:
+        yield f"not in the file: {_names(missing)}"
+    if strict and unexpected:
+        yield f"only in the file: {_names(unexpected)}"
+    shapes = [
+        f"{name} is {tuple(content[name].shape)} in the file and {tuple(value.shape)} in the module"
+        for name, value in expected.items()
+        if _has_shape(value) and _has_shape(content.get(name)) and value.shape != content[name].shape
+    ]
+    if shapes:
+        yield f"other shapes: {_names(shapes)}"
+
+
+def _has_shape(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not is_lazy(value)
+
+
+def _optimizer_problems(optimizer: Optimizer, content: Mapping[str, Any]) -> Iterator[str]:
+    if "state" not in content or "param_groups" not in content:
+        yield f"the file has {_names(map(repr, content))} where an optimizer's 'state' and 'param_groups' have to be"
+        return
+    saved, present = (
+        [len(group["params"]) for group in groups] for groups in (content["param_groups"], optimizer.param_groups)
+    )
+    if saved != present:
+        yield (
+            f"the groups of the {type(optimizer).__name__} hold {_names(map(str, present))} parameters, "
+            f"those of the file {_names(map(str, saved))}"
+        )
+
+
+def _raise_problems(asked: str, problems: list[str]) -> None:
+    if problems:
+        raise CheckpointError(
+            asked,
+            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
+            "a checkpoint of the same modules and optimizers",
+            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
+        )
+
+
+def _names(names: Any) -> str:
+    listed = list(names)
+    rest = len(listed) - _LISTED
+    return ", ".join([*listed[:_LISTED], *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"
