@@ -11,13 +11,16 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "OneLevel",
+    "abort_process_group",
     "all_gather_into",
     "backoff_or_grow",
+    "default_store",
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
     "local_tensor",
     "reduce_scatter_into",
+    "uncompiled",
     "unscale_and_check",
 ]
 
@@ -101,3 +104,19 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
     whole = getattr(tensor, "full_tensor", None)
     return tensor if whole is None else whole()
+
+
+def abort_process_group() -> None:
+    """Close the default process group without waiting for its other ranks; torch has no public name for it."""
+    dist.distributed_c10d._abort_process_group()
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
+def default_store() -> dist.Store:
+    """The store through which the default process group was made; torch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()

@@ -10,14 +10,24 @@ Integers and booleans are never touched.
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fabric.errors import ConfigurationError
 from fabric.tree import map_tensors
 
-__all__ = ["PRECISIONS", "PRECISION_ALIASES", "Precision", "cast_inputs", "cast_outputs", "floating_dtype"]
+__all__ = [
+    "PRECISIONS",
+    "PRECISION_ALIASES",
+    "Precision",
+    "cast_inputs",
+    "cast_outputs",
+    "floating_dtype",
+    "parse_precision",
+]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -82,6 +92,26 @@ PRECISION_ALIASES: Mapping[str, str] = {
 }
 
 
+def parse_precision(precision: "Precision | str | int | None") -> Precision:
+    """A row of the table from its name or alias; None is ``32-true``, and a row of one's own stays as it is.
+
+    Raises:
+        ConfigurationError: there is no such precision; the text lists those there are.
+    """
+    if isinstance(precision, Precision):
+        return precision
+    name = "32-true" if precision is None else str(precision).lower()
+    name = PRECISION_ALIASES.get(name, name)
+    if isinstance(precision, bool) or name not in PRECISIONS:
+        raise ConfigurationError(
+            f"precision={precision!r}",
+            "there is no such precision",
+            ", ".join(repr(valid) for valid in (*PRECISIONS, *PRECISION_ALIASES)),
+            f'precision="{_nearest(name)}"',
+        )
+    return PRECISIONS[name]
+
+
 def floating_dtype(module: nn.Module) -> torch.dtype | None:
     """The one dtype of all floating parameters of a module; None when there are several or none."""
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -117,3 +147,7 @@ def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return cast
+
+
+def _nearest(name: str) -> str:
+    return (get_close_matches(name, PRECISIONS, n=1, cutoff=0.3) or ["32-true"])[0]

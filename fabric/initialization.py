@@ -1,0 +1,45 @@
+"""Contexts in which modules and tensors are created: on which device, in which dtype, with or without values."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["created_on"]
+
+
+@contextmanager
+def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bool = False) -> Iterator[None]:
+    """Within this context, new tensors are made on ``device`` and new floating ones in ``dtype``.
+
+    Args:
+        device: where to; explicit ``device=`` arguments win.
+        dtype: default floating dtype; None leaves torch's default.
+        empty: the functions of ``torch.nn.init`` that fill with random numbers do nothing.
+    """
+    with ExitStack() as stack:
+        if dtype is not None:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(dtype)
+        if empty:
+            stack.enter_context(_WithoutInit())
+        stack.enter_context(device)
+        yield
+
+
+class _WithoutInit(TorchFunctionMode):
+    """Makes no-ops of those functions of torch.nn.init that torch lets a mode see, which the common layers call."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)

@@ -1,0 +1,173 @@
+"""What one process of a running job holds: its place, its device, and the way to the other processes."""
+
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from fabric._compat import abort_process_group, default_store
+from fabric.accelerators import Accelerator
+from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
+from fabric.errors import ConfigurationError, UsageError
+from fabric.precision import Precision
+from fabric.world import World
+
+__all__ = ["DEFAULT_TIMEOUT", "Runtime"]
+
+DEFAULT_TIMEOUT = timedelta(seconds=1800)
+
+
+class Runtime:
+    """One process of a job while it runs.
+
+    Args:
+        world: the place of this process.
+        accelerator: the kind of its device.
+        devices: the devices of this node, in the order of local ranks; all of them for a strategy that drives several
+            devices from one process.
+        precision: the precision that modules are set up with.
+        connected: whether the processes of the job talk, that is, whether a process group is needed.
+        backend: process-group backend; None for the accelerator's own.
+        timeout: how long a collective may wait.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        accelerator: Accelerator,
+        devices: tuple[torch.device, ...],
+        precision: Precision,
+        connected: bool,
+        backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+    ) -> None:
+        self.world, self.accelerator, self.precision = world, accelerator, precision
+        self.devices = devices
+        # A scheduler may show each process only its own device.
+        self.device = devices[world.local_rank % len(devices)]
+        self._connected, self._backend, self._timeout = connected, backend, timeout
+        self._communicator: Communicator | None = None
+        self._store: dist.Store | None = None
+        self._owns_group = False
+
+    @property
+    def communicator(self) -> Communicator:
+        """The collectives over all processes of the job."""
+        if self._communicator is None:
+            raise UsageError(
+                f"a collective on rank {self.world.rank} of {self.world.world_size}",
+                "the runtime has not been started, or has been closed by teardown()",
+                "collectives between launch() and teardown()",
+                "fabric.launch() before the first collective",
+            )
+        return self._communicator
+
+    def start(self) -> None:
+        """Take the device and meet the other processes.
+
+        Collective when the processes of the job talk: returns once all are there.
+        """
+        self.accelerator.activate(self.device)
+        if not self._connected:
+            self._communicator = LocalCommunicator(self.device)
+            return
+        if dist.is_initialized():
+            self._check_group()
+            self._store = self._own_keys(default_store())
+        else:
+            self._connect()
+        self._communicator = ProcessGroupCommunicator(None, self.device)
+
+    def close(self) -> None:
+        """Release what :meth:`start` took, not a process group that was there before; idempotent."""
+        if self._communicator is None:
+            return
+        self._communicator.close()
+        self._communicator = None
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._store = None
+        self.accelerator.release()
+
+    def abort(self) -> None:
+        """Let go of the other processes without waiting for them, on the way out of an exception."""
+        if self._communicator is not None and self._owns_group and dist.is_initialized():
+            abort_process_group()
+        self._communicator = self._store = None
+
+    def agree(self, key: str, value: bytes) -> bytes:
+        """Rank 0's value for ``key``, on every rank.
+
+        No collective: rank 0 leaves its value in the store and goes on; the others read it there, and wait for it if
+        they come first. Each key can be used once.
+
+        Raises:
+            UsageError: rank 0 left no value within the timeout.
+        """
+        if self._store is None or self.world.world_size == 1:
+            return value
+        if self.world.rank == 0:
+            self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
+            return value
+        try:
+            return self._store.get(key)
+        except dist.DistStoreError as error:
+            raise UsageError(
+                f"rank {self.world.rank} waits for rank 0's {key!r}",
+                f"rank 0 has not got there within {self._timeout.total_seconds():g} s",
+                "every rank iterates over the same loaders in the same order",
+                "check for a branch on the rank around the loop over the loader",
+            ) from error
+
+    def _connect(self) -> None:
+        world = self.world
+        backend = self._backend or self.accelerator.default_backend
+        self._store = self._own_keys(self._find_store())
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", self._store),
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=self._timeout,
+            device_id=self.device if self.device.type == "cuda" else None,
+        )
+        self._owns_group = True
+
+    def _own_keys(self, store: dist.Store) -> dist.Store:
+        """A part of the store for this runtime: several may follow each other in the processes of a job."""
+        generation = store.add(f"fabric/runtime/{self.world.rank}", 1)
+        store = dist.PrefixStore(f"fabric/{generation}", store)
+        store.set_timeout(self._timeout)
+        return store
+
+    def _find_store(self) -> dist.Store:
+        world = self.world
+        if world.world_size == 1:
+            return dist.HashStore()
+        if world.store is not None:
+            # No count of workers: with one the store removes its file when the first runtime of several closes.
+            return dist.FileStore(urlsplit(world.store).path)
+        if world.port is None:
+            raise ConfigurationError(
+                f"a job of {world.world_size} processes, this one rank {world.rank}",
+                "nothing says where they meet",
+                "MASTER_ADDR and MASTER_PORT in the environment of every process",
+                "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
+            )
+        host = f"[{world.address}]" if ":" in world.address else world.address
+        url = f"tcp://{host}:{world.port}"
+        store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=self._timeout))
+        return store
+
+    def _check_group(self) -> None:
+        group = (dist.get_rank(), dist.get_world_size())
+        if group != (self.world.rank, self.world.world_size):
+            raise ConfigurationError(
+                f"a job of {self.world.world_size} processes, this one rank {self.world.rank}",
+                f"torch.distributed is already initialised in this process, as rank {group[0]} of {group[1]}",
+                "one process group that agrees with the launcher",
+                "torch.distributed.destroy_process_group() before Fabric(...).launch()",
+            )

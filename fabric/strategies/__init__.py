@@ -1,0 +1,7 @@
+"""What is done to a module so that it trains on the devices of a job."""
+
+from fabric.strategies.base import ParallelStrategy, Strategy
+from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.single_device import SingleDeviceStrategy
+
+__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]

@@ -1,0 +1,371 @@
+"""What every strategy answers.
+
+[Note: Modules] The *user's module* is what was passed to ``setup``; the *prepared module* is what
+:meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
+"""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric.accelerators import Accelerator, CPUAccelerator
+from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
+from fabric.communicators import Communicator, ProcessGroupCommunicator
+from fabric.environments import Environment, detect
+from fabric.errors import ConfigurationError, UsageError
+from fabric.initialization import created_on
+from fabric.precision import PRECISIONS, Precision, parse_precision
+from fabric.runtime import DEFAULT_TIMEOUT, Runtime
+from fabric.tree import to_device
+from fabric.world import World
+
+__all__ = ["Group", "ParallelStrategy", "Strategy"]
+
+M = TypeVar("M", bound=nn.Module)
+Group = Communicator | dist.ProcessGroup | None
+
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+class Strategy(ABC):
+    """What is done to a module so that it trains on the devices of a job, and the collectives over them.
+
+    Options go to the constructor. The one late attribute is :attr:`runtime`, which :meth:`setup_environment` sets.
+
+    Args:
+        accelerator: hardware, if it is to be fixed here; else that of ``Fabric``.
+        parallel_devices: the devices of this node, likewise.
+        cluster_environment: the environment that says which rank this is, likewise.
+        checkpoint_io: format that ``save`` and ``load`` use in place of the strategy's own.
+        precision: precision, likewise.
+    """
+
+    name: ClassVar[str]
+    # Capabilities: what the layers above ask instead of the type.
+    connects_processes: ClassVar[bool] = False
+    """Whether the processes of the job talk to each other."""
+    syncs_in_forward: ClassVar[bool] = False
+    """Whether gradients are synchronised only for forward passes through the prepared module."""
+    drives_all_devices: ClassVar[bool] = False
+    """Whether one process drives all devices of its node."""
+    shards_modules: ClassVar[bool] = False
+    """Whether the parameters of a prepared module are spread over ranks."""
+
+    process_group_backend: str | None = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+    start_method: str = "popen"
+    num_nodes: int = 1
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | str | int | None = None,
+    ) -> None:
+        self.accelerator = accelerator
+        self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
+        self.cluster_environment = cluster_environment
+        self.checkpoint_io = checkpoint_io
+        self.precision = None if precision is None else parse_precision(precision)
+        self._runtime: Runtime | None = None
+
+    # -- the life of a process ------------------------------------------------------------------------------------
+
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        """Raise a ConfigurationError when this strategy cannot run there; called before any process starts."""
+
+    def setup_environment(self, runtime: Runtime | None = None) -> None:
+        """Start the runtime: activate the device and connect to the other processes.
+
+        Collective when processes talk.
+
+        Args:
+            runtime: what ``Fabric`` resolved; None builds one from the constructor's arguments.
+
+        Raises:
+            UsageError: it has been started already.
+        """
+        if self._runtime is not None:
+            raise UsageError(
+                f"{type(self).__name__}.setup_environment()",
+                "the runtime of this strategy has been started already",
+                "one start for each strategy object",
+                "a strategy object of its own for each Fabric",
+            )
+        runtime = runtime or self._own_runtime()
+        runtime.start()
+        self._runtime = runtime
+
+    def teardown(self) -> None:
+        """Close the runtime and release what belongs to it; calling it again does nothing."""
+        if self._runtime is not None:
+            self._runtime.close()
+            self._runtime = None
+
+    def explain(self, exception: BaseException) -> None:
+        """Add a note to an error of torch that tells what to do about it, where this strategy knows."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Called when the user's loop raises: adds the hint that fits, and lets go of the other ranks."""
+        self.explain(exception)
+        if self._runtime is not None:
+            self._runtime.abort()
+
+    @property
+    def runtime(self) -> Runtime:
+        """The runtime of this process.
+
+        Raises:
+            UsageError: there is none yet, or no longer.
+        """
+        if self._runtime is None:
+            raise UsageError(
+                f"the runtime of {type(self).__name__}",
+                "it has not been started, or has been closed by teardown()",
+                "anything that needs the device or other ranks, between launch() and teardown()",
+                "fabric.launch() first; or strategy.setup_environment() for a strategy used on its own",
+            )
+        return self._runtime
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.runtime.device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all processes of the job."""
+        return self.runtime.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those of its node."""
+        return self.runtime.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of the node of this process."""
+        return self.runtime.world.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.runtime.world.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process of all nodes."""
+        return self.global_rank == 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the job has more than one process."""
+        return self.world_size > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """Which share of the data is this process's, as ``num_replicas`` and ``rank``; None for all of it."""
+        if not self.is_distributed:
+            return None
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def gradients_differ(self) -> bool:
+        """Whether ranks hold different gradients when they step, as shards or as replicas that drift."""
+        return False
+
+    # -- modules and optimizers -----------------------------------------------------------------------------------
+
+    def module_to_device(self, module: M) -> M:
+        """Move a module's parameters and buffers to this process's device, in place; returns the module."""
+        return module.to(self.root_device)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
+        """Move the tensors of any collection to ``device``, or to this process's; see :func:`fabric.tree.to_device`."""
+        return to_device(batch, self.root_device if device is None else device)
+
+    @abstractmethod
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Make the prepared module of a user's module that is on its device already; may be collective."""
+
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        """Attach to an optimizer what has to happen around its step."""
+
+    def module_init_context(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+        """A context in which modules are created on the right device, in the dtype of the precision.
+
+        Args:
+            empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
+        """
+        return created_on(self.root_device, self.runtime.precision.param_dtype, empty_init)
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state dict of a prepared or user's module under the user's own names."""
+        return module.state_dict()
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state dict with the user's own names into a prepared or user's module."""
+        module.load_state_dict(state_dict, strict=strict)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any] | None = None,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Perform ``optimizer.step(closure, **kwargs)`` and return what it returned."""
+        return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """A context that skips the synchronisation of gradients, for all micro-batches of an accumulation but the last.
+
+        It has to cover the forward pass and the backward pass. Nothing is skipped when ``enabled`` is false, or where
+        there is nothing to synchronise.
+        """
+        return nullcontext()
+
+    def backward_syncs(self, module: nn.Module) -> bool:
+        """Whether a backward pass through this prepared module, now, would synchronise gradients."""
+        return False
+
+    def block_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Older name of :meth:`no_backward_sync`."""
+        return self.no_backward_sync(module, enabled)
+
+    # -- collectives ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+        """Reduce every tensor of a collection over processes; what is not a tensor comes back unchanged.
+
+        Collective over the group. See :func:`fabric.collectives.all_reduce`.
+
+        Args:
+            collection: any collection; tensors of any shape.
+            group: the processes; None for all of the job.
+            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a torch ``ReduceOp``.
+
+        Returns:
+            A new collection of the same structure, shapes and dtypes.
+        """
+        return all_reduce(self.communicator(group), collection, parse_reduce_op(reduce_op), numbers=False)
+
+    def reduce(self, tensor: Tensor, group: Group = None, reduce_op: Any = "mean") -> Tensor:
+        """:meth:`all_reduce` of a single tensor."""
+        return self.all_reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Any, group: Group = None, sync_grads: bool = False) -> Any:
+        """Collect a tensor of shape ``s`` from all processes into ``(size, *s)``, in rank order.
+
+        Collective over the group. See :func:`fabric.collectives.all_gather`.
+        """
+        return all_gather(self.communicator(group), tensor, sync_grads=sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send any object from process ``src`` to all; tensors as tensors. Collective."""
+        return broadcast(self.runtime.communicator, obj, src, self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process is here; ``name`` appears in the error when one does not come. Collective."""
+        self.runtime.communicator.barrier(name or "unnamed")
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
+        return all_reduce(self.runtime.communicator, bool(decision), parse_reduce_op("min" if all else "max"))
+
+    def communicator(self, group: Group = None) -> Communicator:
+        """The collectives over a group: a communicator, a process group of torch, or None for all processes."""
+        if group is None:
+            return self.runtime.communicator
+        if isinstance(group, Communicator):
+            return group
+        return ProcessGroupCommunicator(group, self.root_device)
+
+    def _own_runtime(self) -> Runtime:
+        environment = self.cluster_environment
+        devices = self.parallel_devices or (torch.device("cpu"),)
+        accelerator = self.accelerator or CPUAccelerator()
+        if isinstance(accelerator, str) or any(device.type != accelerator.name for device in devices):
+            raise ConfigurationError(
+                f"{type(self).__name__}(accelerator={self.accelerator!r}, parallel_devices={self.parallel_devices!r})",
+                "a strategy that is used without Fabric needs an accelerator object, and devices of its type",
+                "an instance of a class of fabric.accelerators",
+                "accelerator=CUDAAccelerator(), or Fabric(strategy=...), which understands names",
+            )
+        found = detect(os.environ, [environment]) if environment else detect(os.environ)
+        world = World() if found is None else found[1]
+        return Runtime(
+            world=world,
+            accelerator=accelerator,
+            devices=devices,
+            precision=self.precision or PRECISIONS["32-true"],
+            connected=self.connects_processes,
+            backend=self.process_group_backend,
+            timeout=self.timeout,
+        )
+
+
+class ParallelStrategy(Strategy):
+    """A strategy with one process for each device.
+
+    Args:
+        accelerator: as for :class:`Strategy`, and so are the next four.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision: precision.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or another backend of torch; None for the device's default.
+        timeout: how long a collective may wait.
+        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
+        num_nodes: number of nodes of the job.
+    """
+
+    connects_processes = True
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | str | int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        num_nodes: int = 1,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+        )
+        self._check_options(process_group_backend, timeout, start_method, num_nodes)
+        self.process_group_backend, self.timeout = process_group_backend, timeout
+        self.start_method, self.num_nodes = start_method, num_nodes
+
+    def _check_options(self, backend: str | None, timeout: Any, start_method: str, num_nodes: int) -> None:
+        asked, wrong, valid = type(self).__name__, "", ""
+        if backend is not None and backend not in dist.Backend.backend_list:
+            wrong, valid = f"process_group_backend={backend!r} is unknown", ", ".join(dist.Backend.backend_list)
+        elif not isinstance(timeout, timedelta) or timeout <= timedelta(0):
+            wrong, valid = f"timeout={timeout!r} is not a positive timedelta", "timeout=timedelta(seconds=1800)"
+        elif start_method not in START_METHODS:
+            wrong, valid = f"start_method={start_method!r} is unknown", ", ".join(START_METHODS)
+        elif isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+            wrong, valid = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
+        if wrong:
+            raise ConfigurationError(f"{asked}(...)", wrong, valid, f"{asked}() for the defaults")

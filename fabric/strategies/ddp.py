@@ -1,0 +1,229 @@
+"""One process for each device, each with the whole model; gradients are averaged during the backward pass."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fabric.accelerators import Accelerator
+from fabric.collectives import broadcast
+from fabric.environments import Environment
+from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.precision import Precision
+from fabric.runtime import DEFAULT_TIMEOUT
+from fabric.strategies.base import ParallelStrategy
+from fabric.strategies.hints import name_unused_parameters
+from fabric.strategies.sync_batchnorm import SyncedBatchNorms
+
+__all__ = ["DDPStrategy"]
+
+# What the strategy itself decides when it builds the wrapper.
+_OWN_ARGUMENTS = {"self", "module", "device_ids", "output_device", "process_group", "device_mesh"}
+
+
+class DDPStrategy(ParallelStrategy):
+    """Data parallelism by :class:`torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        accelerator: as for :class:`fabric.strategies.ParallelStrategy`, and so are the other shared ones.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision: precision.
+        ddp_comm_state: state handed to the hook.
+        ddp_comm_hook: how gradients travel, see ``torch.distributed.algorithms.ddp_comm_hooks``.
+        ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
+        model_averaging_period: with a ``PostLocalSGDState`` as ``ddp_comm_state``: parameters are averaged over all
+            ranks every so many optimizer steps, inside the step, once the state's ``start_localSGD_iter`` is reached.
+        process_group_backend: backend of the process group; None for the device's default.
+        timeout: how long a collective may wait.
+        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
+        sync_batchnorm: compute the statistics of BatchNorm layers over all ranks; reverted at teardown. CUDA only.
+        num_nodes: number of nodes of the job.
+        **ddp_kwargs: passed to ``DistributedDataParallel``, such as ``find_unused_parameters=True``.
+
+    Raises:
+        ArgumentTypeError: ``DistributedDataParallel`` knows no such argument.
+        ConfigurationError: options that contradict each other.
+    """
+
+    name = "ddp"
+    syncs_in_forward = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | str | int | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        sync_batchnorm: bool = False,
+        num_nodes: int = 1,
+        **ddp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            num_nodes=num_nodes,
+        )
+        _check_ddp_kwargs(ddp_kwargs)
+        _check_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
+        self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+        self.model_averaging_period = model_averaging_period
+        self.sync_batchnorm = sync_batchnorm
+        self.ddp_kwargs = ddp_kwargs
+        self._wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+        self._batchnorms = SyncedBatchNorms()
+
+    @property
+    @override
+    def gradients_differ(self) -> bool:
+        return self.model_averaging_period is not None
+
+    @override
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        if self.sync_batchnorm and accelerator.name == "cpu":
+            raise ConfigurationError(
+                "DDPStrategy(sync_batchnorm=True) on the CPU",
+                "torch's SyncBatchNorm refuses inputs on the CPU",
+                'sync_batchnorm=True with accelerator="cuda"',
+                "DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronisation",
+            )
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            self._broadcast_state(module)
+            return module
+        if self.sync_batchnorm:
+            self._batchnorms.convert(module)
+        device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
+        if self.ddp_comm_hook is not None:
+            hook = self.ddp_comm_wrapper(self.ddp_comm_hook) if self.ddp_comm_wrapper else self.ddp_comm_hook
+            wrapper.register_comm_hook(self.ddp_comm_state, hook)
+        self._wrappers.add(wrapper)
+        return wrapper
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        if self.model_averaging_period is None:
+            return
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # used by few
+
+        averager = PeriodicModelAverager(
+            period=self.model_averaging_period, warmup_steps=self.ddp_comm_state.start_localSGD_iter
+        )
+        optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return self._inner(module).state_dict()
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        self._inner(module).load_state_dict(state_dict, strict=strict)
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        if not enabled or not any(parameter.requires_grad for parameter in module.parameters()):
+            return nullcontext()
+        if not isinstance(module, DistributedDataParallel):
+            raise UsageError(
+                f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
+                "this module was not set up with DDP, so that nothing is synchronised in its backward pass",
+                "a module that setup() returned",
+                "model = fabric.setup_module(model) first",
+            )
+        return _without_sync(module)
+
+    @override
+    def backward_syncs(self, module: nn.Module) -> bool:
+        return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
+
+    @override
+    def explain(self, exception: BaseException) -> None:
+        for wrapper in self._wrappers:
+            name_unused_parameters(exception, wrapper.module)
+
+    @override
+    def teardown(self) -> None:
+        self._batchnorms.revert()
+        self._wrappers.clear()
+        super().teardown()
+
+    def _broadcast_state(self, module: nn.Module) -> None:
+        """Give every rank rank 0's values, as DistributedDataParallel does for a module that it wraps."""
+        own = [*module.parameters(), *module.buffers()]
+        values = broadcast(self.runtime.communicator, [tensor.detach() for tensor in own], 0, self.root_device)
+        with torch.no_grad():
+            for tensor, value in zip(own, values, strict=True):
+                tensor.copy_(value)
+
+    @staticmethod
+    def _inner(module: nn.Module) -> nn.Module:
+        return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+@contextmanager
+def _without_sync(wrapper: DistributedDataParallel) -> Any:
+    # torch's own no_sync() does the same, but a second one inside it would switch the synchronisation on again.
+    before = wrapper.require_backward_grad_sync
+    wrapper.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        wrapper.require_backward_grad_sync = before
+
+
+def _check_ddp_kwargs(ddp_kwargs: Mapping[str, Any]) -> None:
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN_ARGUMENTS
+    unknown = sorted(set(ddp_kwargs) - known)
+    if unknown:
+        raise ArgumentTypeError(
+            f"DDPStrategy({', '.join(f'{name}={ddp_kwargs[name]!r}' for name in unknown)})",
+            f"DistributedDataParallel takes no {', '.join(unknown)}, or the strategy decides it",
+            ", ".join(sorted(known)),
+            "DDPStrategy(find_unused_parameters=True), for instance",
+        )
+
+
+def _check_hook(state: Any, hook: Any, wrapper: Any, period: int | None) -> None:
+    wrong = valid = ""
+    if hook is not None and not callable(hook):
+        wrong, valid = f"ddp_comm_hook={hook!r} cannot be called", "a function hook(state, bucket) -> Future[Tensor]"
+    elif wrapper is not None and hook is None:
+        wrong, valid = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap", "both, or neither"
+    elif period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
+        wrong, valid = f"model_averaging_period={period!r} is not a number of steps", "an integer from 1"
+    elif period is not None and not hasattr(state, "start_localSGD_iter"):
+        wrong = f"model_averaging_period={period} with ddp_comm_state={state!r}: replicas that are never let drift"
+        valid = "a PostLocalSGDState as ddp_comm_state and post_localSGD_hook as ddp_comm_hook"
+    if wrong:
+        raise ConfigurationError(
+            "DDPStrategy(...)",
+            wrong,
+            valid,
+            "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook), for instance",
+        )
