@@ -1,0 +1,123 @@
+"""Gradients that would never be synchronised, because a forward pass took another door.
+
+[Note: Doors] Under DDP the gradients of a backward pass are synchronised only if a forward pass went through the
+prepared module before, with synchronisation on. Calling a submodule, a method that runs one, or the user's own module
+leaves each rank with its local gradients, silently. The guard watches these doors: what comes out of one gets a hook,
+and a gradient that arrives there while nothing prepared its synchronisation is an error. A direct call is fine
+beside a forward pass through the front door, without gradients, and under ``no_backward_sync``.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabric.errors import UsageError
+from fabric.strategies import Strategy
+from fabric.tree import map_tensors
+
+__all__ = ["ForwardGuard"]
+
+
+class ForwardGuard:
+    """Watches one module that was set up with a strategy that synchronises in forward.
+
+    Args:
+        module: the user's module; hooks go on it and on the submodules that one would call directly.
+        prepared: what the strategy made of it.
+        strategy: says whether a backward pass synchronises at a moment, and explains errors.
+        rank: rank of this process, for the error.
+    """
+
+    def __init__(self, module: nn.Module, prepared: nn.Module, strategy: Strategy, rank: int) -> None:
+        self.inside = False
+        self._sync_prepared = False
+        self._module, self._prepared, self._strategy, self._rank = module, prepared, strategy, rank
+        self._handles = [
+            child.register_forward_hook(_DoorHook(self, f"{path}(...)")) for path, child in _callable_parts(module)
+        ]
+
+    def entered(self, output: Any) -> None:
+        """Note a forward pass through the front door, with gradients, that returned ``output``."""
+        if self._strategy.backward_syncs(self._prepared):
+            self._sync_prepared = True
+        else:
+            self._watch(output, "model(...) inside no_backward_sync, with backward outside of it")
+
+    def after_backward(self) -> None:
+        """Note that a backward pass is over: the next one needs a forward pass of its own."""
+        self._sync_prepared = False
+
+    def through_door(self, output: Any, door: str) -> None:
+        """Note that ``output`` came out of another door than the front one."""
+        if not self.inside and torch.is_grad_enabled():
+            self._watch(output, door)
+
+    def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A user's method whose results are watched."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            self.through_door(output, f"model.{name}(...)")
+            return output
+
+        return watched
+
+    def explain(self, error: Exception) -> None:
+        """Add to an error of the forward pass what would help."""
+        self._strategy.explain(error)
+
+    def close(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _watch(self, output: Any, door: str) -> None:
+        def watch(tensor: Tensor) -> Tensor:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, door))
+            return tensor
+
+        map_tensors(watch, output)
+
+    def _on_gradient(self, door: str, grad: Tensor) -> None:
+        if self._sync_prepared or not self._strategy.backward_syncs(self._prepared):
+            return
+        raise UsageError(
+            f"backward through {door} of {type(self._module).__name__} on rank {self._rank}",
+            "these gradients would not be synchronised over the ranks: no forward pass through the module that setup() "
+            "returned prepared it",
+            "a forward pass model(...), or a method marked as one; forward and backward in the same no_backward_sync",
+            'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
+        )
+
+
+class _DoorHook:
+    """A forward hook for one door. A copy or a pickle of the module gets a hook that does nothing in its place."""
+
+    def __init__(self, guard: ForwardGuard, door: str) -> None:
+        self._guard, self._door = guard, door
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._guard.inside:
+            self._guard.through_door(output, self._door)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _callable_parts(module: nn.Module, path: str = "model.module") -> Iterator[tuple[str, nn.Module]]:
+    """The module and its parts that one would call: children, and those inside containers that are not called."""
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield path, module
+        if path != "model.module":
+            return
+    for name, child in module.named_children():
+        yield from _callable_parts(child, f"{path.removesuffix('.module')}.{name}")

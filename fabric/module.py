@@ -1,0 +1,261 @@
+"""What ``setup`` returns for a module: the user's module, reached through the strategy and the precision."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fabric._compat import uncompiled
+from fabric.errors import ArgumentTypeError, UsageError
+from fabric.forward_guard import ForwardGuard
+from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
+
+__all__ = ["FabricModule"]
+
+FORWARD_METHODS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
+
+Forward = Callable[..., Any]
+
+
+class FabricModule(nn.Module):
+    """The user's module, with its forward pass under a strategy and a precision.
+
+    The same type under every strategy. Calling it runs the prepared module: gradients are synchronised where the
+    strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
+    parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
+    ``train``, ``eval``, ``to``. It may be part of another ``nn.Module``; ``torch.compile`` may come before or after.
+
+    A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its precision, not the
+    strategy. Neither is possible for a sharded module.
+
+    A method that computes a loss is a forward pass too: those named ``training_step``, ``validation_step``,
+    ``test_step`` and ``predict_step`` run through the prepared module, others once they are marked with
+    :meth:`mark_forward_method`. Under a strategy that synchronises in forward, a backward pass through any other
+    method or a submodule raises a :class:`fabric.errors.UsageError`.
+
+    Args:
+        module: the user's module.
+        prepared: what the strategy made of it.
+        precision: dtypes of the forward pass.
+        device: device of this process.
+        guard: watches the other doors, under a strategy that synchronises in forward.
+        sharded: whether parameters are spread over ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        prepared: nn.Module,
+        precision: Precision,
+        device: torch.device,
+        guard: ForwardGuard | None = None,
+        sharded: bool = False,
+    ) -> None:
+        # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
+        original = uncompiled(module)
+        self.__dict__.update(
+            _parameters=original._parameters,
+            _buffers=original._buffers,
+            _modules=original._modules,
+            _fabric_module=module,
+            _fabric_original=original,
+            _fabric_prepared=prepared,
+            _fabric_precision=precision,
+            _fabric_device=device,
+            _fabric_guard=guard,
+            _fabric_sharded=sharded,
+            _fabric_marked=set(),
+            _fabric_forward=_build_forward(module, prepared, precision, device, guard),
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of the prepared module."""
+        return self._fabric_forward(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling the module."""
+        return self._fabric_forward(*args, **kwargs)
+
+    @property
+    def module(self) -> Any:
+        """The user's own module, as it was passed to ``setup``."""
+        return self._fabric_module
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Have a method of the user's module run through the prepared module, as a forward pass of its own.
+
+        Args:
+            method: the method or its name.
+
+        Raises:
+            ArgumentTypeError: the user's module has no such method.
+        """
+        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        if name == "forward" or not callable(getattr(self._fabric_original, name, None)):
+            raise ArgumentTypeError(
+                f"mark_forward_method({method!r})",
+                f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself",
+                "a method of the module that was set up, or its name",
+                'model.mark_forward_method("loss")',
+            )
+        self._fabric_marked.add(name)
+
+    def train(self, mode: bool = True) -> "FabricModule":
+        """Set training mode on the user's module and the strategy's wrapper around it."""
+        self._fabric_prepared.train(mode)
+        return self
+
+    def eval(self) -> "FabricModule":
+        """Set evaluation mode on the user's module and the strategy's wrapper around it."""
+        return self.train(False)
+
+    def __getattr__(self, name: str) -> Any:
+        original = self.__dict__.get("_fabric_original")
+        if original is None:  # while a copy is being made
+            raise AttributeError(name)
+        value = getattr(original, name)
+        if isinstance(value, MethodType) and value.__self__ is original:
+            if name in FORWARD_METHODS or name in self._fabric_marked:
+                return self._through_forward(value)
+            if self._fabric_guard is not None:
+                return self._fabric_guard.wrap_method(value, name)
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._fabric_original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._fabric_original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._fabric_original)})
+
+    def __repr__(self) -> str:
+        return f"FabricModule({self._fabric_module!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FabricModule":
+        self._check_copyable("copy.deepcopy(model)", "a second model, set up with fabric.setup_module(ema_model)")
+        module = copy.deepcopy(self._fabric_module, memo)
+        prepared = copy.deepcopy(self._fabric_prepared, memo)
+        return self._rebuilt(module, prepared)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._check_copyable("pickle of the model", 'fabric.save(path, {"model": model})')
+        return _unpickle, (self._fabric_module, self._fabric_precision, self._fabric_device, self._fabric_marked)
+
+    def _rebuilt(self, module: nn.Module, prepared: nn.Module) -> "FabricModule":
+        copied = FabricModule(module, prepared, self._fabric_precision, self._fabric_device)
+        copied._fabric_marked.update(self._fabric_marked)
+        return copied
+
+    def _check_copyable(self, asked: str, instead: str) -> None:
+        if self._fabric_sharded:
+            raise UsageError(
+                asked,
+                "its parameters are spread over the ranks, and a copy of this rank's shards is no model",
+                "copies and pickles of modules that are not sharded",
+                instead,
+            )
+
+    def _through_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _forward_replaced(self._fabric_original, method):
+                return self(*args, **kwargs)
+
+        return run
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._fabric_original, name)(*args, **kwargs)
+        return self if result is self._fabric_original else result
+
+    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
+    return method
+
+
+# nn.Module's own methods would be found on this class before __getattr__ is asked; the user's module's are meant.
+for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
+    if not _name.startswith("__") and _name not in FabricModule.__dict__:
+        setattr(FabricModule, _name, _delegate(_name))
+
+
+def _build_forward(
+    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device, guard: ForwardGuard | None
+) -> Forward:
+    """The whole forward pass as one function; everything that can be decided once is decided here."""
+    forward: Forward = prepared
+    if precision.compute_dtype is not None:
+        forward = _mixed_forward(forward, precision, device.type)
+    elif (dtype := floating_dtype(module)) is not None:
+        forward = _true_forward(forward, dtype)
+    return forward if guard is None else _guarded_forward(forward, guard)
+
+
+def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast_inputs(dtype, args, kwargs)
+        return forward(*args, **kwargs)
+
+    return run
+
+
+def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> Forward:
+    compute_dtype, output_dtype = precision.compute_dtype, precision.output_dtype
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, dtype=compute_dtype):
+            output = forward(*args, **kwargs)
+        return output if output_dtype is None else cast_outputs(output_dtype, output)
+
+    return run
+
+
+def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        guard.inside = True
+        try:
+            output = forward(*args, **kwargs)
+        except RuntimeError as error:
+            guard.explain(error)
+            raise
+        finally:
+            guard.inside = False
+        if torch.is_grad_enabled():
+            guard.entered(output)
+        return output
+
+    return run
+
+
+@contextmanager
+def _forward_replaced(module: nn.Module, method: Callable[..., Any]) -> Any:
+    """Within, the next call of ``module`` runs ``method``; inside of that, ``forward`` is the module's own again."""
+    own = module.__dict__.get("forward")
+
+    def restore() -> None:
+        if own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = own
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return method(*args, **kwargs)
+
+    module.__dict__["forward"] = once
+    try:
+        yield
+    finally:
+        restore()
+
+
+def _unpickle(module: nn.Module, precision: Precision, device: torch.device, marked: set[str]) -> FabricModule:
+    loaded = FabricModule(module, module, precision, device)
+    loaded._fabric_marked.update(marked)
+    return loaded
