@@ -1,0 +1,172 @@
+"""Metrics reach the disk at once, in a form that other tools read."""
+
+import argparse
+import csv
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.loggers import CSVLogger, Logger, TensorBoardLogger
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with open(path / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_nothing_is_created_before_the_first_write(tmp_path, kind):
+    logger = kind(tmp_path / "logs")
+    assert isinstance(logger, Logger)
+    logger.close()
+    assert os.listdir(tmp_path) == []
+
+
+def test_rows_have_steps_and_every_digit(tmp_path):
+    logger = CSVLogger(tmp_path, "mine", version=3)
+    logger.log_metrics({"loss": 1 / 3, "acc": 1}, step=0)
+    logger.log_metrics({"loss": math.nan, "acc": math.inf}, step=10)
+    logger.log_metrics({"loss": 0.5})
+    rows = table(tmp_path / "mine" / "version_3")
+    assert [row["step"] for row in rows] == ["0", "10", ""]
+    assert float(rows[0]["loss"]) == 1 / 3
+    assert (rows[1]["loss"], rows[1]["acc"], rows[2]["acc"]) == ("nan", "inf", "")
+
+
+def test_a_later_metric_gets_a_column(tmp_path):
+    logger = CSVLogger(tmp_path, version="v")
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.log_metrics({"val, loss": 2.0, "loss": 0.5}, 1)
+    rows = table(tmp_path / "run" / "v")
+    assert list(rows[0]) == ["step", "loss", "val, loss"]
+    assert [(row["loss"], row["val, loss"]) for row in rows] == [("1.0", ""), ("0.5", "2.0")]
+    assert os.listdir(tmp_path / "run" / "v") == ["metrics.csv"]
+
+
+def test_a_crash_loses_no_row(tmp_path):
+    script = (
+        "import os, sys; from fabric.loggers import CSVLogger; logger = CSVLogger(sys.argv[1], version=0);"
+        "[logger.log_metrics({'loss': float(i)}, i) for i in range(3)]; os._exit(9)"
+    )
+    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
+    assert run.returncode == 9
+    assert [row["loss"] for row in table(tmp_path / "run" / "version_0")] == ["0.0", "1.0", "2.0"]
+
+
+def test_an_existing_run_is_continued_after_a_torn_row(tmp_path):
+    CSVLogger(tmp_path, version=0).log_metrics({"loss": 1.0, "acc": 0.5}, 0)
+    with open(tmp_path / "run" / "version_0" / "metrics.csv", "a") as file:
+        file.write("1,0.")
+    CSVLogger(tmp_path, version=0).log_metrics({"acc": 0.75}, 1)
+    assert [(row["step"], row["loss"], row["acc"]) for row in table(tmp_path / "run" / "version_0")] == [
+        ("0", "1.0", "0.5"),
+        ("1", "", "0.75"),
+    ]
+
+
+def test_each_run_takes_the_next_free_version(tmp_path):
+    (tmp_path / "run" / "version_7").mkdir(parents=True)
+    loggers = [CSVLogger(tmp_path) for _ in range(2)]
+    for logger in loggers:
+        logger.log_metrics({"loss": 1.0})
+    assert sorted(os.listdir(tmp_path / "run")) == ["version_7", "version_8", "version_9"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        2,
+        True,
+        2.5,
+        np.float32(0.5),
+        np.int64(3),
+        torch.tensor(2.5),
+        torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True),
+    ],
+    ids=repr,
+)
+def test_numbers_and_tensors_of_one_element_are_metrics(tmp_path, value):
+    logger = CSVLogger(tmp_path, version=0)
+    logger.log_metrics({"x": value}, step=np.int64(4))
+    row = table(tmp_path / "run" / "version_0")[0]
+    assert (float(row["x"]), row["step"]) == (float(getattr(value, "detach", lambda: value)()), "4")
+
+
+REFUSED = {
+    "two elements": ({"x": torch.ones(2)}, None, r"\(2,\)"),
+    "complex": ({"x": 1j}, None, "complex"),
+    "text": ({"x": "0.5"}, None, "str"),
+    "name is no string": ({1: 0.5}, None, "1"),
+    "no names": ([0.5], None, "log_dict"),
+    "step is no integer": ({"x": 0.5}, 1.5, "1.5"),
+    "reserved name": ({"step": 0.5}, None, "step"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_metrics_are_named_and_nothing_is_written(tmp_path, case):
+    metrics, step, named = REFUSED[case]
+    with pytest.raises((ArgumentTypeError, ConfigurationError), match=named) as raised:
+        CSVLogger(tmp_path).log_metrics(metrics, step)
+    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("arguments", [{"name": "../up"}, {"name": ""}, {"version": "/tmp/x"}])
+def test_a_run_outside_of_its_folder_is_refused(tmp_path, arguments):
+    with pytest.raises(ConfigurationError):
+        CSVLogger(tmp_path, **arguments)
+
+
+def test_hyperparameters_are_json_and_add_up(tmp_path):
+    logger = CSVLogger(tmp_path, version=0)
+    logger.log_hyperparams({"lr": 0.1, "model": {"layers": [1, 2]}, "path": Path("x"), "dtype": torch.float16})
+    logger.log_hyperparams(argparse.Namespace(seed=1))
+    assert json.loads((tmp_path / "run" / "version_0" / "hparams.json").read_text()) == {
+        "lr": 0.1,
+        "model": {"layers": [1, 2]},
+        "path": "x",
+        "dtype": "torch.float16",
+        "seed": 1,
+    }
+
+
+@pytest.mark.parametrize("params", [3, {(1, 2): 3}])
+def test_hyperparameters_without_names_are_refused(tmp_path, params):
+    with pytest.raises(ArgumentTypeError):
+        CSVLogger(tmp_path).log_hyperparams(params)
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path, version=0)
+    logger.log_hyperparams({"lr": 0.1})
+    for step in (1, 2):
+        logger.log_metrics({"loss": torch.tensor(1.0 / step)}, step)
+    events = EventAccumulator(str(tmp_path / "run" / "version_0")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert b'"lr": 0.1' in events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0]
+    logger.close()
+    logger.close()
+
+
+def test_a_missing_tensorboard_names_the_install_line(tmp_path):
+    script = (
+        "import sys; sys.modules['tensorboard'] = None; from fabric.loggers import TensorBoardLogger\n"
+        "try: TensorBoardLogger(sys.argv[1]).log_metrics({'a': 1})\n"
+        "except ImportError as error: print(error)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert 'pip install "torch-fabric[tensorboard]"' in run.stdout
+    assert os.listdir(tmp_path) == []
