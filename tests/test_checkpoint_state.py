@@ -149,10 +149,10 @@ def test_plain_values_are_replaced_and_the_rest_is_returned():
 
 
 PLAIN = [
-    None, True, 3, -(10**30), 0.1, 1j, "text", b"bytes", bytearray(b"x"), (), (1, [2, {3}]),
-    {"a": {1: None, (1, 2): 3}}, OrderedDict(b=1, a=2), collections.Counter("aab"), torch.float32, torch.device("cpu"), torch.Size([2, 3]),
-    torch.strided,
-]  # fmt: skip
+    *(None, True, 3, -(10**30), 0.1, 1j, "text", b"bytes", bytearray(b"x")),
+    *((), (1, [2, {3}]), {"a": {1: None, (1, 2): 3}}, OrderedDict(b=1, a=2), collections.Counter("aab")),
+    *(torch.float32, torch.device("cpu"), torch.Size([2, 3]), torch.strided),
+]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=repr)

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 _LISTED = 12  # names given in full before an error only counts the rest
 
-ModuleState = Callable[[nn.Module], dict[str, Any]]
+ModuleState = Callable[[nn.Module], Mapping[str, Any]]
 LoadModule = Callable[[nn.Module, dict[str, Any], bool], None]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
@@ -332,7 +332,7 @@ def _check_targets(asked: str, state: Mapping[str, Any], entries: Mapping[str, A
 def _problems(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
     """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
     if isinstance(target, nn.Module | Optimizer) and not isinstance(content, Mapping):
-        yield f"the file has a value of type {type(content).__name__} where the state of a {type(target).__name__} has to be"
+        yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
     elif isinstance(target, nn.Module):
         yield from _module_problems(module_state(target), content, strict)
     elif isinstance(target, Optimizer):
