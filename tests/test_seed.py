@@ -1,0 +1,160 @@
+"""Seeding, and the state of the random streams."""
+
+import io
+import pickle
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.seed import Streams, WorkerSeeding, rng_state, seed_everything, set_rng_state
+
+
+def draw() -> tuple[float, float, float]:
+    return random.random(), float(numpy.random.rand()), torch.rand(()).item()
+
+
+def test_same_seed_gives_the_streams_of_the_libraries_own_seeding() -> None:
+    assert seed_everything(42) == 42
+    ours = draw()
+    random.seed(42), numpy.random.seed(42), torch.manual_seed(42)
+    assert draw() == ours
+
+
+def test_ranks_share_their_streams_by_default() -> None:
+    drawn = []
+    for rank in range(3):
+        seed_everything(1, rank=rank)
+        drawn.append(draw())
+    assert drawn[0] == drawn[1] == drawn[2]
+
+
+def test_per_rank_streams_are_all_distinct_and_rank_0_has_the_plain_ones() -> None:
+    seen: set[float] = set()
+    for seed in range(10):
+        for rank in range(10):
+            assert seed_everything(seed, rank=rank, per_rank=True) == seed
+            seen.update(draw())
+    assert len(seen) == 300
+    seed_everything(3, rank=0, per_rank=True)
+    ours = draw()
+    seed_everything(3)
+    assert draw() == ours
+
+
+def test_without_a_seed_each_call_finds_a_fresh_one_that_repeats() -> None:
+    seed = seed_everything()
+    ours = draw()
+    assert 0 <= seed < 2**32
+    seed_everything(seed)
+    assert draw() == ours
+    assert len({seed_everything() for _ in range(5)}) > 1
+
+
+def test_largest_seed_and_numpy_integers_are_taken() -> None:
+    assert seed_everything(2**32 - 1) == 2**32 - 1
+    assert type(seed_everything(numpy.int64(7))) is int
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"),
+    [
+        (-1, ConfigurationError),
+        (2**32, ConfigurationError),
+        (1.0, ArgumentTypeError),
+        ("1", ArgumentTypeError),
+        (True, ArgumentTypeError),
+    ],
+)
+def test_seed_that_cannot_be_used_is_refused(seed: Any, error: type[Exception]) -> None:
+    before = rng_state()
+    with pytest.raises(error, match="seed_everything") as caught:
+        seed_everything(seed)
+    assert all(getattr(caught.value, part) for part in ("asked", "wrong", "valid", "instead"))
+    assert torch.equal(rng_state()["torch"], before["torch"])
+
+
+def test_negative_rank_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="negative"):
+        seed_everything(1, rank=-1)
+
+
+def test_state_goes_through_a_weights_only_file_and_back() -> None:
+    random.gauss(0, 1), numpy.random.randn()  # both keep half of a pair
+    file = io.BytesIO()
+    torch.save(rng_state(), file)
+    expected = random.gauss(0, 1), numpy.random.randn(), draw()
+    seed_everything(999)
+    set_rng_state(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    assert (random.gauss(0, 1), numpy.random.randn(), draw()) == expected
+
+
+@pytest.mark.parametrize("state", [{}, None, {"python": 1}])
+def test_state_of_something_else_is_refused(state: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="rng_state"):
+        set_rng_state(state)
+
+
+def test_state_without_numpy_leaves_numpy_alone() -> None:
+    state = rng_state()
+    del state["numpy"]
+    numpy.random.seed(5)
+    set_rng_state(state)
+    assert numpy.random.rand() == numpy.random.RandomState(5).rand()
+
+
+def test_numpy_is_not_imported_for_its_own_sake() -> None:
+    program = (
+        "import sys; sys.modules['numpy'] = None; from fabric.seed import *; "
+        "seed_everything(1, rank=1, per_rank=True); set_rng_state(rng_state())"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+def test_streams_that_differ_are_put_back_and_others_go_on() -> None:
+    streams = Streams(("python", "torch"))
+    own = streams.state()
+    random.seed(77)
+    other = streams.state()
+    random.random(), torch.rand(())
+    assert streams.restore_shared(own, unless=other)
+    assert random.getstate() == own["python"]
+    assert not torch.equal(torch.get_rng_state(), own["torch"])
+    assert not streams.restore_shared(own, unless=own)
+
+
+def test_worker_seeding_mixes_in_the_rank_and_then_calls_the_users_function() -> None:
+    drawn = []
+    for rank in range(3):
+        for base in (10, 11):
+            seed_everything(base)
+            pickle.loads(pickle.dumps(WorkerSeeding(rank, remember)))(base)
+            drawn.append(draw())
+    assert len({value for triple in drawn for value in triple}) == 18
+    seed_everything(10)
+    assert drawn[0] == draw()
+    assert CALLED == [10, 11] * 3
+
+
+CALLED: list[int] = []
+
+
+def remember(worker_id: int) -> None:
+    CALLED.append(worker_id)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_state_of_the_cuda_device_is_part_of_it() -> None:
+    seed_everything(4)
+    torch.rand(3, device="cuda")
+    state = rng_state()
+    expected = torch.rand(3, device="cuda")
+    seed_everything(5)
+    set_rng_state(state)
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
