@@ -1,0 +1,8 @@
+"""``python -m fabric`` does what the command ``fabric`` does."""
+
+import sys
+
+from fabric.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

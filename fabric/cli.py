@@ -1,0 +1,394 @@
+"""The command ``fabric``: one function per subcommand.
+
+[Note: fabric run] The command becomes torch's elastic agent, which starts the ranks, watches them, and restarts all of
+them when one fails and a restart is left. Each rank is this module again, as ``fabric`` plus a word that no user types:
+it runs the script as the interpreter would, keeps the error that ends it for the agent, and leaves when the agent is
+gone. On one node the ranks meet through a file in a private directory, so that nothing listens on the network.
+
+[Note: late imports] What imports torch is imported by the functions that need it, so that help and errors come at once.
+"""
+
+import argparse
+import faulthandler
+import importlib.machinery
+import io
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from fabric.errors import ConfigurationError, FabricError, RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    from fabric.launchers._failures import FailureRecorder
+
+__all__ = ["main"]
+
+_RANK = "rank:"  # the word that makes this process a rank; the colon keeps it apart from any subcommand
+_WRONG_USAGE = 2
+_HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PARENT_CHECK = 1.0  # seconds between two looks at whether the agent lives
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command ``fabric``.
+
+    Args:
+        argv: the arguments after the command's name; ``None`` takes those of this process.
+
+    Returns:
+        The exit code: 0, that of the script, 128 + n after signal n (130 for Ctrl-C), or 2 for wrong usage, which is
+        explained on standard error before any process starts. The environment is as it was before.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [_RANK]:
+        return _be_rank(*arguments[1:])
+    try:
+        options, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            options.parser.error(f"there is no option {unknown[0]!r}")
+        return options.command(options)
+    except FabricError as error:
+        print(error, file=sys.stderr, flush=True)
+        return _WRONG_USAGE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports wrong usage as every other error of fabric."""
+
+    def error(self, message: str) -> NoReturn:
+        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
+        raise ConfigurationError(self.prog, message, usage, f"{self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="fabric", description="Grow a PyTorch loop from one device to many.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"fabric {version('torch-fabric')}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_run(commands)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run",
+        help="run a script in several processes",
+        description="Run a script in one process per device. The options reach the script's Fabric(), which may leave "
+        "them open; what it gives has to be the same.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--accelerator", metavar="A", help="cpu, cuda, mps or auto")
+    add("--devices", metavar="D", help='number of devices, indices such as "0,2", -1 for all, or auto')
+    add("--num-nodes", metavar="N", type=_at_least(1), help="number of machines, on each of which this command runs")
+    add("--node-rank", metavar="R", type=_at_least(0), default=0, help="number of this machine, from 0")
+    add("--main-address", metavar="H", help="host name of machine 0, with several machines")
+    add("--main-port", metavar="P", type=_at_least(1), default=29500, help="a free port there (default: 29500)")
+    add("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
+    add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
+    add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="start all ranks again so often (default: 0)")
+    add("-m", "--module", action="store_true", help="the script is the name of a module")
+    add("script", metavar="script.py", help="the script, or with -m a module")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
+    parser.set_defaults(command=_run, parser=parser)
+
+
+def _at_least(lowest: int) -> Any:
+    def integer(text: str) -> int:
+        if not text.lstrip("-").isdigit() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {lowest}")
+        return int(text)
+
+    return integer
+
+
+def _run(options: argparse.Namespace) -> int:
+    """``fabric run``."""
+    _check_script(options)
+    _check_nodes(options)
+    processes = _processes_per_node(options)
+    from fabric.launchers._failures import RunDirectory
+
+    directory = RunDirectory.create()
+    try:
+        with _process_restored():
+            os.environ.update(_variables(options, processes))
+            return _launch(options, processes, directory.path)
+    finally:
+        directory.remove()
+
+
+def _check_script(options: argparse.Namespace) -> None:
+    asked, script = f"fabric run {'-m ' if options.module else ''}{options.script}", options.script
+    if options.module:
+        top = script.partition(".")[0]
+        # Only its first part: to find a submodule is to run its packages.
+        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
+            raise ConfigurationError(
+                asked, f"there is no module {top!r}", "an importable module", "its name, without .py, in its folder"
+            )
+    elif not os.path.exists(script):
+        raise ConfigurationError(
+            asked,
+            f"there is no file {script!r} in {os.getcwd()!r}",
+            "a path to a Python script",
+            "options of `fabric run` before the script, those of the script after it; -m before a module",
+        )
+    elif os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise ConfigurationError(asked, "it is a folder without __main__.py", "a Python script", f"{script}/train.py")
+
+
+def _check_nodes(options: argparse.Namespace) -> None:
+    nodes = options.num_nodes or 1
+    if options.node_rank >= nodes:
+        raise ConfigurationError(
+            f"fabric run --num-nodes {nodes} --node-rank {options.node_rank}",
+            "there is no machine of that number",
+            f"--node-rank 0 to {nodes - 1}",
+            f"--node-rank {nodes - 1}, or a larger --num-nodes",
+        )
+    if nodes > 1 and not options.main_address:
+        raise ConfigurationError(
+            f"fabric run --num-nodes {nodes}",
+            "nothing says where the machines meet",
+            "--main-address with the host name of machine 0, the same on every machine",
+            f"fabric run --num-nodes {nodes} --node-rank {options.node_rank} --main-address HOST ...",
+        )
+    if nodes == 1 and options.main_address:
+        print("fabric run: --main-address has no meaning on one machine and is ignored", file=sys.stderr)
+
+
+def _processes_per_node(options: argparse.Namespace) -> int:
+    """Resolve the options as the script's ``Fabric()`` will, so that what cannot work is known before it starts."""
+    from fabric._plan import resolve
+    from fabric.launchers import InlineLauncher
+    from fabric.world import World
+
+    names = ("accelerator", "strategy", "devices", "precision")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    # The launcher is the agent; how this command itself was started does not matter.
+    processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
+    nodes = options.num_nodes or 1
+    if nodes > 1:
+        world = World(
+            world_size=processes * nodes,
+            local_world_size=processes,
+            address=options.main_address,
+            port=options.main_port,
+        )
+        resolve(**given, num_nodes=nodes, env=world.to_env())
+    return processes
+
+
+def _variables(options: argparse.Namespace, processes: int) -> dict[str, str]:
+    """What the ranks find in their environment besides their place."""
+    from fabric._plan import RUN_OPTIONS
+    from fabric.launchers.base import available_cores, rank_variables
+
+    variables = rank_variables(os.environ, processes, available_cores(), sys.platform)
+    if (options.num_nodes or 1) > 1:
+        variables.pop("GLOO_SOCKET_IFNAME")
+    for name, variable in RUN_OPTIONS.items():
+        value = getattr(options, name)
+        if value is not None:
+            variables[variable] = str(value)
+    # The agent would open a port on every interface to share its store; the ranks of one node have a file of ours.
+    variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    # A rank that waits in C++ for a peer does not hear SIGINT: end it after seconds, not after torch's half minute.
+    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+    return variables
+
+
+@contextmanager
+def _process_restored() -> Iterator[None]:
+    """Leave the environment and the signal handlers as they were; torch's agent changes both."""
+    variables = dict(os.environ)
+    in_main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _HANDLED_SIGNALS} if in_main else {}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def _launch(options: argparse.Namespace, processes: int, directory: Path) -> int:
+    import torch
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    nodes = options.num_nodes or 1
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=processes,
+        run_id=f"fabric-{directory.name}" if nodes == 1 else "fabric",
+        max_restarts=options.max_restarts,
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "agent")),
+        **_meeting_place(options, nodes, directory),
+    )
+    try:
+        elastic_launch(config, sys.executable)(*_rank_command(options, directory))
+    except ChildFailedError as error:
+        return _report(error.failures, processes * nodes, directory)
+    except SignalException as error:
+        return 128 + error.sigval
+    except (RendezvousError, torch.distributed.DistError, TimeoutError) as error:
+        print(_unmet(options, nodes, error), file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _meeting_place(options: argparse.Namespace, nodes: int, directory: Path) -> dict[str, Any]:
+    if nodes == 1:
+        return {
+            "rdzv_backend": "c10d",
+            "rdzv_endpoint": str(directory / "agents"),
+            "rdzv_configs": {"store_type": "file"},
+            "local_addr": "127.0.0.1",
+        }
+    return {
+        "rdzv_backend": "static",
+        "rdzv_endpoint": f"{options.main_address}:{options.main_port}",
+        "rdzv_configs": {"rank": options.node_rank},
+    }
+
+
+def _unmet(options: argparse.Namespace, nodes: int, error: Exception) -> FabricError:
+    return ConfigurationError(
+        f"fabric run --num-nodes {nodes} --node-rank {options.node_rank}",
+        f"the machines did not meet: {error}",
+        "the same --num-nodes, --main-address and --main-port on each, and a port that is free on machine 0 and open",
+        f"fabric run --main-port {options.main_port + 1} ... on every machine, if the port is taken",
+    )
+
+
+def _rank_command(options: argparse.Namespace, directory: Path) -> list[str]:
+    """The arguments of the interpreter that make it a rank; see :func:`_be_rank`."""
+    from fabric.launchers.base import interpreter_options
+
+    # What the interpreter puts in front of sys.path for this script.
+    script = os.path.realpath(options.script)
+    first_path = os.getcwd() if options.module else os.path.dirname(script) if os.path.isfile(script) else script
+    # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
+    flags = [*interpreter_options()[0], "-P", "-m", "fabric"]
+    front = "" if sys.flags.safe_path else first_path
+    kind = "module" if options.module else "script"
+    return [*flags, _RANK, str(os.getpid()), str(directory), front, kind, options.script, *options.arguments]
+
+
+def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str, *arguments: str) -> int:
+    """Be one rank: run the script, and keep the error that ends it.
+
+    Args:
+        agent: process id of the agent.
+        directory: the run directory.
+        first_path: what to put in front of ``sys.path``; may be empty.
+        kind: ``"script"`` or ``"module"``.
+        script: a path or a name.
+        arguments: of the script.
+    """
+    threading.Thread(target=_leave_with, args=(int(agent), directory), name="fabric-agent", daemon=True).start()
+    recorder = _recorder(Path(directory))
+    if first_path:
+        sys.path.insert(0, first_path)
+    sys.argv = [script, *arguments]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Whole lines, at once: a rank that is killed flushes nothing, and pieces of lines would mix with other ranks'.
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        if kind == "module":
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:  # noqa: BLE001 - whatever ends the script is kept, and told by the agent
+        error.__traceback__ = _of_script(error.__traceback__)
+        told = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
+        try:
+            recorder.record(error)
+        except OSError:
+            told = False
+        if not told:
+            # The agent tells of the last attempt only, and of nothing when it is gone and its directory with it.
+            sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _recorder(directory: Path) -> "FailureRecorder":
+    from fabric.launchers._failures import FailureRecorder, RunDirectory
+
+    # Every attempt has its own place: a FileStore cannot be used twice, and old errors would be told again.
+    attempt = RunDirectory(directory / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    attempt.path.mkdir(mode=0o700, exist_ok=True)
+    rank = int(os.environ["RANK"])
+    if os.environ["GROUP_WORLD_SIZE"] == "1":
+        os.environ["FABRIC_STORE"] = attempt.store
+    # Kept open by faulthandler; unbuffered, because a crash flushes nothing.
+    faulthandler.enable(open(attempt.crash_file(rank), "wb", buffering=0))  # noqa: SIM115
+    return FailureRecorder(attempt, rank)
+
+
+def _leave_with(agent: int, directory: str) -> None:
+    """End this process and what it started once the agent is gone, whatever the main thread waits for."""
+    while os.getppid() == agent:
+        time.sleep(_PARENT_CHECK)
+    shutil.rmtree(directory, ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Drop the frames between the interpreter and the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
+
+
+def _report(failures: Mapping[int, "ProcessFailure"], world_size: int, directory: Path) -> int:
+    """Tell which rank ended the job and why, and return the exit code of this command."""
+    from fabric.launchers._failures import RunDirectory
+
+    attempt = RunDirectory(directory / f"attempt-{len(list(directory.glob('attempt-*'))) - 1}")
+    rank = min(failures, key=lambda rank: _suspicion(failures[rank], attempt.read(rank)))
+    code, recorded = failures[rank].exitcode, attempt.read(rank)
+    how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"failed with exit code {code}"
+    error = RankFailedError(
+        f"rank {rank} of {world_size} {how}",
+        rank=rank,
+        exit_code=code,
+        traceback=recorded.text if recorded else attempt.read_crash(rank),
+        wrong="the system kills this way when memory runs out" if code == -signal.SIGKILL else "",
+    )
+    sys.stdout.flush()
+    print(f"\n{error}", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+def _suspicion(failure: "ProcessFailure", recorded: Any) -> tuple[int, float]:
+    """How far a rank is from being the cause: own errors first, then lost connections, the agent's SIGTERM last."""
+    if recorded is not None:
+        return (2 if recorded.consequence else 0), recorded.time
+    return (3 if failure.exitcode == -signal.SIGTERM else 1), float(failure.timestamp)
