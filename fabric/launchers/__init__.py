@@ -1,0 +1,33 @@
+"""How the processes of a job come to exist: one class per way."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from fabric.launchers._rank import record_failures
+from fabric.launchers.base import Launcher, LaunchSpec
+from fabric.launchers.inline import InlineLauncher
+from fabric.launchers.notebook import is_interactive, is_notebook, notebook_start_method
+from fabric.launchers.processes import ProcessLauncher
+from fabric.launchers.script import ScriptLauncher
+
+__all__ = [
+    "LAUNCHERS",
+    "InlineLauncher",
+    "LaunchSpec",
+    "Launcher",
+    "ProcessLauncher",
+    "ScriptLauncher",
+    "is_interactive",
+    "is_notebook",
+    "notebook_start_method",
+    "record_failures",
+]
+
+LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
+    {
+        "popen": ScriptLauncher(),
+        "spawn": ProcessLauncher("spawn"),
+        "fork": ProcessLauncher("fork"),
+        "forkserver": ProcessLauncher("forkserver"),
+    }
+)

@@ -1,0 +1,161 @@
+"""What a failing rank leaves behind, and the private directory in which it does so."""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+__all__ = ["Failure", "FailureRecorder", "RunDirectory", "is_consequence"]
+
+# How gloo, the stores and NCCL word it when another process has gone; they raise a plain RuntimeError.
+_WORDS_OF_A_VICTIM = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "timed out", "timeout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The error of one rank.
+
+    Attributes:
+        rank: global rank.
+        time: when it was noticed, seconds on the system-wide monotonic clock.
+        consequence: whether it looks like the result of another rank's failure (a lost connection, a timeout).
+        pending: whether the rank was still handling it (in a ``finally``, say) when it was asked.
+        text: the traceback, as the interpreter would have printed it.
+    """
+
+    rank: int
+    time: float
+    consequence: bool = False
+    pending: bool = False
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """The private directory of one job: its rendezvous file and the errors of its ranks.
+
+    Attributes:
+        path: where it is; mode 0700.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(cls) -> "RunDirectory":
+        """Make a new one in the directory for temporary files."""
+        return cls(Path(tempfile.mkdtemp(prefix="fabric-")))
+
+    @classmethod
+    def of_store(cls, store: str) -> "RunDirectory":
+        """The one that holds this store, which is ``file:///path``."""
+        return cls(Path(store.removeprefix("file://")).parent)
+
+    @property
+    def store(self) -> str:
+        """Where the ranks meet: ``file:///path`` of a :class:`torch.distributed.FileStore`."""
+        return f"file://{self.path / 'store'}"
+
+    def crash_file(self, rank: int) -> Path:
+        """Where the interpreter of this rank writes the stack of a fatal signal."""
+        return self.path / f"crash-{rank}"
+
+    def say_listening(self, rank: int) -> None:
+        """Note that this rank ends well when it gets a signal."""
+        (self.path / f"listening-{rank}").touch()
+
+    def is_listening(self, rank: int) -> bool:
+        """Whether this rank has come so far."""
+        return (self.path / f"listening-{rank}").exists()
+
+    def write(self, failure: Failure) -> None:
+        """Keep a failure; whoever reads sees all of it or nothing."""
+        partial = self.path / f"failure-{failure.rank}.partial"
+        partial.write_text(json.dumps(asdict(failure)), encoding="utf-8", errors="backslashreplace")
+        os.replace(partial, self._failure_file(failure.rank))
+
+    def read(self, rank: int) -> Failure | None:
+        """What this rank wrote, if it did."""
+        try:
+            return Failure(**json.loads(self._failure_file(rank).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    def read_crash(self, rank: int) -> str:
+        """The stack of the fatal signal that ended this rank, or an empty text."""
+        try:
+            return self.crash_file(rank).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def remove(self) -> None:
+        """Remove it; a rank that is being killed may race for its own files, hence the tolerance."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _failure_file(self, rank: int) -> Path:
+        return self.path / f"failure-{rank}.json"
+
+
+class FailureRecorder:
+    """Writes the error of this rank where the launching process will look for it."""
+
+    def __init__(self, directory: RunDirectory, rank: int) -> None:
+        self.directory = directory
+        self._rank = rank
+        self._lock = threading.Lock()
+
+    def record(self, error: BaseException) -> None:
+        """Keep the error that ends this rank."""
+        with self._lock:
+            self.directory.write(self._failure(error, pending=False))
+
+    def record_pending(self) -> None:
+        """Keep the error that the main thread is handling just now, unless one has been kept.
+
+        A rank whose ``finally`` waits for the others has not come round to telling its error yet.
+        """
+        active = sys._current_exceptions().get(threading.main_thread().ident or 0)
+        error = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            return
+        with self._lock:
+            if self.directory.read(self._rank) is None:
+                self.directory.write(self._failure(error, pending=True))
+
+    def _failure(self, error: BaseException, *, pending: bool) -> Failure:
+        return Failure(
+            rank=self._rank,
+            time=time.monotonic(),
+            consequence=is_consequence(error),
+            pending=pending,
+            text="".join(traceback.format_exception(error)),
+        )
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether an error began as a lost connection or a timeout, which another rank's failure usually causes."""
+    *_, origin = _chain(error)
+    if isinstance(origin, (ConnectionError, TimeoutError)):
+        return True
+    # Without torch.distributed in the process, none of its errors can be here.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(origin, (distributed.DistNetworkError, distributed.DistStoreError)):
+        return True
+    words = str(origin).lower()
+    return isinstance(origin, RuntimeError) and any(word in words for word in _WORDS_OF_A_VICTIM)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error, then what it was raised from or while handling, back to the first."""
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)

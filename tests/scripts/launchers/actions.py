@@ -1,0 +1,108 @@
+"""What the ranks of the launcher tests do; a module of its own, so that every start method finds it by name."""
+
+import os
+import signal
+import sys
+import threading
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def connect():
+    """torch.distributed, with the process group made; imported here because most actions are faster without."""
+    import torch.distributed as dist
+
+    world_size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method=os.environ["FABRIC_STORE"], rank=rank(), world_size=world_size)
+    return dist
+
+
+def reduce(value: float = 1.0) -> float:
+    """The sum of ``value + rank`` over the ranks, by way of gloo."""
+    import torch
+
+    dist = connect()
+    tensor = torch.tensor([value + rank()])
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+def say_ready() -> None:
+    # One write, so that the lines of two ranks do not mix.
+    os.write(1, f"ready {os.getpid()}\n".encode())
+
+
+def fail(failing: int = 1) -> None:
+    """One rank raises while the others wait for it in a collective."""
+    dist = connect()
+    if rank() == failing:
+        raise ValueError("the loss is not a number")
+    dist.barrier()
+
+
+def fail_in_teardown() -> None:
+    """The rank that fails waits in a ``finally`` that never ends; the other one loses its connection."""
+    dist = connect()
+    try:
+        if rank() == 1:
+            raise ValueError("the loss is not a number")
+        dist.barrier()
+    finally:
+        if rank() == 1:
+            dist.destroy_process_group()
+            threading.Event().wait()
+
+
+def leave(code: int = 3) -> None:
+    if rank() == 1:
+        sys.exit(code)
+    threading.Event().wait()
+
+
+def leave_early() -> None:
+    """Rank 1 goes while rank 0 waits for it."""
+    dist = connect()
+    if rank() == 0:
+        dist.barrier()
+
+
+def die() -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Event().wait()
+
+
+def crash() -> None:
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    threading.Event().wait()
+
+
+def wait() -> None:
+    """Wait in Python, and say so when the ``finally`` block runs."""
+    try:
+        say_ready()
+        threading.Event().wait()
+    finally:
+        os.write(1, f"finally {rank()}\n".encode())
+
+
+def stubborn() -> None:
+    """Clean up for ever."""
+    try:
+        wait()
+    finally:
+        threading.Event().wait()
+
+
+def wait_in_cpp() -> None:
+    """Wait for a message that never comes, where no Python code runs."""
+    import torch
+
+    dist = connect()
+    dist.barrier()
+    say_ready()
+    dist.recv(torch.zeros(1), src=1 - rank())

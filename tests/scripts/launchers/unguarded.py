@@ -1,0 +1,17 @@
+"""A script without a guard: what it defines has to be found without running it again, or refused clearly."""
+
+import os
+import sys
+
+from fabric.launchers import LAUNCHERS, LaunchSpec
+
+if len(sys.argv) > 2:
+    # As if it were not installed.
+    sys.modules["cloudpickle"] = None  # type: ignore[assignment]
+
+
+def double(value):
+    return value * 2 + int(os.environ["WORLD_SIZE"])
+
+
+print("result", LAUNCHERS[sys.argv[1]].launch(double, (20,), {}, LaunchSpec(num_processes=2)))

@@ -1,0 +1,171 @@
+"""What the launching process says and does when a rank fails, over every launcher."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from fabric.errors import RankFailedError
+from fabric.launchers import LAUNCHERS, LaunchSpec
+
+SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
+sys.path.insert(0, str(SCRIPTS))
+import actions  # noqa: E402
+
+pytestmark = pytest.mark.timeout(60)
+METHODS = ("spawn", "fork", "forkserver")
+TWO = LaunchSpec(num_processes=2)
+
+
+# In `make test` the fork server stands for all: the rest of the matrix is the same code, and slower.
+@pytest.fixture(
+    params=[pytest.param("spawn", marks=pytest.mark.slow), pytest.param("fork", marks=pytest.mark.slow), "forkserver"]
+)
+def failure(request):
+    """Launch an action that fails; the error, and the seconds that it took."""
+
+    def launch(action, *args):
+        start = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            LAUNCHERS[request.param].launch(action, args, {}, TWO)
+        return caught.value, time.monotonic() - start
+
+    return launch
+
+
+@pytest.fixture
+def popen(tmp_path):
+    """Run the job script under popen; the finished process."""
+
+    def run(*arguments, script="job.py"):
+        environment = dict(os.environ, OMP_NUM_THREADS="1", TMPDIR=str(tmp_path))
+        done = subprocess.run(
+            [sys.executable, str(SCRIPTS / script), *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert list(tmp_path.iterdir()) == [], "something was left in the directory for temporary files"
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_rank_that_raised_is_named_with_its_traceback_once(failure, failing):
+    error, seconds = failure(actions.fail, failing)
+    assert (error.rank, error.exit_code) == (failing, 1)
+    assert str(error).startswith(f"rank {failing} of 2 failed (exit code 1)\nTraceback")
+    assert str(error).endswith("ValueError: the loss is not a number")
+    assert str(error).count("the loss is not a number") == 2  # the line of the source, and the message
+    assert "fabric/launchers" not in str(error)
+    assert seconds < 10
+
+
+def test_a_cause_that_hangs_in_its_teardown_is_still_the_cause(failure):
+    error, seconds = failure(actions.fail_in_teardown)
+    assert error.rank == 1
+    assert str(error).endswith("ValueError: the loss is not a number")
+    assert seconds < 12
+
+
+def test_an_exit_code_is_kept(failure):
+    error, _ = failure(actions.leave, 3)
+    assert (error.rank, error.exit_code) == (1, 3)
+    assert "rank 1 of 2 left with exit code 3" in str(error)
+
+
+def test_leaving_early_is_a_failure_and_not_blamed_on_its_victim(failure):
+    error, _ = failure(actions.leave, 0)
+    assert (error.rank, error.exit_code) == (1, 0)
+    assert "it ended early" in str(error)
+
+
+def test_a_killed_rank_is_named_with_its_signal(failure):
+    error, _ = failure(actions.die)
+    assert (error.rank, error.exit_code) == (1, -signal.SIGKILL)
+    assert "killed by SIGKILL" in str(error)
+    assert "memory" in str(error)
+
+
+def test_nothing_is_left_behind_by_a_failure(failure):
+    before = set(Path(tempfile.gettempdir()).glob("fabric-*"))
+    failure(actions.fail)
+    assert set(Path(tempfile.gettempdir()).glob("fabric-*")) <= before
+
+
+def test_an_exception_that_cannot_be_pickled_is_reported_like_any_other(failure):
+    class Stubborn(Exception):
+        def __reduce__(self):
+            raise TypeError("no")
+
+    def action():
+        raise Stubborn("as it is")
+
+    error, _ = failure(action)
+    assert str(error).endswith("Stubborn: as it is")
+
+
+def test_the_next_launch_works_after_a_failure():
+    forkserver = LAUNCHERS["forkserver"]
+    with pytest.raises(RankFailedError):
+        forkserver.launch(actions.die, (), {}, TWO)
+    assert forkserver.launch(actions.reduce, (), {}, TWO) == 3.0
+
+
+@pytest.mark.slow
+def test_a_segmentation_fault_leaves_its_stack(popen):
+    done = popen("spawn", "crash")
+    assert "killed by SIGSEGV" in done.stderr
+    assert "in crash" in done.stderr
+
+
+def test_popen_runs_the_script_again_in_every_rank(popen):
+    done = popen("popen", "reduce", "4")
+    assert (done.returncode, done.stdout) == (0, "result 9\n")
+
+
+def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
+    done = popen("popen", "fail")
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: the loss is not a number") == 1
+    assert done.stderr.rstrip().endswith("ValueError: the loss is not a number")
+    assert "Traceback" in done.stderr.split("rank 1 of 2 failed (exit code 1)")[1]
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "words"),
+    [
+        (("leave", "3"), 3, "rank 1 of 2 left with exit code 3"),
+        pytest.param(("die",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param(("crash",), 128 + 11, "rank 1 of 2 was killed by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param(("fail_in_teardown",), 1, "rank 1 of 2 failed", marks=pytest.mark.slow),
+        (("leave_early",), 1, "rank 1 of 2 left with exit code 0"),
+    ],
+)
+def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):
+    done = popen("popen", *action)
+    assert done.returncode == code
+    assert words in done.stderr
+
+
+@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[:2]), METHODS[2]])
+def test_a_script_without_a_guard_works_when_functions_travel_by_value(popen, method):
+    done = popen(method, script="unguarded.py")
+    assert (done.returncode, done.stdout) == (0, "result 42\n")
+
+
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+def test_a_script_without_a_guard_is_told_to_have_one(popen, method):
+    done = popen(method, "without-cloudpickle", script="unguarded.py")
+    assert done.returncode == 1
+    assert "if __name__ == '__main__':" in done.stderr
+    assert not re.search("freeze_support|bootstrapping", done.stderr)
