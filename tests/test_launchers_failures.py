@@ -96,10 +96,10 @@ def test_a_killed_rank_is_named_with_its_signal(failure):
     assert "memory" in str(error)
 
 
-def test_nothing_is_left_behind_by_a_failure(failure):
-    before = set(Path(tempfile.gettempdir()).glob("fabric-*"))
+def test_nothing_is_left_behind_by_a_failure(failure, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     failure(actions.fail)
-    assert set(Path(tempfile.gettempdir()).glob("fabric-*")) <= before
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_exception_that_cannot_be_pickled_is_reported_like_any_other(failure):
