@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 _RANK = "rank:"  # the word that makes this process a rank; the colon keeps it apart from any subcommand
-_WRONG_USAGE = 2
 _HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_PARENT_CHECK = 1.0  # seconds between two looks at whether the agent lives
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return options.command(options)
     except FabricError as error:
         print(error, file=sys.stderr, flush=True)
-        return _WRONG_USAGE
+        return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -333,6 +331,9 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
             # The agent tells of the last attempt only, and of nothing when it is gone and its directory with it.
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
+    finally:
+        if os.getppid() != int(agent):
+            shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 
@@ -353,7 +354,7 @@ def _recorder(directory: Path) -> "FailureRecorder":
 def _leave_with(agent: int, directory: str) -> None:
     """End this process and what it started once the agent is gone, whatever the main thread waits for."""
     while os.getppid() == agent:
-        time.sleep(_PARENT_CHECK)
+        time.sleep(1.0)
     shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -38,7 +38,10 @@ def command(*arguments: str) -> list[str]:
 def environment(tmp_path) -> dict[str, str]:
     """Of the command: its temporary files go where the test can look for what is left of them."""
     (tmp_path / "tmp").mkdir()
-    return {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")}
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path / "tmp")}
+    # It would write each piece of a line by itself, and the lines of two ranks would mix.
+    variables.pop("PYTHONUNBUFFERED", None)
+    return variables
 
 
 @pytest.fixture
