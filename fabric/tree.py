@@ -2,13 +2,15 @@
 
 [Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
 registered with torch's pytree; everything else is a *leaf*. A result has the same type as what was passed in. Entries
-of a dict are visited in the order of their sorted keys, whatever the order of insertion, so that two ranks that filled
-a dict differently still agree about which leaf is which; the result keeps the order of insertion.
+of a dict are visited in the order of (name of the key's type, key), whatever the order of insertion, so that two ranks
+that filled a dict differently still agree about which leaf is which; the result keeps the order of insertion. Only
+between keys that nothing but their identity tells apart (functions, tensors) does the order of insertion decide.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -63,16 +65,22 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply ``function`` to every tensor of a collection; other leaves come back untouched."""
+    """Apply ``function`` to every tensor of a collection; other leaves come back untouched.
+
+    A collection of which nothing changes comes back itself, no copy: a list or a cache that is passed to a forward
+    pass to be filled stays the caller's own.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     kind = type(tree)
     if kind in _LEAF_TYPES:
         return tree
     if kind is dict:
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        return tree if _same(tree.values(), mapped.values()) else mapped
     if kind is list or kind is tuple:
-        return kind([map_tensors(function, value) for value in tree])
+        values = [map_tensors(function, value) for value in tree]
+        return tree if _same(tree, values) else kind(values)
     return _map_other(lambda child: map_tensors(function, child), tree)
 
 
@@ -108,7 +116,12 @@ def _map_other(function: Callable[[Any], Any], tree: Any) -> Any:
     if opened is None:
         return tree
     _, values, rebuild = opened
-    return rebuild([function(value) for value in values])
+    mapped = [function(value) for value in values]
+    return tree if _same(values, mapped) else rebuild(mapped)
+
+
+def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
+    return all(old is new for old, new in zip(before, after, strict=True))
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
@@ -145,7 +158,8 @@ def _open(tree: Any) -> _Opened | None:
         return [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
     one_level = flatten_one_level(tree)
     if one_level is not None:
-        if isinstance(tree, Mapping):
+        # A registered mapping may announce other children than its entries.
+        if isinstance(tree, Mapping) and len(tree) == len(one_level.values) and _same(tree.values(), one_level.values):
             return _open_mapping(tree, lambda items: one_level.rebuild([items[key] for key in tree]))
         return _indices(one_level.values), one_level.values, one_level.rebuild
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
@@ -162,16 +176,29 @@ def _indices(values: Sequence[Any]) -> list[str]:
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
-    try:
-        keys = sorted(tree)
-    except TypeError:  # keys of several types, or of one that has no order
-        keys = sorted(tree, key=lambda key: (type(key).__name__, repr(key)))
+    keys = sorted(tree) if all(type(key) is str for key in tree) else sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Any]) -> Any:
         by_key = dict(zip(keys, values, strict=True))
         return build({key: by_key[key] for key in tree})
 
     return [f"[{key!r}]" for key in keys], [tree[key] for key in keys], rebuild
+
+
+def _sort_key(key: Any) -> tuple[str, Any]:
+    """What puts a key in its place on every rank; equal for keys that only their identity tells apart."""
+    kind = type(key).__name__
+    if isinstance(key, str | bytes | int | float):
+        return kind, key
+    if isinstance(key, tuple):
+        return kind, tuple(map(_sort_key, key))
+    if isinstance(key, frozenset):  # has an order, "is a subset of", that sorts nothing
+        return kind, sorted(map(_sort_key, key))
+    if isinstance(key, Enum):
+        return kind, str(key.name)
+    # The text of a tensor holds its values, and that of a function its address: neither is the same on every rank.
+    text = "" if isinstance(key, Tensor) else repr(key)
+    return kind, "" if " at 0x" in text else text
 
 
 def _open_dataclass(tree: Any) -> _Opened:
