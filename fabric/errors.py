@@ -17,6 +17,8 @@ Each text has four parts, so that it can be acted on without a search: what was 
 values, the rank), what is valid, and what to write instead.
 """
 
+from typing import Any
+
 __all__ = [
     "ArgumentTypeError",
     "CheckpointError",
@@ -55,8 +57,9 @@ class FabricError(Exception):
         ]
         return "\n  ".join(part for part in parts if part)
 
-    def __reduce__(self) -> tuple[type["FabricError"], tuple[str, str, str, str]]:
-        return type(self), (self.asked, self.wrong, self.valid, self.instead)
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The third part carries the notes that were added on the way.
+        return type(self), (self.asked, self.wrong, self.valid, self.instead), self.__dict__
 
 
 class ConfigurationError(FabricError, ValueError):
@@ -95,8 +98,8 @@ class RankFailedError(FabricError, RuntimeError):
     def __str__(self) -> str:
         return "\n".join(part for part in (FabricError.__str__(self), self.traceback.rstrip()) if part)
 
-    def __reduce__(self) -> tuple[type["RankFailedError"], tuple[str, int, int, str, str]]:  # type: ignore[override]
-        return type(self), (self.asked, self.rank, self.exit_code, self.traceback, self.wrong)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.asked, self.rank, self.exit_code, self.traceback, self.wrong), self.__dict__
 
 
 class CheckpointError(FabricError, RuntimeError):
