@@ -72,17 +72,37 @@ class Communicator(ABC):
 
     @abstractmethod
     def new_group(self, ranks: Sequence[int]) -> "Communicator | None":
-        """A communicator of these ranks; None on a rank that is not one. Every rank of this group must call it."""
+        """A communicator of these ranks, in ascending order; None on a rank that is not one.
+
+        Every rank of this group must call it.
+
+        Raises:
+            ConfigurationError: these are not different ranks of this group.
+            UsageError: this is a part of the job, which torch lets make no groups without the rest.
+        """
 
     def check_src(self, src: int) -> None:
         """Raise a ConfigurationError unless ``src`` is the rank of a member of this group."""
-        if not 0 <= src < self.size:
+        if not self._is_rank(src):
             raise ConfigurationError(
                 f"broadcast(..., src={src}) on rank {self.rank}",
                 f"there is no rank {src} in a group of {self.size}",
                 f"src from 0 to {self.size - 1}",
                 "src=0 to send from the first rank",
             )
+
+    def check_members(self, ranks: Sequence[int]) -> None:
+        """Raise a ConfigurationError unless ``ranks`` are different ranks of this group, one at least."""
+        if not ranks or len(set(ranks)) != len(ranks) or not all(map(self._is_rank, ranks)):
+            raise ConfigurationError(
+                f"new_group({list(ranks)})",
+                f"ranks are missing, repeated or outside this group of {self.size}",
+                f"different ranks between 0 and {self.size - 1}",
+                f"new_group({list(range(self.size))}) for all of them",
+            )
+
+    def _is_rank(self, rank: object) -> bool:
+        return isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < self.size
 
     @abstractmethod
     def close(self) -> None:

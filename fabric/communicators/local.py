@@ -49,8 +49,9 @@ class LocalCommunicator(Communicator):
         return [value]
 
     @override
-    def new_group(self, ranks: Sequence[int]) -> "LocalCommunicator | None":
-        return LocalCommunicator(self.device) if list(ranks) == [0] else None
+    def new_group(self, ranks: Sequence[int]) -> "LocalCommunicator":
+        self.check_members(ranks)
+        return LocalCommunicator(self.device)
 
     @override
     def close(self) -> None:

@@ -1,5 +1,6 @@
 """A group of processes that talk through torch.distributed."""
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from fabric._compat import all_gather_into, reduce_scatter_into
 from fabric.communicators.base import Communicator, Reduce
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ArgumentTypeError, UsageError
 
 __all__ = ["ProcessGroupCommunicator"]
 
@@ -33,7 +34,7 @@ class ProcessGroupCommunicator(Communicator):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
+        self._group, self._owns_group = group, False
         self._own_device = device
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -80,33 +81,56 @@ class ProcessGroupCommunicator(Communicator):
     @override
     def broadcast_object(self, value: Any, src: int) -> Any:
         self.check_src(src)
-        box = [value if self.rank == src else None]
+        box = [_pickled(value) if self.rank == src else None]
         dist.broadcast_object_list(box, group_src=src, group=self._group, device=self.device)
-        return box[0]
+        return _unpickled(box[0], src)
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        dist.all_gather_object(values, _pickled(value), group=self._group)
+        return [_unpickled(value, rank) for rank, value in enumerate(values)]
 
     @override
     def new_group(self, ranks: Sequence[int]) -> "ProcessGroupCommunicator | None":
-        members = sorted(set(ranks))
-        if len(members) != len(ranks) or not members or members[0] < 0 or members[-1] >= self.size:
-            raise ConfigurationError(
-                f"new_group({list(ranks)})",
-                f"ranks are missing, repeated or outside this group of {self.size}",
-                f"different ranks between 0 and {self.size - 1}",
-                f"new_group({list(range(self.size))}) for all of them",
+        self.check_members(ranks)
+        if self.size < dist.get_world_size():
+            # torch names groups by counting them, and the ranks outside would count one less from here on.
+            raise UsageError(
+                f"new_group({list(ranks)}) of a group of {self.size}",
+                f"the other {dist.get_world_size() - self.size} processes of the job would not take part in it",
+                "groups that are made of all processes of the job",
+                "new_group(...) of the communicator over the whole job, on every rank",
             )
-        world_ranks = [dist.get_global_rank(self._group, rank) for rank in members] if self._group else members
-        group = dist.new_group(world_ranks)
+        members = [dist.get_global_rank(self._group, rank) for rank in ranks] if self._group else ranks
+        group = dist.new_group(sorted(members))
         if not isinstance(group, dist.ProcessGroup):  # torch's marker for "not a member"
             return None
-        return ProcessGroupCommunicator(group, self._own_device)
+        communicator = ProcessGroupCommunicator(group, self._own_device)
+        communicator._owns_group = True
+        return communicator
 
     @override
     def close(self) -> None:
-        if self._group is not None and dist.is_initialized():
+        if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
+        self._owns_group = False
+
+
+def _pickled(value: Any) -> bytes | str:
+    """The pickle of a value, or the text of what went wrong, so that a failure on one rank reaches all of them."""
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever a user's class raises; the other ranks are waiting
+        return f"{type(value).__name__} does not pickle: {type(error).__name__}: {error}"
+
+
+def _unpickled(received: Any, src: int) -> Any:
+    if isinstance(received, bytes):
+        return pickle.loads(received)  # noqa: S301 - from a rank of this job, as torch does itself
+    raise ArgumentTypeError(
+        f"sending an object from rank {src}",
+        received,
+        "objects that pickle; tensors inside collections travel as tensors",
+        "send what the object is made of: its state_dict(), its numbers, its name",
+    )

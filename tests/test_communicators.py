@@ -1,0 +1,211 @@
+"""A communicator means the same over one process and over several."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fabric import Fabric
+from fabric.communicators import LocalCommunicator, ProcessGroupCommunicator, Reduce
+from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
+
+CPU = torch.device("cpu")
+
+
+def launch(ranks, function, *args):
+    return Fabric(devices=ranks, strategy="ddp_forkserver").launch(function, *args, return_all=True)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise ValueError("not this one")
+
+
+def of_one_process(run):
+    """The results of one process: without a process group, and with a group of one."""
+    results = [run(LocalCommunicator(CPU))]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        results.append(run(ProcessGroupCommunicator(None, CPU)))
+    finally:
+        dist.destroy_process_group()
+    return results
+
+
+def every_collective(communicator):
+    rank, size = communicator.rank, communicator.size
+    results = {op.name: communicator.all_reduce(torch.arange(3.0) + rank + 1, op) for op in Reduce}
+    results["gather"] = communicator.all_gather(torch.full((2,), rank))
+    results["gather 0-dim"] = communicator.all_gather(torch.tensor(rank))
+    for op in Reduce:
+        rows = torch.arange(2.0 * size).view(size, 2) + rank
+        results[f"scatter {op.name}"] = communicator.reduce_scatter(rows, op)
+    results["broadcast"] = [communicator.broadcast(torch.tensor([rank]), src) for src in range(size)]
+    results["objects"] = communicator.gather_objects({"rank": rank})
+    results["object"] = [communicator.broadcast_object(f"of {rank}", src) for src in range(size)]
+    communicator.barrier("test")
+    return results
+
+
+def test_one_process_means_the_same_with_and_without_a_group():
+    local, group = of_one_process(every_collective)
+    assert local.keys() == group.keys()
+    for name, value in local.items():
+        torch.testing.assert_close(value, group[name], rtol=0, atol=0) if "object" not in name else None
+    assert local["objects"] == group["objects"] == [{"rank": 0}]
+    assert local["object"] == group["object"] == ["of 0"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_collective_over_several_processes(size):
+    results = launch(size, lambda fabric: every_collective(fabric.strategy.runtime.communicator))
+    inputs = torch.stack([torch.arange(3.0) + rank + 1 for rank in range(size)])
+    rows = torch.stack([torch.arange(2.0 * size).view(size, 2) + rank for rank in range(size)])
+    reductions = {
+        Reduce.MEAN: lambda x: x.sum(0) / size,
+        Reduce.SUM: lambda x: x.sum(0),
+        Reduce.MIN: lambda x: x.amin(0),
+        Reduce.MAX: lambda x: x.amax(0),
+        Reduce.PRODUCT: lambda x: x.prod(0),
+    }
+    for rank, result in enumerate(results):
+        for op, reduce in reductions.items():
+            torch.testing.assert_close(result[op.name], reduce(inputs))
+            torch.testing.assert_close(result[f"scatter {op.name}"], reduce(rows)[rank])
+        assert result["gather"].tolist() == [[one, one] for one in range(size)]
+        assert result["gather 0-dim"].tolist() == list(range(size))
+        assert [int(value) for value in result["broadcast"]] == list(range(size))
+        assert result["objects"] == [{"rank": one} for one in range(size)]
+        assert result["object"] == [f"of {one}" for one in range(size)]
+
+
+def refusals(communicator):
+    size = communicator.size
+    calls = {
+        "src beyond the last": lambda: communicator.broadcast(torch.ones(1), size),
+        "negative src": lambda: communicator.broadcast_object(1, -1),
+        "src that is no number": lambda: communicator.check_src("0"),
+        "src that is a boolean": lambda: communicator.check_src(False),
+        "no members": lambda: communicator.new_group([]),
+        "members twice": lambda: communicator.new_group([0, 0]),
+        "members from elsewhere": lambda: communicator.new_group([0, size]),
+        "negative member": lambda: communicator.new_group([-1]),
+    }
+    wrong = []
+    for name, call in calls.items():
+        try:
+            call()
+        except ConfigurationError as error:
+            if not all((error.asked, error.wrong, error.valid, error.instead)):
+                wrong.append(name)
+        else:
+            wrong.append(name)
+    return wrong
+
+
+def test_a_wrong_rank_is_refused_on_one_process():
+    assert of_one_process(refusals) == [[], []]
+
+
+@pytest.mark.timeout(60)
+def test_a_wrong_rank_is_refused_on_several_processes():
+    assert launch(2, lambda fabric: refusals(fabric.strategy.runtime.communicator)) == [[], []]
+
+
+def groups(fabric):
+    world = fabric.strategy.runtime.communicator
+    result = {}
+    left, right = world.new_group([0, 1]), world.new_group([2, 1])
+    result["member"] = (left is not None, right is not None)
+    for name, group in (("left", left), ("right", right)):
+        if group is not None:
+            result[name] = (group.rank, group.size, group.all_gather(torch.tensor(world.rank)).tolist())
+            result[name + " object"] = group.broadcast_object(world.rank, 1)
+    if left is not None:
+        with pytest.raises(UsageError, match="other 1 processes"):
+            left.new_group([0])
+    everyone = world.new_group([0, 1, 2])
+    again = everyone.new_group([2])
+    result["again"] = again if again is None else again.size
+    for group in (left, right, everyone, again):
+        if group is not None:
+            group.close()
+            group.close()
+    late = world.new_group([0, 2])
+    result["late"] = late if late is None else late.all_reduce(torch.ones(1), Reduce.SUM).item()
+    return result
+
+
+@pytest.mark.timeout(60)
+def test_groups_are_parts_of_the_job_with_ranks_of_their_own():
+    first, second, third = launch(3, groups)
+    assert [one["member"] for one in (first, second, third)] == [(True, False), (True, True), (False, True)]
+    assert first["left"] == (0, 2, [0, 1])
+    assert second["left"] == (1, 2, [0, 1])
+    assert second["right"] == (0, 2, [1, 2])
+    assert third["right"] == (1, 2, [1, 2])
+    assert first["left object"] == second["left object"] == 1
+    assert second["right object"] == third["right object"] == 2
+    assert [one["again"] for one in (first, second, third)] == [None, None, 1]
+    assert [one["late"] for one in (first, second, third)] == [2.0, None, 2.0]
+
+
+def test_a_group_of_the_one_process_is_itself():
+    group = LocalCommunicator(CPU).new_group([0])
+    assert (group.rank, group.size) == (0, 1)
+    group.close()
+    group.close()
+
+
+def closing(fabric):
+    group = dist.new_group([0, 1])
+    communicator = fabric.strategy.communicator(group)
+    communicator.close()
+    result = communicator.all_reduce(torch.ones(1), Reduce.SUM).item()
+    dist.destroy_process_group(group)
+    return result
+
+
+@pytest.mark.timeout(60)
+def test_a_group_of_the_user_is_not_closed():
+    assert launch(2, closing) == [2.0, 2.0]
+
+
+def failing_objects(fabric):
+    world = fabric.strategy.runtime.communicator
+    texts = []
+    for call in (
+        lambda: world.broadcast_object(Unpicklable(), 1),
+        lambda: world.gather_objects(Unpicklable() if world.rank == 0 else 1),
+    ):
+        with pytest.raises(ArgumentTypeError) as caught:
+            call()
+        texts.append(str(caught.value))
+    return texts, world.gather_objects(world.rank)
+
+
+@pytest.mark.timeout(60)
+def test_an_object_that_does_not_pickle_fails_on_every_rank():
+    for (broadcast, gather), after in launch(2, failing_objects):
+        assert "from rank 1" in broadcast
+        assert "from rank 0" in gather
+        assert "not this one" in broadcast
+        assert after == [0, 1]
+
+
+def missing_at_barrier(fabric):
+    if fabric.global_rank == 1:
+        return "left"
+    with pytest.raises(UsageError, match="barrier\\('epoch end'\\) on rank 0 of 2"):
+        fabric.barrier("epoch end")
+    return "named"
+
+
+@pytest.mark.timeout(60)
+def test_a_barrier_that_fails_is_named():
+    from datetime import timedelta
+
+    from fabric.strategies import DDPStrategy
+
+    strategy = DDPStrategy(start_method="forkserver", timeout=timedelta(seconds=2))
+    assert Fabric(devices=2, strategy=strategy).launch(missing_at_barrier) == "named"
