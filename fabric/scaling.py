@@ -17,16 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric._compat import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import CheckpointError, ConfigurationError, UsageError
 
 __all__ = ["LossScaler"]
 
 
 class _Stage(Enum):
-    CLEAN = auto()  # no backward pass yet
     SCALED = auto()  # gradients, where there are any, carry the scale
     UNSCALED = auto()
-    STEPPED = auto()
+    STEPPED = auto()  # or no backward pass yet: gradients, where there are any, carry no scale
 
 
 @dataclass
@@ -78,14 +77,29 @@ class LossScaler:
         return float(self._scale)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
-        self._states[optimizer] = _OptimizerState(_Stage.CLEAN, torch.zeros_like(self._scale))
+        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow.
+
+        Raises:
+            UsageError: it is watched already.
+        """
+        if optimizer in self._states:
+            raise UsageError(
+                f"LossScaler.register({type(optimizer).__name__})",
+                "this optimizer is registered already, and a second unscaling would make its gradients too small",
+                "one registration for each optimizer",
+                "one fabric.setup_optimizers(optimizer)",
+            )
+        self._states[optimizer] = _OptimizerState(_Stage.STEPPED, torch.zeros_like(self._scale))
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, to be called once at the start of each backward pass, on its tensor."""
-        if self._pending is not None and not any(map(_holds_scaled, self._states, self._states.values())):
+        """The loss times the scale, to be called once at the start of each backward pass, on its tensor.
+
+        A float16 loss comes back as float32, which has room for the scale. Collective where ranks hold different
+        gradients.
+        """
+        if self._pending is not None and not self._any_holds_scaled():
             backoff_or_grow(
                 self._scale,
                 self._growth_tracker,
@@ -100,7 +114,9 @@ class LossScaler:
                 for grads in _by_device_and_dtype(_gradients(optimizer)):
                     foreach_multiply(grads, self._scale.to(grads[0].device).squeeze(0))
             state.stage = _Stage.SCALED
-        return loss * self._scale.to(loss.dtype).squeeze(0)
+        if loss.dtype is torch.float16:
+            loss = loss.float()
+        return loss * self._scale.to(loss.device, loss.dtype).squeeze(0)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Take the scale off an optimizer's gradients, once a step; further calls change nothing.
@@ -110,7 +126,14 @@ class LossScaler:
         Returns:
             Whether any gradient is infinite or not a number, in which case the next step will be skipped.
         """
-        state = self._states[optimizer]
+        state = self._states.get(optimizer)
+        if state is None:
+            raise UsageError(
+                f"LossScaler.unscale({type(optimizer).__name__})",
+                "this optimizer is not registered, so that nothing is known of its gradients",
+                "an optimizer that was set up",
+                "fabric.setup_optimizers(optimizer) first",
+            )
         if state.stage is _Stage.SCALED:
             self._unscale_gradients(optimizer, state)
             state.stage = _Stage.UNSCALED
@@ -122,7 +145,18 @@ class LossScaler:
         return {"scale": float(self._scale), "growth_tracker": int(self._growth_tracker), "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of another scaler."""
+        """Go on from the state of another scaler.
+
+        Raises:
+            CheckpointError: it is not what :meth:`state_dict` returned; nothing was changed.
+        """
+        if missing := sorted({"scale", "growth_tracker", "pending"} - set(state)):
+            raise CheckpointError(
+                f"LossScaler.load_state_dict() of a state with the keys {sorted(state)}",
+                f"{', '.join(missing)} missing",
+                "what LossScaler.state_dict() returned",
+                "fabric.save() and fabric.load(), which carry it along",
+            )
         self._scale.fill_(state["scale"])
         self._growth_tracker.fill_(state["growth_tracker"])
         pending = state["pending"]
@@ -132,14 +166,15 @@ class LossScaler:
         state.found_inf = torch.zeros_like(self._scale)
         # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
         inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
-        for grads in _by_device_and_dtype(_gradients(optimizer)):
-            if grads[0].dtype is torch.float16:
-                raise ConfigurationError(
-                    'precision="16-mixed" with float16 parameters',
-                    "their gradients are float16 too, and lose in unscaling what the scale had kept",
-                    "float32 parameters under 16-mixed, float16 ones under 16-true",
-                    'model.float(), or Fabric(precision="16-true")',
-                )
+        parcels = list(_by_device_and_dtype(_gradients(optimizer)))
+        if any(grads[0].dtype is torch.float16 for grads in parcels):
+            raise ConfigurationError(
+                'precision="16-mixed" with float16 parameters',
+                "their gradients are float16 too, and lose in unscaling what the scale had kept",
+                "float32 parameters under 16-mixed, float16 ones under 16-true",
+                'model.float(), or Fabric(precision="16-true")',
+            )
+        for grads in parcels:
             found_inf = state.found_inf.to(grads[0].device)
             unscale_and_check(grads, found_inf, inverse.to(grads[0].device))
             state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
@@ -170,8 +205,17 @@ class LossScaler:
         for parameter, grad in state.held or ():
             parameter.grad = grad
         state.held = None
-        if state.stage is not _Stage.CLEAN:
-            state.stage = _Stage.STEPPED
+        state.stage = _Stage.STEPPED
+
+    def _any_holds_scaled(self) -> bool:
+        """Whether any optimizer holds scaled gradients; the same on all ranks."""
+        holds = any(
+            state.stage is _Stage.SCALED and _holds_gradients(optimizer) for optimizer, state in self._states.items()
+        )
+        if self._agree is None:
+            return holds
+        # Gradients of which this rank's part is zero may not be zero elsewhere.
+        return bool(self._agree(torch.full_like(self._scale, float(holds))))
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
@@ -197,7 +241,9 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
-def _holds_scaled(optimizer: Optimizer, state: _OptimizerState) -> bool:
-    if state.stage is not _Stage.SCALED:
-        return False
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+def _holds_gradients(optimizer: Optimizer) -> bool:
+    """Whether there is a gradient that is not zero: ``zero_grad(set_to_none=False)`` clears them too.
+
+    Waits for the device when there are any. It is only asked after a step, of an optimizer that did not step.
+    """
+    return any(bool(grad.any()) for grad in _gradients(optimizer))
