@@ -59,9 +59,22 @@ class Precision:
         return torch.autocast(device_type, dtype=self.compute_dtype)
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating parameters and buffers in place, where this precision asks for it."""
-        if self.param_dtype is not None:
-            module.to(self.param_dtype)
+        """Convert floating parameters and buffers in place, where this precision asks for it.
+
+        Raises:
+            ConfigurationError: there are complex ones; torch would convert them too, and drop their imaginary part.
+        """
+        if self.param_dtype is None:
+            return
+        named = (*module.named_parameters(), *module.named_buffers())
+        if lossy := [name for name, tensor in named if tensor.is_complex()]:
+            raise ConfigurationError(
+                f"precision={self.name!r} for a {type(module).__name__}",
+                f"{', '.join(lossy)} is complex, and would lose its imaginary part",
+                "precisions that convert no parameters: 32-true, 16-mixed, bf16-mixed",
+                'Fabric(precision="32-true"), which leaves parameters as they were built',
+            )
+        module.to(self.param_dtype)
 
 
 PRECISIONS: Mapping[str, Precision] = {

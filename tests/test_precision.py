@@ -1,0 +1,173 @@
+"""A precision is a row in a table, and casts exactly what it says."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from fabric.errors import ConfigurationError
+from fabric.precision import (
+    PRECISION_ALIASES,
+    PRECISIONS,
+    Precision,
+    cast_inputs,
+    cast_outputs,
+    floating_dtype,
+    parse_precision,
+)
+
+Pair = namedtuple("Pair", "left right")
+
+
+@dataclasses.dataclass
+class Batch:
+    image: torch.Tensor
+    label: torch.Tensor
+    name: str = "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(None, "32-true"), (32, "32-true"), ("32", "32-true"), (64, "64-true"), ("64", "64-true")]
+    + [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), ("BF16-Mixed", "bf16-mixed")]
+    + [(name, name) for name in PRECISIONS],
+)  # fmt: skip
+def test_names_and_aliases_find_their_row(given, name):
+    assert parse_precision(given) is PRECISIONS[name]
+    assert PRECISIONS[name].name == name
+
+
+def test_a_row_of_ones_own_stays_as_it_is():
+    row = Precision(name="mine", param_dtype=torch.float64)
+    assert parse_precision(row) is row
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        row.name = "other"
+
+
+@pytest.mark.parametrize("given", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"])
+def test_an_unknown_precision_lists_the_valid_ones_and_the_nearest(given):
+    with pytest.raises(ConfigurationError) as caught:
+        parse_precision(given)
+    error = caught.value
+    assert error.asked == f"precision={given!r}"
+    assert all(repr(name) in error.valid for name in (*PRECISIONS, *PRECISION_ALIASES))
+    if given == "16-mix":
+        assert error.instead == 'precision="16-mixed"'
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("64-true", torch.float64), ("16-true", torch.float16), ("bf16-true", torch.bfloat16)]
+)
+def test_true_precisions_convert_floating_state_and_nothing_else(name, dtype):
+    module = nn.BatchNorm1d(2)
+    weight = module.weight
+    module.register_buffer("mask", torch.tensor([True, False]))
+    PRECISIONS[name].convert_module(module)
+    assert module.weight is weight
+    assert (weight.dtype, module.running_mean.dtype) == (dtype, dtype)
+    assert (module.num_batches_tracked.dtype, module.mask.dtype) == (torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("name", ["32-true", "16-mixed", "bf16-mixed"])
+def test_the_others_leave_parameters_as_they_were_built(name):
+    module = nn.Linear(1, 1).double()
+    module.register_buffer("phase", torch.ones(1, dtype=torch.complex64))
+    PRECISIONS[name].convert_module(module)
+    assert (module.weight.dtype, module.phase.dtype) == (torch.float64, torch.complex64)
+
+
+def test_complex_parameters_do_not_lose_their_imaginary_part():
+    module = nn.Sequential(nn.Linear(1, 1))
+    module[0].register_buffer("phase", torch.ones(1, dtype=torch.complex64))
+    with pytest.raises(ConfigurationError, match=r"0\.phase is complex"):
+        PRECISIONS["64-true"].convert_module(module)
+    assert module[0].weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+def test_mixed_precisions_run_in_autocast_and_can_be_entered_again(name, dtype):
+    layer = nn.Linear(2, 2)
+    for _ in range(2):
+        with PRECISIONS[name].autocast("cpu"):
+            assert layer(torch.ones(1, 2)).dtype is dtype
+    assert layer(torch.ones(1, 2)).dtype is torch.float32
+    assert layer.weight.dtype is torch.float32
+
+
+def test_true_precisions_have_no_autocast():
+    for name in ("32-true", "64-true", "16-true", "bf16-true"):
+        with PRECISIONS[name].autocast("cpu"):
+            assert not torch.is_autocast_enabled("cpu")
+
+
+def test_only_16_mixed_scales_the_loss():
+    assert [name for name, row in PRECISIONS.items() if row.loss_scaling] == ["16-mixed"]
+
+
+def test_the_dtype_of_a_module_is_that_of_all_its_floating_parameters():
+    assert floating_dtype(nn.Linear(1, 1).double()) is torch.float64
+    assert floating_dtype(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half())) is None
+    assert floating_dtype(nn.ReLU()) is None
+
+
+# -- inputs ---------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_of_the_right_dtype_pass_without_a_copy():
+    args, kwargs = (torch.ones(2), torch.ones(2).long(), torch.ones(1).bool()), {}
+    cast_args, cast_kwargs = cast_inputs(torch.float32, args, kwargs)
+    assert cast_args is args
+    assert cast_kwargs is kwargs
+
+
+def test_floating_inputs_are_cast_wherever_they_are():
+    nested = {"x": [torch.ones(1)], "p": Pair(torch.ones(1).half(), 3), "b": Batch(torch.ones(1), torch.ones(1).int())}
+    (first, text, number), kwargs = cast_inputs(torch.float64, (torch.ones(2), "text", 1.5), {"nested": nested})
+    assert first.dtype is torch.float64
+    assert (text, number) == ("text", 1.5)
+    nested = kwargs["nested"]
+    assert nested["x"][0].dtype is nested["p"].left.dtype is nested["b"].image.dtype is torch.float64
+    assert nested["b"].label.dtype is torch.int32
+    assert nested["b"].name == "x"
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64])
+def test_other_dtypes_are_never_cast(dtype):
+    tensor = torch.ones(2).to(dtype)
+    (cast,), kwargs = cast_inputs(torch.bfloat16, (tensor,), {"x": tensor})
+    assert cast is tensor
+    assert kwargs["x"] is tensor
+
+
+def test_a_container_that_a_forward_pass_fills_stays_the_callers():
+    cache, hidden = {"keys": [torch.ones(1)]}, []
+    (_, cast), kwargs = cast_inputs(torch.float32, (torch.ones(1).double(), cache), {"hidden": hidden})
+    assert cast is cache
+    assert kwargs["hidden"] is hidden
+
+
+def test_gradients_flow_back_through_the_cast():
+    x = torch.ones(2, requires_grad=True)
+    (cast,), _ = cast_inputs(torch.float64, (x,), {})
+    cast.sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+# -- outputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_outputs_come_back_wider(dtype):
+    assert cast_outputs(torch.float32, torch.ones(1, dtype=dtype)).dtype is torch.float32
+    output = cast_outputs(torch.float32, {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)})
+    assert output["a"][0].dtype is output["b"].left.dtype is torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64])
+def test_other_outputs_come_back_themselves(dtype):
+    tensor = torch.ones(2).to(dtype)
+    output = [tensor, {"x": tensor}, None, "text"]
+    assert cast_outputs(torch.float32, tensor) is tensor
+    assert cast_outputs(torch.float32, output) is output
