@@ -17,7 +17,8 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
     Args:
         device: where to; explicit ``device=`` arguments win.
         dtype: default floating dtype; None leaves torch's default.
-        empty: the functions of ``torch.nn.init`` that fill with random numbers do nothing.
+        empty: ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, through which the common layers
+            draw their values, do nothing. torch lets no others be skipped; constants are still filled in.
     """
     with ExitStack() as stack:
         if dtype is not None:
@@ -30,7 +31,7 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Makes no-ops of those functions of torch.nn.init that torch lets a mode see, which the common layers call."""
+    """Makes no-ops of those random functions of torch.nn.init that a mode sees, which the common layers call."""
 
     def __torch_function__(
         self,
@@ -40,6 +41,6 @@ class _WithoutInit(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__module__", None) == "torch.nn.init":
+        if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
         return func(*args, **kwargs)
