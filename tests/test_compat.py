@@ -1,0 +1,160 @@
+"""What fabric relies on in names of torch that are private or were renamed."""
+
+import subprocess
+import sys
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric, _compat
+
+Pair = namedtuple("Pair", "left right")
+
+
+@pytest.fixture
+def group():
+    """A process group of one, and the store behind it."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield store
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_one_level_of_a_registered_type_is_opened_and_no_more():
+    inner = [1, [2]]
+    opened = _compat.flatten_one_level(OrderedDict(b=inner, a=None))
+    assert opened.values[0] is inner
+    assert opened.values[1] is None
+    assert opened.rebuild([3, 4]) == OrderedDict(b=3, a=4)
+    assert _compat.flatten_one_level(Pair([1], 2)).values == [[1], 2]
+
+
+@pytest.mark.parametrize("leaf", [object(), torch.ones(1), 3, {1}, nn.Linear(1, 1), "text"])
+def test_other_objects_are_not_opened(leaf):
+    assert _compat.flatten_one_level(leaf) is None
+
+
+def test_torchs_own_return_types_are_registered():
+    opened = _compat.flatten_one_level(torch.max(torch.eye(2), 0))
+    assert len(opened.values) == 2
+    assert type(opened.rebuild(opened.values)) is torch.return_types.max
+
+
+def gathers_and_scatters(fabric):
+    rank = fabric.global_rank
+    gathered = torch.empty(4)
+    _compat.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]), None)
+    part = torch.empty(2)
+    _compat.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1), None)
+    return gathered.tolist(), part.tolist()
+
+
+@pytest.mark.timeout(60)
+def test_renamed_collectives_fill_the_output_without_a_warning():
+    first, second = Fabric(devices=2, strategy="ddp_forkserver").launch(gathers_and_scatters, return_all=True)
+    assert first == ([0.0, 0.5, 1.0, 1.5], [0.0, 3.0])
+    assert second == ([0.0, 0.5, 1.0, 1.5], [6.0, 9.0])
+
+
+def test_renamed_collectives_do_not_warn_in_this_release(group):
+    output = torch.empty(2)
+    _compat.all_gather_into(output, torch.ones(2), None)
+    _compat.reduce_scatter_into(output, torch.full((2,), 3.0), None)
+    assert output.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("bad", [None, float("inf"), float("nan")])
+def test_unscaling_multiplies_in_place_and_notes_what_is_not_finite(dtype, bad):
+    grads = [torch.full((3,), 8.0, dtype=dtype), torch.full((2, 2), 4.0, dtype=dtype)]
+    if bad is not None:
+        grads[1][0, 0] = bad
+    found = torch.zeros(1)
+    _compat.unscale_and_check(grads, found, torch.tensor([0.25]))
+    assert grads[0].tolist() == [2.0] * 3
+    assert grads[1][1, 1] == 1.0
+    assert found.item() == (0.0 if bad is None else 1.0)
+
+
+def test_unscaling_does_not_clear_an_earlier_finding():
+    found = torch.ones(1)
+    _compat.unscale_and_check([torch.ones(1)], found, torch.ones(1))
+    assert found.item() == 1.0
+
+
+def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
+    scale, tracker, good, bad = torch.tensor([8.0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.ones(1)
+    seen = []
+    for found in (good, good, good, bad, good):
+        _compat.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
+        seen.append((scale.item(), tracker.item()))
+    assert seen == [(8.0, 1), (16.0, 0), (16.0, 1), (8.0, 0), (8.0, 1)]
+
+
+def test_the_scale_does_not_grow_to_infinity():
+    scale, tracker = torch.tensor([2.0**127]), torch.zeros(1, dtype=torch.int32)
+    _compat.backoff_or_grow(scale, tracker, torch.zeros(1), 2.0, 0.5, 1)
+    assert scale.item() == 2.0**127
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_many_tensors_are_multiplied_in_place(dtype):
+    tensors = [torch.ones(2, dtype=dtype), torch.full((2, 2), 3.0, dtype=dtype)]
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    _compat.foreach_multiply(tensors, torch.tensor(4.0))
+    assert [tensor.flatten()[0].item() for tensor in tensors] == [4.0, 12.0]
+    assert [tensor.data_ptr() for tensor in tensors] == pointers
+    assert all(tensor.dtype is dtype for tensor in tensors)
+
+
+def test_a_sharded_tensor_gives_its_local_part_and_its_whole(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(4.0)
+    sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+    local = _compat.local_tensor(sharded)
+    assert type(local) is torch.Tensor
+    local.mul_(2)
+    assert _compat.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_plain_tensor_is_its_own_local_part_and_whole():
+    tensor = nn.Parameter(torch.ones(1))
+    assert _compat.local_tensor(tensor) is tensor
+    assert _compat.full_tensor(tensor) is tensor
+
+
+def test_aborting_closes_the_group_without_a_collective(group):
+    _compat.abort_process_group()
+    assert not dist.is_initialized()
+
+
+def test_the_store_of_the_group_is_the_one_it_was_made_with(group):
+    group.set("fabric-test", "here")
+    keys = _compat.default_store()
+    keys.set("other", "there")
+    assert isinstance(keys, dist.Store)
+    assert keys.get("other") == b"there"
+
+
+def test_a_compiled_module_gives_back_the_original():
+    module = nn.Linear(1, 1)
+    assert _compat.uncompiled(torch.compile(module)) is module
+    assert _compat.uncompiled(module) is module
+
+
+def test_without_dtensors_their_module_is_not_imported():
+    code = "import sys, fabric._compat; sys.exit('torch.distributed.tensor' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_every_name_has_a_test():
+    names = [name for name in _compat.__all__ if name != "OneLevel"]
+    with open(__file__) as file:
+        text = file.read()
+    assert [name for name in names if f"_compat.{name}(" not in text] == []
