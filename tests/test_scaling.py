@@ -279,7 +279,6 @@ def overflow_on_one_rank(fabric):
     scaler.register(optimizer)
     for step in range(3):
         factor = math.inf if step == 1 and fabric.global_rank == 1 else 1.0
-        # The other rank has no gradient to speak of in the last step: they have to agree all the same.
         scaler.scale_loss((weight * factor).sum() * (0.0 if step == 2 and fabric.global_rank == 0 else 1.0)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -292,6 +291,30 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all():
     assert first[1:] == second[1:] == (2.0**9, 0.0)
     assert first[0].tolist() == [0.0, 0.0]
     assert second[0].tolist() == [-1.0, -1.0]
+
+
+def zero_part_on_one_rank(fabric):
+    from fabric.collectives import all_reduce
+    from fabric.communicators import Reduce
+
+    communicator = fabric.strategy.runtime.communicator
+    stepping, waiting = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (stepping, waiting)]
+    scaler = LossScaler(
+        CPU, init_scale=4.0, growth_interval=1, agree=lambda found: all_reduce(communicator, found, Reduce.MAX)
+    )
+    for optimizer in optimizers:
+        scaler.register(optimizer)
+    scaler.scale_loss(stepping.sum() + waiting.sum() * fabric.global_rank).backward()
+    optimizers[0].step()
+    scaler.scale_loss(stepping.sum()).backward()
+    return scaler.scale
+
+
+@pytest.mark.timeout(60)
+def test_ranks_agree_on_whether_scaled_gradients_are_held():
+    scales = Fabric(devices=2, strategy="ddp_forkserver").launch(zero_part_on_one_rank, return_all=True)
+    assert scales == [4.0, 4.0]
 
 
 def test_repeated_indices_of_a_sparse_gradient_overflow_only_in_sum():
