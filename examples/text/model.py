@@ -57,7 +57,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
     @torch.no_grad()
-    def generate(self, tokens: Tensor, length: int, *, temperature: float = 0.7, seed: int = 0) -> Tensor:
+    def generate(self, tokens: Tensor, length: int, *, temperature: float = 0.6, seed: int = 0) -> Tensor:
         """``tokens`` (length of the prompt,), int64, and ``length`` more behind them, drawn one at a time."""
         was_training = self.training
         self.eval()
