@@ -1,10 +1,11 @@
 """One process for each device, each with the whole model; gradients are averaged during the backward pass."""
 
 import inspect
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -122,7 +123,9 @@ class DDPStrategy(ParallelStrategy):
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_wrapper(self.ddp_comm_hook) if self.ddp_comm_wrapper else self.ddp_comm_hook
-            wrapper.register_comm_hook(self.ddp_comm_state, hook)
+            wrapper.register_comm_hook(self._state_of_hook(), hook)
+        # Last in its attributes, so that it goes after the reducer when the wrapper is freed.
+        object.__setattr__(wrapper, "_fabric_group", _KeepsGroup(wrapper.process_group))
         self._wrappers.add(wrapper)
         return wrapper
 
@@ -133,7 +136,7 @@ class DDPStrategy(ParallelStrategy):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # used by few
 
         averager = PeriodicModelAverager(
-            period=self.model_averaging_period, warmup_steps=self.ddp_comm_state.start_localSGD_iter
+            period=self.model_averaging_period, warmup_steps=self._state_of_hook().start_localSGD_iter
         )
         optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
 
@@ -173,6 +176,21 @@ class DDPStrategy(ParallelStrategy):
         self._wrappers.clear()
         super().teardown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # On the way to a rank. States of hooks look for the process group when they are unpickled, which is too early.
+        state = {name: value for name, value in self.__dict__.items() if name != "_wrappers"}
+        if self.ddp_comm_state is not None:
+            state["ddp_comm_state"] = _Packed(pickle.dumps(self.ddp_comm_state))
+        return state
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _wrappers=WeakSet())
+
+    def _state_of_hook(self) -> Any:
+        if isinstance(self.ddp_comm_state, _Packed):
+            self.ddp_comm_state = pickle.loads(self.ddp_comm_state.payload)  # noqa: S301 - packed by the same object
+        return self.ddp_comm_state
+
     def _broadcast_state(self, module: nn.Module) -> None:
         """Give every rank rank 0's values, as DistributedDataParallel does for a module that it wraps."""
         own = [*module.parameters(), *module.buffers()]
@@ -184,6 +202,24 @@ class DDPStrategy(ParallelStrategy):
     @staticmethod
     def _inner(module: nn.Module) -> nn.Module:
         return module.module if isinstance(module, DistributedDataParallel) else module
+
+
+class _Packed(NamedTuple):
+    payload: bytes
+
+
+class _KeepsGroup:
+    """Keeps a process group from being freed by a reducer.
+
+    gloo's destructor joins a thread that may need the interpreter lock to free the last collective. A reducer frees its
+    group while it holds that lock, which deadlocks; Python's own reference to a group lets go of it first.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+
+    def __reduce__(self) -> tuple[type["_KeepsGroup"], tuple[()]]:
+        return _KeepsGroup, ()
 
 
 @contextmanager
