@@ -1,7 +1,6 @@
 """What one process of a running job holds: its place, its device, and the way to the other processes."""
 
 from datetime import timedelta
-from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -149,7 +148,7 @@ class Runtime:
             return dist.HashStore()
         if world.store is not None:
             # No count of workers: with one the store removes its file when the first runtime of several closes.
-            return dist.FileStore(urlsplit(world.store).path)
+            return dist.FileStore(world.store.removeprefix("file://"))
         if world.port is None:
             raise ConfigurationError(
                 f"a job of {world.world_size} processes, this one rank {world.rank}",

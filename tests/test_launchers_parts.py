@@ -152,7 +152,7 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
         with pytest.raises(MissingDependencyError, match="typed"):
             pack_call((function, (), {}), main_is_importable=False, by_value=False)
         assert pack_call((function, (), {}), main_is_importable=True, by_value=False)[1]
-        assert not pack_call((function, (), {}), main_is_importable=True, by_value=True)[1]
+        assert not pack_call((function, (), {}), main_is_importable=False, by_value=True)[1]
     finally:
         del main.typed
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fabric.launchers._fresh import refuse_while_importing_main
 from fabric.launchers._rank import record_failures
 from fabric.launchers.base import Launcher, LaunchSpec
 from fabric.launchers.inline import InlineLauncher
@@ -21,6 +22,7 @@ __all__ = [
     "is_notebook",
     "notebook_start_method",
     "record_failures",
+    "refuse_while_importing_main",
 ]
 
 LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(

@@ -85,8 +85,7 @@ def refuse_while_importing_main() -> None:
             "launch() at the top level of a script",
             "another process imports the script to find the function it has to run, and so reaches launch() again",
             "a launch that happens only when the file is run as a script",
-            "if __name__ == '__main__': above the lines that create Fabric and launch "
-            '(or pip install "torch-fabric[notebook]": then functions of a script travel without importing it)',
+            "if __name__ == '__main__': above the lines that create Fabric and launch; or the start method 'fork'",
         )
 
 

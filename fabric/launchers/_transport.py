@@ -34,8 +34,9 @@ def main_source() -> tuple[str, str] | None:
 def pack_call(call: Call, *, main_is_importable: bool, by_value: bool | None = None) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
-    What lives in importable modules travels by name. Closures, lambdas and what ``__main__`` defines travel by value
-    when ``cloudpickle`` is installed, so that a script needs no ``if __name__ == "__main__"`` guard.
+    What lives in importable modules travels by name, and so does what a script defines: the ranks import the script, as
+    with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and what a
+    notebook defines travel by value when ``cloudpickle`` is installed.
 
     Args:
         call: function, positional and keyword arguments.
@@ -54,12 +55,12 @@ def pack_call(call: Call, *, main_is_importable: bool, by_value: bool | None = N
     # Anything that travels by name holds the name of its module, so without this text nothing refers to __main__.
     if isinstance(plain, bytes) and b"__main__" not in plain:
         return plain, False
+    if isinstance(plain, bytes) and main_is_importable:
+        return plain, True
     if by_value:
         packed = _attempt(_cloudpickle().dumps, call)
         if isinstance(packed, bytes):
             return packed, False
-    if isinstance(plain, bytes) and main_is_importable:
-        return plain, True
     raise _refusal(call, by_value)
 
 
