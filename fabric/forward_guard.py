@@ -102,7 +102,8 @@ class _DoorHook:
         self._guard, self._door = guard, door
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._guard.inside:
+        # Inside a compiled graph the call came through the front door, or through a compiled part of the user's own.
+        if not torch.compiler.is_compiling() and not self._guard.inside:
             self._guard.through_door(output, self._door)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:

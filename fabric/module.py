@@ -218,6 +218,8 @@ def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> 
 
 def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # notes are no part of a graph, and would break it
+            return forward(*args, **kwargs)
         guard.inside = True
         try:
             output = forward(*args, **kwargs)

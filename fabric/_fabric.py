@@ -1,0 +1,887 @@
+"""The facade: one object that holds an accelerator, a precision and a strategy."""
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self, TypeVar, overload
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fabric import _checks
+from fabric._plan import Plan, resolve
+from fabric.accelerators import Accelerator
+from fabric.checkpoint import FullCheckpoint
+from fabric.checkpoint.agreed import JobCheckpoint
+from fabric.clipping import check_clipping, clip_gradients
+from fabric.collectives import all_gather, all_reduce, parse_reduce_op
+from fabric.communicators import Communicator
+from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.environments import Environment
+from fabric.errors import UsageError
+from fabric.forward_guard import ForwardGuard
+from fabric.initialization import created_on
+from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
+from fabric.module import FabricModule
+from fabric.precision import Precision
+from fabric.runtime import Runtime
+from fabric.scaling import LossScaler
+from fabric.seed import seed_everything
+from fabric.strategies import Strategy
+from fabric.strategies.base import Group
+from fabric.world import World
+
+__all__ = ["Fabric"]
+
+O1 = TypeVar("O1", bound=Optimizer)
+O2 = TypeVar("O2", bound=Optimizer)
+
+
+class Fabric:
+    """Grows a hand-written PyTorch loop from one device to many.
+
+    Every argument has a default that suits the machine: the script of one device runs on many unchanged.
+
+    Args:
+        accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
+            ``fabric.accelerators``, an :class:`fabric.accelerators.Accelerator`, or ``"auto"`` for what is there.
+        strategy: ``"ddp"`` and its kin (see :class:`fabric.strategies.DDPStrategy`), ``"single_device"``, the name of
+            an entry point in the group ``fabric.strategies``, a :class:`fabric.strategies.Strategy`, or ``"auto"``:
+            a single device for one process, DDP for several.
+        devices: how many, or which: ``2``, ``"2"``, ``[0, 2]``, ``"0,2"``, ``-1`` for all, or ``"auto"``. On the CPU
+            it is the number of processes; ``"auto"`` is 1 there and all devices elsewhere.
+        num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
+        precision: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``, one
+            of the aliases ``64``, ``32``, ``16``, ``"bf16"``, or None for ``"32-true"``.
+        environment: where a process learns its rank; None detects torchrun, SLURM and MPI, ``"none"`` detects nothing.
+        launcher: how processes come to exist: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
+            :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
+        callbacks: objects whose methods :meth:`call` calls.
+        loggers: objects that :meth:`log` writes to.
+
+    Raises:
+        ConfigurationError: a value or a combination that cannot work; no process has been started.
+        ArgumentTypeError: a value of a type that is not understood.
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: Accelerator | str = "auto",
+        strategy: Strategy | str = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int | str = "auto",
+        precision: Precision | str | int | None = None,
+        environment: Environment | str | None = None,
+        launcher: Launcher | str | None = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+    ) -> None:
+        self._plan: Plan = resolve(
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            environment=environment,
+            launcher=launcher,
+        )
+        self._origin = _origin(self._plan)
+        self._callbacks = _checks.as_list(callbacks)
+        self._loggers = _checks.as_list(loggers)
+        _checks.check_loggers(self._loggers)
+        self._seed: dict[str, Any] | None = None
+        self._scaler: LossScaler | None = None
+        self._closed = False
+        self._forget()
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A subclass's own ``run`` is launched in every process of the job when it is called."""
+        super().__init_subclass__(**kwargs)
+        if "run" in cls.__dict__:
+            cls.run = _launched(cls.__dict__["run"])
+
+    # -- what was resolved ----------------------------------------------------------------------------------------
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of hardware."""
+        return self._plan.accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        """What is done to modules."""
+        return self._plan.strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The dtypes."""
+        return self._plan.precision
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._runtime("device").device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process among all processes of the job."""
+        return self._world("global_rank").rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process among those of its node."""
+        return self._world("local_rank").local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Number of the node of this process."""
+        return self._world("node_rank").node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job; known before they exist."""
+        return self._plan.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process of all nodes."""
+        return self.global_rank == 0
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._loggers[0] if self._loggers else None
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return list(self._loggers)
+
+    def describe(self) -> str:
+        """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
+        plan = self._plan
+        lines = [
+            f"accelerator  {plan.accelerator.name}, {', '.join(map(str, plan.devices))}",
+            f"strategy     {plan.strategy.name} ({type(plan.strategy).__name__})",
+            f"precision    {plan.precision.name}",
+            f"processes    {plan.world_size} on {plan.num_nodes} node(s), by {self._origin}",
+        ]
+        if plan.world is not None:
+            lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
+        lines += [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self._modules]
+        lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self._optimizers]
+        lines += [f"loader       {loader!r}" for loader in self._loaders]
+        if self._scaler is not None:
+            lines.append(f"loss scale   {self._scaler.scale:g}")
+        return "\n".join(lines)
+
+    # -- the life of a job ----------------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        function: Callable[..., Any] | None = None,
+        /,
+        *args: Any,
+        return_result: bool = True,
+        return_all: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Bring the processes of the job into existence and connect them.
+
+        On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started. With the
+        start method ``popen`` the script is run again in every process: in the process that launches, this call does
+        not return but ends with the exit code of the ranks. With ``spawn``, ``fork`` and ``forkserver`` every process
+        runs ``function(fabric, *args, **kwargs)``.
+
+        Args:
+            function: what every process runs; under ``popen`` and where nothing is started it may be left out.
+            *args: its arguments after the fabric.
+            return_result: whether the result comes back.
+            return_all: whether all results come back, as a list by rank.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What ``function`` returned in process 0, tensors by value and on the CPU; in a process that was there
+            before, what it returned there.
+
+        Raises:
+            RankFailedError: a process raised, exited early or was killed.
+            UsageError: a function is needed and missing, or this is a second ``launch()`` without one.
+        """
+        refuse_while_importing_main()
+        plan = self._plan
+        _checks.check_function(function, plan.world is None and plan.launcher.runs_function, plan.launcher.name)
+        if plan.world is None:
+            results = "none" if not return_result else "all" if return_all else "first"
+            spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
+            return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
+        if self._started() and function is None:
+            raise UsageError(
+                f"fabric.launch() on rank {plan.world.rank}",
+                "the job has been launched already",
+                "one launch() without a function for each Fabric",
+                "a Fabric of its own for another job, or fabric.launch(function)",
+            )
+        self._runtime("launch")
+        spec = LaunchSpec(num_processes=1, device_type=plan.accelerator.name)
+        result = plan.launcher.launch(_call, (self, function, args, kwargs), {}, spec)
+        if return_result and return_all:
+            return self._communicator("launch").gather_objects(result)
+        return result if return_result else None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process.
+
+        Raises:
+            UsageError: this class has no ``run`` of its own.
+        """
+        raise UsageError(
+            f"{type(self).__name__}.run()",
+            "there is no loop in it",
+            "a subclass of Fabric with a method run(self, ...) that holds the loop",
+            "fabric.launch(main), with the loop in a function main(fabric)",
+        )
+
+    def teardown(self) -> None:
+        """Close loggers, the strategy and the process group. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._at_exit)
+        for guard in self._guards:
+            guard.close()
+        self._forget()
+        if self._started():
+            self.strategy.teardown()
+        for logger in self._loggers:
+            logger.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, exception: BaseException | None, trace: Any) -> None:
+        if exception is not None and self._started():
+            self.strategy.on_exception(exception)
+        self.teardown()
+
+    # -- setting up -----------------------------------------------------------------------------------------------
+
+    @overload
+    def setup(self, module: nn.Module, *, scheduler: None = None, move_to_device: bool = True) -> FabricModule: ...
+    @overload
+    def setup(
+        self, module: nn.Module, optimizer: O1, /, *, scheduler: None = None, move_to_device: bool = True
+    ) -> tuple[FabricModule, O1]: ...
+    @overload
+    def setup(
+        self, module: nn.Module, first: O1, second: O2, /, *, scheduler: None = None, move_to_device: bool = True
+    ) -> tuple[FabricModule, O1, O2]: ...
+    @overload
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any: ...
+    def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True) -> Any:
+        """Set up a module together with the optimizers of its parameters.
+
+        May be collective: every process must call it, in the same order.
+
+        Args:
+            module: the model; its parameters are moved and converted in place.
+            *optimizers: optimizers of its parameters; they are returned as they are, with hooks around their step.
+            scheduler: a learning-rate scheduler of one of them.
+            move_to_device: whether parameters and buffers move to this process's device.
+
+        Returns:
+            The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
+        """
+        self._runtime("setup")
+        _checks.check_module(module, self._originals)
+        _checks.check_optimizers(optimizers, self._optimizers, [module])
+        _checks.check_scheduler(scheduler, optimizers)
+        model = self._setup_module(module, move_to_device)
+        self._setup_optimizers(optimizers)
+        rest = (*optimizers, *(() if scheduler is None else (scheduler,)))
+        return (model, *rest) if rest else model
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
+        """Set up a module on its own; see :meth:`setup`. May be collective."""
+        self._runtime("setup_module")
+        _checks.check_module(module, self._originals)
+        return self._setup_module(module, move_to_device)
+
+    @overload
+    def setup_optimizers(self, optimizer: O1, /) -> O1: ...
+    @overload
+    def setup_optimizers(self, *optimizers: Optimizer, scheduler: Any = None) -> Any: ...
+    def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
+        """Set up optimizers of modules that are set up already; see :meth:`setup`.
+
+        Returns:
+            The optimizer, or the tuple of them and the scheduler if there is one.
+        """
+        self._runtime("setup_optimizers")
+        _checks.check_optimizers(optimizers, self._optimizers, list(self._originals))
+        _checks.check_scheduler(scheduler, optimizers)
+        self._setup_optimizers(optimizers)
+        results = (*optimizers, *(() if scheduler is None else (scheduler,)))
+        return results[0] if len(results) == 1 else results
+
+    @overload
+    def setup_dataloaders(
+        self,
+        loader: DataLoader[Any],
+        /,
+        *,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: Literal["pad", "drop"] = "pad",
+    ) -> FabricDataLoader: ...
+    @overload
+    def setup_dataloaders(
+        self,
+        *loaders: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: Literal["pad", "drop"] = "pad",
+    ) -> Any: ...
+    def setup_dataloaders(
+        self,
+        *loaders: Any,
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: Literal["pad", "drop"] = "pad",
+    ) -> Any:
+        """Give each process its share of the data, on its device.
+
+        Args:
+            *loaders: the loaders; they are left as they are, what is returned is built around copies.
+            use_distributed_sampler: whether the data is dealt to the processes; if not each sees all of it.
+            move_to_device: whether batches move to this process's device.
+            uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
+                ``"drop"`` leaves some out.
+
+        Returns:
+            The :class:`fabric.data.FabricDataLoader`, or a list of them.
+        """
+        runtime = self._runtime("setup_dataloaders")
+        share = self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        # A loader yields what is on the CPU: looking at every batch again there would cost time and change nothing.
+        device = runtime.device if move_to_device and runtime.device.type != "cpu" else None
+        prepared = []
+        for loader in loaders:
+            prepared.append(
+                prepare_dataloader(
+                    loader,
+                    device=device,
+                    uneven=uneven,
+                    shard=use_distributed_sampler,
+                    agree=runtime.agree,
+                    name=str(len(self._loaders)),
+                    **share,
+                )
+            )
+            self._loaders.append(prepared[-1])
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+        """A context in which modules are created on this process's device and in the dtype of the precision.
+
+        Args:
+            empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
+        """
+        self._runtime("init_module")
+        return self.strategy.module_init_context(empty_init)
+
+    def init_tensor(self) -> AbstractContextManager[Any]:
+        """A context in which tensors are created on this process's device and in the dtype of the precision."""
+        return created_on(self._runtime("init_tensor").device, self.precision.param_dtype)
+
+    def to_device(self, obj: Any) -> Any:
+        """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
+        self._runtime("to_device")
+        if isinstance(obj, nn.Module):
+            return self.strategy.module_to_device(obj)
+        return self.strategy.batch_to_device(obj)
+
+    def is_wrapped(self, obj: Any) -> bool:
+        """Whether ``obj`` is a module, an optimizer or a loader that this Fabric has set up."""
+        if isinstance(obj, Optimizer):
+            return obj in self._optimizers
+        return isinstance(obj, FabricModule | FabricDataLoader)
+
+    def unwrap(self, obj: Any) -> Any:
+        """The user's module of a set-up module, the torch loader of a set-up loader; anything else as it is."""
+        if isinstance(obj, FabricModule):
+            return obj.module
+        return obj.loader if isinstance(obj, FabricDataLoader) else obj
+
+    # -- the loop -------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
+
+        Collective where the strategy synchronises gradients.
+
+        Args:
+            tensor: the loss, of shape ``()`` unless a gradient is passed.
+            *args: passed to ``Tensor.backward``.
+            **kwargs: passed to ``Tensor.backward``.
+
+        Raises:
+            ArgumentTypeError: it is no tensor.
+            ConfigurationError: it requires no gradient.
+            UsageError: gradients would not be synchronised, see :class:`fabric.module.FabricModule`.
+        """
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            _checks.refuse_backward(tensor)
+        if self._scaler is not None:
+            tensor = self._scaler.scale_loss(tensor)
+        tensor.backward(*args, **kwargs)
+        if self._guards:
+            for guard in self._guards:
+                guard.after_backward()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
+        return self.precision.autocast(self._runtime("autocast").device.type)
+
+    def clip_gradients(
+        self,
+        module: FabricModule,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clip the gradients of an optimizer's parameters in place, by value or by their total norm.
+
+        Under loss scaling they are unscaled first, and a norm that is not finite is no error, since the step is
+        skipped. Collective where gradients are sharded.
+
+        Args:
+            module: the set-up module that the parameters belong to.
+            optimizer: the optimizer, set up too.
+            clip_val: each value into ``[-clip_val, clip_val]``.
+            max_norm: total norm at most this.
+            norm_type: p of the p-norm, or ``inf``.
+            error_if_nonfinite: raise, before anything changes, when the norm is infinite or not a number. Checking
+                waits for the device.
+
+        Returns:
+            The total norm before clipping, shape ``()``.
+
+        Raises:
+            ConfigurationError: not exactly one positive limit, or something that is no norm.
+            NonFiniteGradientError: see ``error_if_nonfinite``.
+        """
+        check_clipping(clip_val, max_norm, norm_type)
+        _checks.check_set_up("clip_gradients", module, "fabric.clip_gradients(model, optimizer, max_norm=1.0)")
+        if optimizer not in self._optimizers:
+            _checks.refuse_clipping(optimizer)
+        overflow = self._scaler is not None and self._scaler.unscale(optimizer)
+        return clip_gradients(
+            [parameter for group in optimizer.param_groups for parameter in group["params"]],
+            clip_val=clip_val,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            error_if_nonfinite=error_if_nonfinite and not overflow,
+        )
+
+    def no_backward_sync(
+        self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
+    ) -> AbstractContextManager[Any]:
+        """A context without synchronisation of gradients, for all micro-batches of an accumulation but the last.
+
+        It has to hold both the forward and the backward pass. The state before is restored at the end, also when
+        contexts are nested or left by an exception.
+
+        Args:
+            module: one set-up module or several.
+            enabled: whether to skip the synchronisation.
+        """
+        modules = [module] if isinstance(module, nn.Module) or not isinstance(module, Sequence) else module
+        for one in modules:
+            _checks.check_set_up("no_backward_sync", one, "with fabric.no_backward_sync(model, enabled=accumulating):")
+        if len(modules) == 1:
+            return self.strategy.no_backward_sync(modules[0]._fabric_prepared, enabled)
+        stack = ExitStack()
+        for one in modules:
+            stack.enter_context(self.strategy.no_backward_sync(one._fabric_prepared, enabled))
+        return stack
+
+    # -- between processes ----------------------------------------------------------------------------------------
+
+    def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+        """Reduce every tensor and number of a collection over processes; nothing is changed in place.
+
+        Collective over the group. See :func:`fabric.collectives.all_reduce` for structure, dtypes and gradients.
+
+        Args:
+            data: any collection of tensors and Python numbers, the same structure and shapes on all processes.
+            group: the processes; None for all of the job.
+            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a torch ``ReduceOp``.
+                Integers have no mean; booleans only ``"min"`` (all) and ``"max"`` (any).
+
+        Returns:
+            The same collection; tensors as new tensors on their device, numbers as numbers.
+
+        Raises:
+            ConfigurationError: an unknown reduction, or one without meaning for a leaf, which is named.
+        """
+        return all_reduce(self._communicator("all_reduce", group), data, parse_reduce_op(reduce_op))
+
+    def all_gather(self, data: Any, group: Group = None, sync_grads: bool = False) -> Any:
+        """Collect every tensor and number of a collection from all processes, in the order of ranks.
+
+        Collective over the group.
+
+        Args:
+            data: any collection, the same structure and shapes on all processes.
+            group: the processes; None for all of the job.
+            sync_grads: whether gradients flow back to the process that a part came from.
+
+        Returns:
+            The same collection: tensors of shape ``s`` as ``(world_size, *s)``, on one process too; numbers as lists.
+        """
+        return all_gather(self._communicator("all_gather", group), data, sync_grads=sync_grads)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Send any object from process ``src`` to all; tensors in it travel as tensors. Collective."""
+        self._runtime("broadcast")
+        return self.strategy.broadcast(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every process is here; ``name`` appears in the error when one does not come. Collective."""
+        self._runtime("barrier")
+        self.strategy.barrier(name)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
+        self._runtime("reduce_boolean_decision")
+        return self.strategy.reduce_boolean_decision(decision, all)
+
+    @contextmanager
+    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
+        """Within, the first process goes ahead and the others wait for it to finish; for downloads and caches.
+
+        Collective. When the first process raises, the others raise a :class:`fabric.errors.UsageError` that names it.
+
+        Args:
+            local: the first process of each node goes ahead, for files that nodes do not share.
+        """
+        world = self._world("rank_zero_first")
+        communicator = self._communicator("rank_zero_first")
+        if local and world.num_nodes > 1:
+            communicator = self._node_communicator(communicator)
+        if communicator.rank > 0:
+            failure = communicator.broadcast_object(None, 0)
+            if failure is not None:
+                raise UsageError(
+                    f"rank_zero_first() on rank {world.rank}",
+                    f"the first process raised {failure}",
+                    "a block that the first process finishes",
+                    "see the error of the first process",
+                )
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
+            raise
+        communicator.broadcast_object(None, 0)
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
+
+        Collective. Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as their
+        state, plain values as they are; the loss scale and the random states of all processes are added.
+
+        Args:
+            path: the file.
+            state: names and objects.
+            filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept.
+
+        Raises:
+            ArgumentTypeError: an object that could not be loaded again; nothing has been written.
+            CheckpointError: it could not be written, or failed on another process.
+        """
+        self._checkpoint("save").save(Path(path), state, filter)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: MutableMapping[str, Any] | None = None,
+        strict: bool = True,
+        rng: bool = True,
+    ) -> dict[str, Any]:
+        """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
+
+        Collective. Everything is checked before anything changes, and no code in the file is run.
+
+        Args:
+            path: the file.
+            state: names and objects to restore; None returns everything as it was stored.
+            strict: whether what one side lacks is an error; if not, what fits by name is loaded.
+            rng: whether each process continues its random streams, if there were as many processes.
+
+        Returns:
+            The entries that ``state`` did not name.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            CheckpointError: it is damaged or does not fit, with all reasons.
+            UnsafeCheckpointError: it holds code.
+        """
+        return self._checkpoint("load").load(Path(path), state, strict, rng)
+
+    def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
+        """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective."""
+        self._checkpoint("load_raw").load_raw(Path(path), obj, strict)
+
+    # -- output ---------------------------------------------------------------------------------------------------
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first process only."""
+        if self._is_first():
+            print(*args, **kwargs)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
+        for callback in self._callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is None:
+                continue
+            _checks.check_hook(callback, hook_name, hook)
+            hook(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand metrics to every logger, on the first process only.
+
+        Args:
+            metrics: numbers and tensors of one element, which are read (that waits for the device).
+            step: where on the x axis; None leaves it to the logger.
+        """
+        if not self._loggers or not self._is_first():
+            return
+        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        for logger in self._loggers:
+            logger.log_metrics(values, step)
+
+    def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
+        """Seed python, numpy and torch; the same seed on every process unless asked otherwise.
+
+        Before the processes exist it is remembered and done in each of them at its start. Collective without a seed.
+
+        Args:
+            seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
+            workers: whether loader workers of different processes get different streams, too. Without it worker k has
+                the same stream on every process.
+            per_rank: give each process streams of its own.
+
+        Returns:
+            The seed.
+        """
+        if seed is None and self._plan.world is not None and self.world_size > 1:
+            seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
+        rank = 0 if self._plan.world is None else self._plan.world.rank
+        chosen = seed_everything(seed, rank=rank, per_rank=per_rank)
+        self._seed = {"seed": chosen, "workers": workers, "per_rank": per_rank}
+        return chosen
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What travels to a rank: the plan, without what belongs to the process that launches.
+        plan = replace(self._plan, launcher=InlineLauncher())
+        return {
+            "_plan": plan,
+            "_origin": self._origin,
+            "_callbacks": self._callbacks,
+            "_loggers": self._loggers,
+            "_seed": self._seed,
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._scaler, self._closed = None, False
+        self._forget()
+
+    def _forget(self) -> None:
+        # Weak, so that a model that the user drops is freed.
+        self._originals: WeakSet[nn.Module] = WeakSet()
+        self._modules: WeakSet[FabricModule] = WeakSet()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._guards: WeakSet[ForwardGuard] = WeakSet()
+        self._loaders: list[FabricDataLoader] = []
+
+    def _enter_rank(self, world: World) -> None:
+        """Take a place in the job, in a process that was just made for it."""
+        self._plan = replace(self._plan, world=world, launcher=InlineLauncher())
+        self._runtime("launch")
+        if self._seed is not None:
+            self.seed_everything(**self._seed)
+
+    def _runtime(self, asked: str) -> Runtime:
+        """The runtime, started now if this process is the whole job or was made by a launcher and calls ``launch``."""
+        strategy = self._plan.strategy
+        if strategy._runtime is not None:
+            return strategy._runtime
+        world = self._plan.world
+        if self._closed:
+            _checks.refuse_after_teardown(asked)
+        if world is None or (world.world_size > 1 and asked != "launch"):
+            _checks.refuse_before_launch(asked, self.world_size)
+        runtime = Runtime(
+            world=world,
+            accelerator=self.accelerator,
+            devices=self._plan.devices,
+            precision=self.precision,
+            connected=strategy.connects_processes,
+            backend=strategy.process_group_backend,
+            timeout=strategy.timeout,
+        )
+        strategy.setup_environment(runtime)
+        atexit.register(self._at_exit)
+        if self.precision.loss_scaling:
+            agree = self._agree_on_overflow if strategy.gradients_differ and world.world_size > 1 else None
+            self._scaler = LossScaler(runtime.device, agree=agree)
+        return runtime
+
+    def _communicator(self, asked: str, group: Group = None) -> Communicator:
+        self._runtime(asked)
+        return self.strategy.communicator(group)
+
+    def _world(self, asked: str) -> World:
+        if self._plan.world is None:
+            _checks.refuse_before_launch(asked, self.world_size)
+        return self._plan.world
+
+    def _started(self) -> bool:
+        return self.strategy._runtime is not None
+
+    def _is_first(self) -> bool:
+        return self._plan.world is None or self._plan.world.rank == 0
+
+    def _setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
+        self.precision.convert_module(module)
+        if move_to_device:
+            self.strategy.module_to_device(module)
+        prepared = self.strategy.setup_module(module)
+        guard = None
+        if self.strategy.syncs_in_forward and prepared is not module:
+            guard = ForwardGuard(module, prepared, self.strategy, self.global_rank)
+            self._guards.add(guard)
+        model = FabricModule(module, prepared, self.precision, self.device, guard, sharded=self.strategy.shards_modules)
+        self._originals.add(module)
+        self._modules.add(model)
+        return model
+
+    def _setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            if optimizer.state:
+                # torch's own loading puts state where its parameters are now.
+                optimizer.load_state_dict(optimizer.state_dict())
+            self.strategy.setup_optimizer(optimizer)
+            if self._scaler is not None:
+                self._scaler.register(optimizer)
+            self._optimizers.add(optimizer)
+
+    def _checkpoint(self, asked: str) -> JobCheckpoint:
+        communicator = self._communicator(asked)
+        strategy = self.strategy
+
+        def load_module(module: nn.Module, content: Mapping[str, Any], strict: bool) -> None:
+            strategy.load_module_state_dict(_prepared(module), content, strict)
+
+        return JobCheckpoint(
+            communicator,
+            strategy.checkpoint_io or FullCheckpoint(),
+            module_state=lambda module: strategy.get_module_state_dict(_prepared(module)),
+            load_module=load_module,
+            scaler=self._scaler,
+        )
+
+    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        return all_reduce(self._communicator("step"), found, parse_reduce_op("max"))
+
+    def _node_communicator(self, communicator: Communicator) -> Communicator:
+        nodes = communicator.gather_objects(self.node_rank)
+        groups = [
+            communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
+            for one in sorted(set(nodes))
+        ]
+        own = [group for group in groups if group is not None]
+        assert len(own) == 1, "a process is on one node"
+        return own[0]
+
+    def _at_exit(self) -> None:
+        # After an uncaught exception the other ranks may be waiting where this one will never come.
+        if getattr(sys, "last_value", None) is not None and self._started():
+            self.strategy.runtime.abort()
+        self.teardown()
+
+
+def _origin(plan: Plan) -> str:
+    if plan.environment is not None:
+        return plan.environment.name
+    return plan.launcher.name if plan.world is None else "this script"
+
+
+def _prepared(module: nn.Module) -> nn.Module:
+    return module._fabric_prepared if isinstance(module, FabricModule) else module
+
+
+def _prepared_name(model: FabricModule) -> str:
+    prepared = _prepared(model)
+    return "itself" if prepared is model.module else type(prepared).__name__
+
+
+def _call(fabric: Fabric, function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return None if function is None else function(fabric, *args, **kwargs)
+
+
+def _run_in_rank(
+    fabric: Fabric, function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """What a function launcher runs in every process that it makes."""
+    world = World.from_env(os.environ)
+    assert world is not None, "a launcher tells every rank its place"
+    fabric._enter_rank(world)
+    with fabric:
+        return _call(fabric, function, args, kwargs)
+
+
+def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A ``run`` that launches the job when it is called outside of it, and is itself inside."""
+
+    @functools.wraps(run)
+    def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+        if self._started():
+            return run(self, *args, **kwargs)
+        if self._plan.world is None and not self._plan.launcher.runs_function:
+            self.launch()
+        return self.launch(launched, *args, **kwargs)
+
+    return launched

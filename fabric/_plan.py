@@ -1,0 +1,406 @@
+"""From what the user wrote to a frozen plan: the name tables and the rules for combinations.
+
+Strings become objects here and nowhere else. No process is started and no device is touched, so that whatever cannot
+work is an error before anything happens.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+
+from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric.environments import Environment, detect
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
+from fabric.precision import Precision, parse_precision
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.world import World
+
+__all__ = ["Plan", "resolve"]
+
+ACCELERATORS: Mapping[str, Callable[[], Accelerator]] = {
+    "cpu": CPUAccelerator,
+    "cuda": CUDAAccelerator,
+    "gpu": CUDAAccelerator,
+    "mps": MPSAccelerator,
+}
+
+_UNUSED_SUFFIX = "_find_unused_parameters_true"
+_DDP = {
+    "ddp": DDPStrategy,
+    "ddp_spawn": partial(DDPStrategy, start_method="spawn"),
+    "ddp_fork": partial(DDPStrategy, start_method="fork"),
+    "ddp_forkserver": partial(DDPStrategy, start_method="forkserver"),
+    # Fresh processes from a server that never touched CUDA or a thread pool: the start method that is safe there.
+    "ddp_notebook": partial(DDPStrategy, start_method="forkserver"),
+}
+STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
+    "single_device": SingleDeviceStrategy,
+    **_DDP,
+    **{name + _UNUSED_SUFFIX: partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
+}
+
+# What `fabric run` leaves for the script, and the argument of Fabric that it stands for.
+RUN_OPTIONS = {
+    "accelerator": "FABRIC_ACCELERATOR",
+    "strategy": "FABRIC_STRATEGY",
+    "devices": "FABRIC_DEVICES",
+    "num_nodes": "FABRIC_NUM_NODES",
+    "precision": "FABRIC_PRECISION",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that was decided before any process started.
+
+    Attributes:
+        accelerator: the hardware.
+        devices: the devices of this node: one for each process, or the replicas of a process that drives several.
+        num_nodes: number of nodes.
+        precision: dtypes.
+        strategy: what is done to modules.
+        environment: what made the processes, where something did.
+        world: the place of this process; None when the processes are still to be made.
+        launcher: how they come to exist.
+    """
+
+    accelerator: Accelerator
+    devices: tuple[torch.device, ...]
+    num_nodes: int
+    precision: Precision
+    strategy: Strategy
+    environment: Environment | None
+    world: World | None
+    launcher: Launcher
+
+    @property
+    def processes_per_node(self) -> int:
+        """Number of processes on each node."""
+        return 1 if self.strategy.drives_all_devices else len(self.devices)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self.processes_per_node * self.num_nodes
+
+
+def resolve(
+    *,
+    accelerator: Accelerator | str = "auto",
+    strategy: Strategy | str = "auto",
+    devices: int | str | Sequence[int] = "auto",
+    num_nodes: int | str = "auto",
+    precision: Precision | str | int | None = None,
+    environment: Environment | str | None = None,
+    launcher: Launcher | str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Plan:
+    """Make the plan for one job; arguments as for ``Fabric``.
+
+    Args:
+        accelerator: name, object or ``"auto"``.
+        strategy: name, object or ``"auto"``.
+        devices: number, indices, their spelling, or ``"auto"``.
+        num_nodes: number of nodes or ``"auto"``.
+        precision: name, alias, row or None.
+        environment: object, None to detect one, or ``"none"`` to detect nothing.
+        launcher: name, object or None.
+        env: environment variables; None for those of this process.
+
+    Raises:
+        ConfigurationError: a value or a combination that cannot work.
+        ArgumentTypeError: a value of a type that is not understood.
+    """
+    env = os.environ if env is None else env
+    given = _with_run_options(
+        env, accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
+    )
+    named = _parse_strategy(given["strategy"])
+    if named is not None:
+        given = _with_strategy_options(named, given)
+        environment = _same("environment", environment, named.cluster_environment)
+    found = _find_environment(environment, env)
+    world = None if found is None else found[1]
+    hardware = _parse_accelerator(given["accelerator"])
+    where = _parse_devices(hardware, given["devices"], named, found)
+    nodes = _parse_num_nodes(given["num_nodes"], found)
+    made = SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes)
+    chosen = made if named is None else named
+    chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
+    if world is None and (chosen.drives_all_devices or len(where) * nodes == 1):
+        world = World()
+    return Plan(
+        accelerator=hardware,
+        devices=where,
+        num_nodes=nodes,
+        precision=parse_precision(given["precision"]),
+        strategy=chosen,
+        environment=None if found is None else found[0],
+        world=world,
+        launcher=_choose_launcher(launcher, chosen, hardware, len(where), world, found, automatic=named is None),
+    )
+
+
+def _with_run_options(env: Mapping[str, str], **given: Any) -> dict[str, Any]:
+    """Fill what was left open with the options of `fabric run`; a different explicit value is an error."""
+    result = dict(given)
+    for argument, variable in RUN_OPTIONS.items():
+        value = env.get(variable)
+        if not value:
+            continue
+        if given[argument] in ("auto", None):
+            result[argument] = value
+        elif _spelled(argument, given[argument]) != _spelled(argument, value):
+            option = f"--{argument.replace('_', '-')}"
+            raise ConfigurationError(
+                f"Fabric({argument}={given[argument]!r}) under `fabric run {option} {value}`",
+                "the two differ",
+                f"one of them, or the same value in both ({variable} carries that of the command line)",
+                f'Fabric({argument}="auto")' if argument != "precision" else "Fabric()",
+            )
+    return result
+
+
+def _spelled(argument: str, value: Any) -> str:
+    if argument == "precision":
+        return parse_precision(value).name
+    if isinstance(value, Accelerator | Strategy):
+        return value.name
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return ",".join(map(str, value))
+    text = str(value).strip().lower()
+    return "cuda" if argument == "accelerator" and text == "gpu" else text
+
+
+def _with_strategy_options(strategy: Strategy, given: dict[str, Any]) -> dict[str, Any]:
+    """Merge what was given to the strategy's own constructor."""
+    devices = strategy.parallel_devices
+    kind = devices[0].type if devices else None
+    fixed = {
+        "accelerator": strategy.accelerator or kind,
+        "precision": strategy.precision,
+        "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
+    }
+    result = dict(given)
+    for argument, value in fixed.items():
+        result[argument] = _same(argument, given[argument], value)
+    return result
+
+
+def _same(argument: str, given: Any, fixed: Any) -> Any:
+    if fixed is None:
+        return given
+    if given in ("auto", None) or given is fixed or _spelled(argument, given) == _spelled(argument, fixed):
+        return fixed
+    raise ConfigurationError(
+        f"Fabric({argument}={given!r}, strategy=Strategy({argument}={fixed!r}))",
+        "the two differ",
+        "the value in one of the two places, or the same in both",
+        f"Fabric({argument}={given!r}) and a strategy without {argument}",
+    )
+
+
+def _parse_strategy(strategy: Any) -> Strategy | None:
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy == "auto":
+        return None
+    return _named("strategy", strategy, STRATEGIES, Strategy)
+
+
+def _parse_accelerator(accelerator: Any) -> Accelerator:
+    if accelerator == "auto":
+        candidates: list[Accelerator] = [CUDAAccelerator(), MPSAccelerator()]
+        return next((candidate for candidate in candidates if candidate.is_available()), CPUAccelerator())
+    chosen = accelerator
+    if not isinstance(accelerator, Accelerator):
+        chosen = _named("accelerator", accelerator, ACCELERATORS, Accelerator)
+    if not chosen.is_available():
+        raise ConfigurationError(
+            f"accelerator={chosen.name!r}",
+            "there is none on this machine, or torch was built without it",
+            '"auto", "cpu", and what the machine has',
+            'Fabric(accelerator="auto")',
+        )
+    return chosen
+
+
+def _named(argument: str, name: Any, table: Mapping[str, Callable[[], Any]], kind: type) -> Any:
+    """The object that a name stands for: from the table, or from the entry points ``fabric.<argument>s``."""
+    if not isinstance(name, str):
+        raise ArgumentTypeError(
+            f"{argument}={name!r}",
+            f"{type(name).__name__} is neither a name nor a {kind.__name__}",
+            f"a name, or an object of a subclass of fabric.{argument}s.{kind.__name__}",
+            f'Fabric({argument}="auto")',
+        )
+    key = name.lower()
+    if key in table:
+        return table[key]()
+    # Only for names that are not ours: looking through all installed packages takes milliseconds.
+    plugins = {plugin.name: plugin for plugin in entry_points(group=f"fabric.{argument}s")}
+    if key in plugins:
+        made = plugins[key].load()()
+        if isinstance(made, kind):
+            return made
+        raise ArgumentTypeError(
+            f"{argument}={name!r}, from the entry point {plugins[key].value}",
+            f"it makes a {type(made).__name__}, which is no {kind.__name__}",
+            f"a callable without arguments that returns a {kind.__name__}",
+            f'an entry point in the group "fabric.{argument}s"',
+        )
+    valid = ["auto", *table, *plugins]
+    near = get_close_matches(key, valid, n=1)
+    raise ConfigurationError(
+        f"{argument}={name!r}",
+        f"there is no such {argument}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        ", ".join(repr(one) for one in valid),
+        f'Fabric({argument}="{near[0] if near else "auto"}")',
+    )
+
+
+def _find_environment(environment: Any, env: Mapping[str, str]) -> tuple[Environment, World] | None:
+    if environment is None:
+        return detect(env)
+    if environment == "none":
+        return None
+    if isinstance(environment, str) or not callable(getattr(environment, "detect", None)):
+        raise ArgumentTypeError(
+            f"environment={environment!r}",
+            "it is no environment",
+            'None to detect one, "none" to detect nothing, or an object with detect(env) -> World | None',
+            "Fabric(environment=fabric.environments.SlurmEnvironment())",
+        )
+    world = environment.detect(env)
+    if world is None:
+        raise ConfigurationError(
+            f"environment={environment!r}",
+            "this process was not started by it: its variables are missing",
+            "an environment whose launcher made this process",
+            "Fabric() to detect the environment, or start the script with that launcher",
+        )
+    return environment, world
+
+
+def _parse_devices(
+    accelerator: Accelerator, devices: Any, strategy: Strategy | None, found: tuple[Environment, World] | None
+) -> tuple[torch.device, ...]:
+    own = None if strategy is None else strategy.parallel_devices
+    if own is not None:
+        if devices not in ("auto", None) and accelerator.parse_devices(devices) != own:
+            raise ConfigurationError(
+                f"Fabric(devices={devices!r}, strategy=Strategy(parallel_devices={list(map(str, own))}))",
+                "the two differ",
+                "the devices in one of the two places, or the same in both",
+                f"Fabric(devices={devices!r}) and a strategy without parallel_devices",
+            )
+        parsed = own
+    elif devices == "auto" and found is not None:
+        return _devices_of_environment(accelerator, found)
+    else:
+        parsed = accelerator.parse_devices(devices)
+    if found is not None and not (strategy is not None and strategy.drives_all_devices):
+        environment, world = found
+        if len(parsed) != world.local_world_size:
+            raise ConfigurationError(
+                f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank {world.rank})",
+                f"{environment.name} has made {world.local_world_size} process(es) on it",
+                f'devices="auto", or {world.local_world_size}',
+                'Fabric(devices="auto")',
+            )
+    return parsed
+
+
+def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> tuple[torch.device, ...]:
+    """One device for each process that the environment made on this node."""
+    environment, world = found
+    if accelerator.name == "cpu":
+        return accelerator.parse_devices(world.local_world_size)
+    count = accelerator.device_count()
+    if count >= world.local_world_size:
+        return accelerator.parse_devices(world.local_world_size)
+    if count == 1:  # a scheduler that shows each process its own device only
+        return accelerator.parse_devices(1) * world.local_world_size
+    raise ConfigurationError(
+        f"{world.local_world_size} processes on this node, made by {environment.name}, on {accelerator.name}",
+        f"there are {count} {accelerator.name} devices on it (rank {world.rank} sees them)",
+        f"at most {count} processes",
+        f'{environment.name} with {count} processes a node, or Fabric(accelerator="cpu")',
+    )
+
+
+def _parse_num_nodes(num_nodes: Any, found: tuple[Environment, World] | None) -> int:
+    if isinstance(num_nodes, str) and num_nodes.strip().isdigit():
+        num_nodes = int(num_nodes)
+    actual = 1 if found is None else found[1].num_nodes
+    if num_nodes == "auto":
+        return actual
+    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes!r}",
+            "it is not a number of nodes",
+            'an integer from 1, or "auto"',
+            "Fabric(num_nodes=2)",
+        )
+    if num_nodes != actual and found is None:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} in a process that nothing launched on several nodes",
+            "fabric starts processes on the node that it runs on; those of other nodes come from a cluster's launcher",
+            "torchrun, `fabric run`, srun or mpirun on every node",
+            f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R from 0",
+        )
+    if num_nodes != actual and found is not None:
+        raise ConfigurationError(
+            f"num_nodes={num_nodes} (rank {found[1].rank})",
+            f"{found[0].name} has made processes on {actual} node(s)",
+            f'num_nodes="auto", or {actual}',
+            'Fabric(num_nodes="auto")',
+        )
+    return num_nodes
+
+
+def _choose_launcher(
+    launcher: Any,
+    strategy: Strategy,
+    accelerator: Accelerator,
+    num_devices: int,
+    world: World | None,
+    found: tuple[Environment, World] | None,
+    automatic: bool,
+) -> Launcher:
+    named = _parse_launcher(launcher)
+    method = strategy.start_method if named is None else named.name
+    if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
+        raise ConfigurationError(
+            f"launcher or start method {method!r} (rank {found[1].rank})",
+            f"{found[0].name} has made the processes of this job already",
+            "no launcher: these processes are used as they are",
+            'Fabric(strategy="ddp"), or python script.py in place of the launcher',
+        )
+    if world is not None:
+        return InlineLauncher()
+    spec = LaunchSpec(num_processes=num_devices, device_type=accelerator.name)
+    if named is None:
+        if automatic and is_interactive():
+            method = notebook_start_method()
+        named = LAUNCHERS[method]
+    named.check(spec)
+    return named
+
+
+def _parse_launcher(launcher: Any) -> Launcher | None:
+    if launcher is None or isinstance(launcher, Launcher):
+        return launcher
+    table = {name: partial(_itself, one) for name, one in LAUNCHERS.items()}
+    return _named("launcher", launcher, table, Launcher)
+
+
+def _itself(value: Any) -> Any:
+    return value

@@ -1,0 +1,189 @@
+"""From what the user wrote to a plan; wrong values and combinations are refused before any process starts."""
+
+import pytest
+import torch
+
+from fabric import Fabric
+from fabric._plan import Plan, resolve
+from fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from fabric.environments import SlurmEnvironment
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.launchers import ProcessLauncher
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+
+TWO_RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+TWO_NODES = {**TWO_RANKS, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", "MASTER_ADDR": "node0"}
+OWN_RANKS = {**TWO_RANKS, "FABRIC_STORE": "file:///nowhere/store"}
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
+
+
+def plan(env: dict[str, str] | None = None, **arguments: object) -> Plan:
+    return resolve(env=env or {}, **{"accelerator": "cpu", **arguments})  # type: ignore[arg-type]
+
+
+def test_defaults_are_one_process_on_one_device() -> None:
+    made = plan()
+    assert isinstance(made.strategy, SingleDeviceStrategy)
+    assert (made.world_size, made.num_nodes, made.launcher.name) == (1, 1, "inline")
+    assert made.precision.name == "32-true"
+    assert made.world is not None
+
+
+def test_several_devices_mean_ddp_in_processes_to_be_made() -> None:
+    made = plan(devices=3)
+    assert isinstance(made.strategy, DDPStrategy)
+    assert (made.world_size, made.world, made.launcher.name) == (3, None, "popen")
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("ddp", "popen"),
+        ("ddp_spawn", "spawn"),
+        ("ddp_fork", "fork"),
+        ("ddp_forkserver", "forkserver"),
+        ("ddp_notebook", "forkserver"),
+        ("DDP_SPAWN", "spawn"),
+    ],
+)
+@pytest.mark.parametrize("suffix", ["", "_find_unused_parameters_true"])
+def test_a_strategy_name_is_a_row(name: str, method: str, suffix: str) -> None:
+    strategy = plan(devices=2, strategy=name + suffix).strategy
+    assert isinstance(strategy, DDPStrategy)
+    assert strategy.start_method == method
+    assert strategy.ddp_kwargs == ({"find_unused_parameters": True} if suffix else {})
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [(None, "32-true"), (64, "64-true"), ("64", "64-true"), (16, "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true")],
+)
+def test_precision_aliases(given: object, name: str) -> None:
+    assert plan(precision=given).precision.name == name
+
+
+def test_auto_yields_to_the_launcher_that_made_the_processes() -> None:
+    made = plan(TWO_RANKS)
+    assert made.world is not None
+    assert (made.world.rank, made.world_size, made.launcher.name) == (1, 2, "inline")
+    assert isinstance(made.strategy, DDPStrategy)
+    nodes = plan(TWO_NODES)
+    assert (nodes.num_nodes, nodes.world_size, len(nodes.devices)) == (2, 2, 1)
+
+
+def test_the_switch_turns_detection_off() -> None:
+    assert plan(TWO_RANKS, environment="none").world_size == 1
+
+
+def test_ranks_that_fabric_made_accept_the_start_method_that_made_them() -> None:
+    assert plan(OWN_RANKS, devices=2, strategy="ddp_spawn").world_size == 2
+    assert plan(OWN_RANKS, devices=2, launcher="spawn").launcher.name == "inline"
+
+
+def test_the_launcher_argument_wins_over_the_start_method() -> None:
+    assert plan(devices=2, strategy="ddp", launcher="spawn").launcher.name == "spawn"
+    own = ProcessLauncher("fork")
+    assert plan(devices=2, strategy="ddp_spawn", launcher=own).launcher is own
+
+
+def test_options_of_fabric_run_fill_what_is_left_open() -> None:
+    env = {**TWO_RANKS, "FABRIC_PRECISION": "bf16-mixed", "FABRIC_STRATEGY": "ddp", "FABRIC_DEVICES": "2"}
+    made = plan(env, accelerator="auto", devices=2, precision="bf16")
+    assert made.precision.name == "bf16-mixed"
+
+
+def test_options_of_the_strategy_are_merged() -> None:
+    cpu = torch.device("cpu")
+    strategy = DDPStrategy(parallel_devices=[cpu, cpu], precision="64-true", accelerator="cpu")
+    made = plan(accelerator="auto", strategy=strategy)
+    assert (made.world_size, made.precision.name) == (2, "64-true")
+
+
+# What the user wrote, in which environment, the error, and what its text has to name.
+REFUSALS = [
+    ({"accelerator": "tpu"}, {}, ConfigurationError, ["'tpu'", "'cpu'", "'cuda'"]),
+    ({"accelerator": 3}, {}, ArgumentTypeError, ["accelerator=3", "int"]),
+    pytest.param({"accelerator": "cuda"}, {}, ConfigurationError, ["'cuda'", "none on this machine"], marks=no_cuda),
+    pytest.param({"accelerator": CUDAAccelerator()}, {}, ConfigurationError, ["cuda"], marks=no_cuda),
+    ({"strategy": "dpp"}, {}, ConfigurationError, ["'dpp'", "did you mean", "'ddp_spawn'"]),
+    ({"strategy": None}, {}, ArgumentTypeError, ["strategy=None"]),
+    ({"strategy": DDPStrategy}, {}, ArgumentTypeError, ["DDPStrategy"]),
+    ({"precision": "fp16"}, {}, ConfigurationError, ["'fp16'", "'16-mixed'"]),
+    ({"precision": True}, {}, ConfigurationError, ["True"]),
+    ({"precision": 8}, {}, ConfigurationError, ["8", "'bf16-true'"]),
+    ({"devices": 0}, {}, ConfigurationError, ["0"]),
+    ({"devices": -2}, {}, ConfigurationError, ["-2"]),
+    ({"devices": "two"}, {}, ConfigurationError, ["'two'"]),
+    ({"devices": 1.5}, {}, ArgumentTypeError, ["1.5"]),
+    ({"devices": [0, 1]}, {}, ConfigurationError, ["[0, 1]"]),
+    ({"devices": None}, {}, ArgumentTypeError, ["None"]),
+    ({"num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
+    ({"num_nodes": "many"}, {}, ConfigurationError, ["'many'"]),
+    ({"num_nodes": 2}, {}, ConfigurationError, ["num_nodes=2", "fabric run --num-nodes 2"]),
+    ({"num_nodes": 2}, TWO_RANKS, ConfigurationError, ["num_nodes=2", "rank 1", "torchrun"]),
+    ({"devices": 3}, TWO_RANKS, ConfigurationError, ["devices=3", "2 process(es)", "rank 1"]),
+    ({"environment": "slurm"}, {}, ArgumentTypeError, ["'slurm'", "SlurmEnvironment()"]),
+    ({"environment": SlurmEnvironment()}, {}, ConfigurationError, ["variables are missing"]),
+    ({"launcher": "mpirun"}, {}, ConfigurationError, ["'mpirun'", "'forkserver'"]),
+    ({"launcher": 7}, {}, ArgumentTypeError, ["launcher=7"]),
+    ({"strategy": "ddp_spawn"}, TWO_RANKS, ConfigurationError, ["'spawn'", "torchrun", "rank 1"]),
+    ({"launcher": "fork"}, TWO_RANKS, ConfigurationError, ["'fork'", "torchrun"]),
+    ({"strategy": "single_device", "devices": 2}, {}, ConfigurationError, ["single_device", "2 device(s)"]),
+    ({"strategy": SingleDeviceStrategy()}, TWO_RANKS, ConfigurationError, ["single_device"]),
+    ({"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2}, {}, ConfigurationError, ["sync_batchnorm", "CPU"]),
+    ({"precision": "16-mixed"}, {"FABRIC_PRECISION": "32"}, ConfigurationError, ["'16-mixed'", "--precision 32"]),
+    ({"devices": 2}, {"FABRIC_DEVICES": "4"}, ConfigurationError, ["devices=2", "--devices 4"]),
+    ({"strategy": DDPStrategy(precision=64), "precision": 32}, {}, ConfigurationError, ["precision=32", "64-true"]),
+    ({"strategy": DDPStrategy(accelerator="cuda")}, {}, ConfigurationError, ["'cpu'", "'cuda'"]),
+    (
+        {"strategy": DDPStrategy(parallel_devices=[torch.device("cpu")]), "devices": 2},
+        {},
+        ConfigurationError,
+        ["devices=2", "parallel_devices"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "env", "error", "names"), REFUSALS)
+def test_what_cannot_work_is_refused_in_four_parts(
+    arguments: dict[str, object], env: dict[str, str], error: type[FabricError], names: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        plan(env, **arguments)
+    text = str(caught.value)
+    assert all(name in text for name in names), text
+    assert caught.value.wrong
+    assert caught.value.valid
+    assert caught.value.instead
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "names"),
+    [
+        ({"find_unused_parameter": True}, ArgumentTypeError, ["find_unused_parameter=True", "find_unused_parameters"]),
+        ({"module": None}, ArgumentTypeError, ["module"]),
+        ({"start_method": "thread"}, ConfigurationError, ["'thread'", "popen"]),
+        ({"timeout": 30}, ConfigurationError, ["timeout=30", "timedelta"]),
+        ({"process_group_backend": "glow"}, ConfigurationError, ["'glow'", "gloo"]),
+        ({"num_nodes": 0}, ConfigurationError, ["num_nodes=0"]),
+        ({"ddp_comm_hook": 3}, ConfigurationError, ["ddp_comm_hook=3"]),
+        ({"ddp_comm_wrapper": print}, ConfigurationError, ["ddp_comm_wrapper"]),
+        ({"model_averaging_period": 4}, ConfigurationError, ["model_averaging_period=4", "PostLocalSGDState"]),
+        ({"model_averaging_period": 0}, ConfigurationError, ["model_averaging_period=0"]),
+        ({"precision": "fp8"}, ConfigurationError, ["'fp8'"]),
+    ],
+)
+def test_wrong_options_of_ddp_are_refused_at_construction(
+    arguments: dict[str, object], error: type[FabricError], names: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        DDPStrategy(**arguments)  # type: ignore[arg-type]
+    assert all(name in str(caught.value) for name in names), str(caught.value)
+
+
+def test_a_plugin_accelerator_can_be_passed_as_an_object() -> None:
+    class Board(CPUAccelerator):
+        name = "cpu"
+
+    board = Board()
+    assert Fabric(accelerator=board, environment="none").accelerator is board
