@@ -1,0 +1,45 @@
+"""Small models that several test files use."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    """An encoder, blocks in a container and a head, with methods that are forward passes by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 1)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.width = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.encoder(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).pow(2).mean()
+
+    def training_step(self, x: Tensor) -> Tensor:
+        return self.loss(x)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class OneWeight(nn.Module):
+    """A module without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).sum()
+
+    def penalty(self) -> Tensor:
+        return self.weight.pow(2).sum()

@@ -1,0 +1,174 @@
+"""What setup returns for a module behaves as the user's module does."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import Fabric, FabricModule
+from fabric.errors import ArgumentTypeError
+from tests.models import Net
+
+
+@pytest.fixture(params=["single_device", "ddp"])
+def fabric(request: pytest.FixtureRequest) -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", strategy=request.param, devices=1) as made:
+        yield made
+
+
+@pytest.fixture
+def net() -> Net:
+    return Net()
+
+
+@pytest.fixture
+def model(fabric: Fabric, net: Net) -> FabricModule:
+    return fabric.setup(net)
+
+
+def test_names_are_the_users_own(model: FabricModule, net: Net) -> None:
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in net.named_parameters()]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in net.named_modules()]
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert all(mine is theirs for mine, theirs in zip(model.parameters(), net.parameters(), strict=True))
+
+
+def test_names_inside_another_module_have_no_prefix_but_its_own(model: FabricModule, net: Net) -> None:
+    outer = nn.ModuleDict({"net": model})
+    assert list(outer.state_dict()) == [f"net.{name}" for name in net.state_dict()]
+    assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name, _ in net.named_parameters()]
+    outer.load_state_dict({name: torch.ones_like(value) for name, value in outer.state_dict().items()})
+    assert net.head.bias.item() == 1
+
+
+def test_attributes_read_and_write_through(model: FabricModule, net: Net) -> None:
+    assert model.width == 8
+    model.width = 3
+    model.head = nn.Linear(8, 2)
+    assert net.width == 3
+    assert net.head.out_features == 2
+    assert model(torch.ones(1, 4)).shape == (1, 2)
+    del model.width
+    assert not hasattr(net, "width")
+    assert model.module is net
+
+
+def test_a_missing_attribute_is_named_as_the_users(model: FabricModule) -> None:
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'depth'"):
+        _ = model.depth
+
+
+def test_modes_reach_the_users_module(model: FabricModule, net: Net) -> None:
+    assert model.eval() is model
+    assert not net.training
+    assert not net.head.training
+    assert not model.training
+    assert model.train().training
+    assert net.training
+
+
+def test_to_apply_and_requires_grad_reach_the_users_module(model: FabricModule, net: Net) -> None:
+    assert model.double() is model
+    assert net.head.weight.dtype is torch.float64
+    seen: list[nn.Module] = []
+    assert model.apply(seen.append) is model
+    assert net in seen
+    assert model not in seen
+    model.requires_grad_(False)
+    assert not net.head.weight.requires_grad
+
+
+def test_hooks_registered_on_it_land_on_the_users_module(model: FabricModule, net: Net) -> None:
+    calls = []
+    model.register_forward_hook(lambda module, args, output: calls.append(module))
+    model.register_full_backward_hook(lambda module, *_: calls.append(module))
+    model(torch.ones(1, 4, requires_grad=True)).sum().backward()
+    assert calls == [net, net]
+
+
+def test_a_copy_is_a_model_of_its_own(model: FabricModule, net: Net) -> None:
+    twin = copy.deepcopy(model)
+    assert isinstance(twin, FabricModule)
+    with torch.no_grad():
+        twin.head.bias.fill_(7)
+        expected = model(torch.ones(1, 4)) + 7 - net.head.bias
+    assert net.head.bias.item() != 7
+    torch.testing.assert_close(twin(torch.ones(1, 4)), expected)
+
+
+def test_a_pickle_gives_the_users_module_back(model: FabricModule, net: Net) -> None:
+    loaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(loaded(torch.ones(1, 4)), net(torch.ones(1, 4)))
+    assert type(loaded.module) is Net
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compile_before_or_after_setup(fabric: Fabric, net: Net, when: str) -> None:
+    x = torch.ones(2, 4)
+    expected = net(x).detach()
+    if when == "before":
+        model = fabric.setup(torch.compile(net, backend="aot_eager"))
+        assert list(model.state_dict()) == list(net.state_dict())
+    else:
+        model = torch.compile(fabric.setup(net), backend="aot_eager")
+    loss = model(x).sum()
+    torch.testing.assert_close(loss.detach(), expected.sum())
+    fabric.backward(loss)
+    assert net.encoder.weight.grad is not None
+
+
+def test_a_method_that_is_a_forward_pass_gets_the_precision() -> None:
+    with Fabric(accelerator="cpu", precision="bf16-mixed", environment="none") as fabric:
+        net = Net()
+        dtypes = []
+        net.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        model = fabric.setup(net)
+        assert model.training_step(torch.ones(1, 4)).dtype is torch.float32
+        model.mark_forward_method(model.loss)
+        model.loss(torch.ones(1, 4))
+        assert dtypes == [torch.bfloat16, torch.bfloat16]
+        assert "forward" not in net.__dict__
+
+
+def test_a_forward_method_that_raises_leaves_forward_as_it_was(model: FabricModule, net: Net) -> None:
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        model.training_step(torch.ones(1, 5))
+    assert "forward" not in net.__dict__
+    assert model(torch.ones(1, 4)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("method", ["nonsense", "width", "forward"])
+def test_what_is_no_method_cannot_be_marked(model: FabricModule, method: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=method):
+        model.mark_forward_method(method)
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "seen", "returned"),
+    [
+        ("32-true", torch.float64, torch.float32, torch.float32),
+        ("64-true", torch.float32, torch.float64, torch.float64),
+        ("bf16-true", torch.float32, torch.bfloat16, torch.bfloat16),
+        ("16-true", torch.float32, torch.float16, torch.float16),
+        ("bf16-mixed", torch.float32, torch.bfloat16, torch.float32),
+        ("16-mixed", torch.float32, torch.float16, torch.float32),
+    ],
+)
+def test_dtypes_of_a_forward_pass(precision: str, given: torch.dtype, seen: torch.dtype, returned: torch.dtype) -> None:
+    with Fabric(accelerator="cpu", precision=precision, environment="none") as fabric:
+        net = Net()
+        dtypes = []
+        net.head.register_forward_hook(lambda module, args, output: dtypes.append(output.dtype))
+        model = fabric.setup(net)
+        assert model(torch.ones(1, 4, dtype=given)).dtype is returned
+        assert dtypes == [seen]
+        assert net.steps.dtype is torch.int64
+
+
+def test_full_precision_leaves_parameters_as_they_were_built() -> None:
+    with Fabric(accelerator="cpu", environment="none") as fabric:
+        model = fabric.setup(Net().double())
+        assert model(torch.ones(1, 4)).dtype is torch.float64
