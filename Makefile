@@ -20,7 +20,7 @@ help: ## list the targets
 install: .venv/installed ## create .venv and install everything
 
 demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
-	$(BIN)/python examples/text/train.py --devices 2 --steps 150
+	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
 test: .venv/installed ## everything but the slow and gpu marks
 	$(BIN)/python -m pytest -m "not slow and not gpu"

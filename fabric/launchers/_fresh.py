@@ -75,7 +75,8 @@ def is_importing_main() -> bool:
     That import goes by the name ``__mp_main__``, here as in the standard library's ``multiprocessing``.
     """
     importing = sys.modules.get("__mp_main__")
-    return importing is not None and importing is not sys.modules["__main__"]
+    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
+    return importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__"
 
 
 def refuse_while_importing_main() -> None:
