@@ -1,0 +1,146 @@
+"""What only a CUDA device can show; run with `pytest -m gpu` on a machine that has one."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.strategies import DDPStrategy
+from tests.loops import GLOBAL_BATCH, batches, make_model
+from tests.models import Net
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def plain_losses(dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool) -> list[float]:
+    model, optimizer = make_model(dtype)
+    model.cuda()
+    scaler = torch.amp.GradScaler("cuda", enabled=scaled)
+    losses = []
+    for x, y in batches(dtype):
+        with torch.autocast("cuda", dtype=autocast) if autocast else nullcontext():
+            output = model(x.cuda())
+        loss = nn.functional.mse_loss(output.to(dtype), y.cuda())
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def fabric_losses(fabric: Fabric, dtype: torch.dtype) -> list[float]:
+    model, optimizer = fabric.setup(*make_model(dtype))
+    pairs = [(x, y) for batch in batches(dtype) for x, y in zip(*batch, strict=True)]
+    dataset = TensorDataset(torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
+    losses = []
+    for x, y in fabric.setup_dataloaders(DataLoader(dataset, batch_size=GLOBAL_BATCH, pin_memory=True)):
+        assert x.device == fabric.device
+        loss = nn.functional.mse_loss(model(x), y)
+        fabric.backward(loss)
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "autocast", "scaled"),
+    [
+        ("32-true", torch.float32, None, False),
+        ("64-true", torch.float64, None, False),
+        ("bf16-mixed", torch.float32, torch.bfloat16, False),
+        ("16-mixed", torch.float32, torch.float16, True),
+    ],
+)
+def test_the_losses_are_those_of_the_plain_loop(
+    strategy: str, precision: str, dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool
+) -> None:
+    with Fabric(accelerator="cuda", devices=1, strategy=strategy, precision=precision) as fabric:
+        actual = fabric_losses(fabric, dtype)
+    assert actual == plain_losses(dtype, autocast, scaled)
+
+
+def test_auto_finds_the_device() -> None:
+    with Fabric(devices=1) as fabric:
+        assert fabric.device == torch.device("cuda", 0)
+        assert fabric.setup(Net()).encoder.weight.device == fabric.device
+        with fabric.init_module():
+            assert nn.Linear(2, 2).weight.device == fabric.device
+
+
+def test_collectives_over_nccl_keep_devices_and_dtypes() -> None:
+    with Fabric(accelerator="cuda", devices=1, strategy="ddp") as fabric:
+        tree: dict[str, Any] = {
+            "cpu": torch.arange(4.0)[::2],
+            "gpu": torch.ones(2, 2, device="cuda").t(),
+            "half": torch.ones(3, dtype=torch.bfloat16, device="cuda"),
+            "number": 1.5,
+        }
+        reduced = fabric.all_reduce(tree)
+        torch.testing.assert_close(reduced, tree)
+        counts = fabric.all_reduce({"n": 2**60 + 1, "x": torch.tensor([2**60 + 1], device="cuda")}, reduce_op="sum")
+        assert counts["n"] == counts["x"].item() == 2**60 + 1
+        assert fabric.all_reduce(torch.tensor([True, False], device="cuda"), reduce_op="max").tolist() == [True, False]
+        assert fabric.all_gather(torch.ones(2, device="cuda")).shape == (1, 2)
+        assert fabric.broadcast({"x": torch.ones(2, device="cuda")})["x"].is_cuda
+        fabric.barrier("end")
+
+
+def test_sync_batchnorm_is_converted_and_reverted() -> None:
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+    with Fabric(accelerator="cuda", devices=1, strategy=DDPStrategy(sync_batchnorm=True)) as fabric:
+        model = fabric.setup(net)
+        assert isinstance(net[1], nn.SyncBatchNorm)
+        fabric.backward(model(torch.randn(6, 4, device="cuda")).sum())
+        mean = net[1].running_mean
+    assert type(net[1]) is nn.BatchNorm1d
+    assert net[1].running_mean is mean
+    assert mean is not None
+    assert mean.abs().sum() > 0
+
+
+def test_a_checkpoint_continues_exactly(tmp_path: Any) -> None:
+    def losses(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = nn.functional.dropout(model(torch.randn(8, 4, device=fabric.device)), 0.5).pow(2).mean()
+            fabric.backward(loss)
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    def start(fabric: Fabric) -> dict[str, Any]:
+        net = Net()
+        model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+        return {"model": model, "optimizer": optimizer}
+
+    with Fabric(accelerator="cuda", devices=1, precision="16-mixed") as fabric:
+        state = start(fabric)
+        losses(fabric, **state, steps=2)
+        fabric.save(tmp_path / "checkpoint.pt", state)
+        expected = losses(fabric, **state, steps=3)
+    with Fabric(accelerator="cuda", devices=1, precision="16-mixed") as fabric:
+        state = start(fabric)
+        fabric.load(tmp_path / "checkpoint.pt", state)
+        assert losses(fabric, **state, steps=3) == expected
+
+
+def test_ranks_start_after_cuda_was_used_here() -> None:
+    torch.ones(1, device="cuda")
+    fabric = Fabric(accelerator="cuda", devices=1, strategy="ddp_notebook")
+    assert fabric.launch(lambda fabric: fabric.device.type) == "cuda"
+    fabric.teardown()
