@@ -53,7 +53,9 @@ def popen(tmp_path):
             timeout=50,
             check=False,
         )
-        assert list(tmp_path.iterdir()) == [], "something was left in the directory for temporary files"
+        # torch's compiler makes its cache folder as soon as it is imported, with the first optimizer at the latest.
+        left = [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")]
+        assert left == [], "something was left in the directory for temporary files"
         return done
 
     return run
@@ -157,15 +159,14 @@ def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):
     assert words in done.stderr
 
 
-@pytest.mark.parametrize("method", [*(pytest.param(name, marks=pytest.mark.slow) for name in METHODS[:2]), METHODS[2]])
-def test_a_script_without_a_guard_works_when_functions_travel_by_value(popen, method):
-    done = popen(method, script="unguarded.py")
+def test_a_script_without_a_guard_can_fork(popen):
+    done = popen("fork", script="unguarded.py")
     assert (done.returncode, done.stdout) == (0, "result 42\n")
 
 
 @pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_a_script_without_a_guard_is_told_to_have_one(popen, method):
-    done = popen(method, "without-cloudpickle", script="unguarded.py")
+    done = popen(method, script="unguarded.py")
     assert done.returncode == 1
     assert "if __name__ == '__main__':" in done.stderr
     assert not re.search("freeze_support|bootstrapping", done.stderr)
