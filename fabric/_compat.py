@@ -18,6 +18,7 @@ __all__ = [
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
+    "in_backward",
     "local_tensor",
     "reduce_scatter_into",
     "uncompiled",
@@ -104,6 +105,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
     whole = getattr(tensor, "full_tensor", None)
     return tensor if whole is None else whole()
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward pass; torch has no public name for it."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def abort_process_group() -> None:

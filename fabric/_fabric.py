@@ -306,6 +306,7 @@ class Fabric:
         self._runtime("setup")
         _checks.check_module(module, self._originals)
         _checks.check_optimizers(optimizers, self._optimizers, [module])
+        self.strategy.check_optimizers(optimizers, module)
         _checks.check_scheduler(scheduler, optimizers)
         model = self._setup_module(module, move_to_device)
         self._setup_optimizers(optimizers)
@@ -330,6 +331,7 @@ class Fabric:
         """
         self._runtime("setup_optimizers")
         _checks.check_optimizers(optimizers, self._optimizers, list(self._originals))
+        self.strategy.check_optimizers(optimizers)
         _checks.check_scheduler(scheduler, optimizers)
         self._setup_optimizers(optimizers)
         results = (*optimizers, *(() if scheduler is None else (scheduler,)))
@@ -793,7 +795,15 @@ class Fabric:
         if self.strategy.syncs_in_forward and prepared is not module:
             guard = ForwardGuard(module, prepared, self.strategy, self.global_rank)
             self._guards.add(guard)
-        model = FabricModule(module, prepared, self.precision, self.device, guard, sharded=self.strategy.shards_modules)
+        model = FabricModule(
+            module,
+            prepared,
+            self.precision,
+            self.device,
+            guard,
+            sharded=self.strategy.shards_modules,
+            casts=not self.strategy.casts_in_forward,
+        )
         self._originals.add(module)
         self._modules.add(model)
         return model

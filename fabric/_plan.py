@@ -19,7 +19,7 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
-from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
 __all__ = ["Plan", "resolve"]
@@ -44,6 +44,8 @@ STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "single_device": SingleDeviceStrategy,
     **_DDP,
     **{name + _UNUSED_SUFFIX: partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
+    "fsdp": FSDPStrategy,
+    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
 }
 
 # What `fabric run` leaves for the script, and the argument of Fabric that it stands for.

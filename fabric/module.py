@@ -45,6 +45,7 @@ class FabricModule(nn.Module):
         device: device of this process.
         guard: watches the other doors, under a strategy that synchronises in forward.
         sharded: whether parameters are spread over ranks.
+        casts: whether inputs and outputs are cast here; false where the prepared module does it.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class FabricModule(nn.Module):
         device: torch.device,
         guard: ForwardGuard | None = None,
         sharded: bool = False,
+        casts: bool = True,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
@@ -70,7 +72,7 @@ class FabricModule(nn.Module):
             _fabric_guard=guard,
             _fabric_sharded=sharded,
             _fabric_marked=set(),
-            _fabric_forward=_build_forward(module, prepared, precision, device, guard),
+            _fabric_forward=_build_forward(module, prepared, precision if casts else None, device, guard),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -186,10 +188,16 @@ for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
 
 
 def _build_forward(
-    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device, guard: ForwardGuard | None
+    module: nn.Module,
+    prepared: nn.Module,
+    precision: Precision | None,
+    device: torch.device,
+    guard: ForwardGuard | None,
 ) -> Forward:
-    """The whole forward pass as one function; everything that can be decided once is decided here."""
+    """The whole forward pass as one function, cast for ``precision``; what can be decided once is decided here."""
     forward: Forward = prepared
+    if precision is None:
+        return forward if guard is None else _guarded_forward(forward, guard)
     if precision.compute_dtype is not None:
         forward = _mixed_forward(forward, precision, device.type)
     elif (dtype := floating_dtype(module)) is not None:

@@ -51,6 +51,7 @@ class Runtime:
         self._communicator: Communicator | None = None
         self._store: dist.Store | None = None
         self._owns_group = False
+        self._meshes: dict[tuple[int, ...], dist.DeviceMesh] = {}
 
     @property
     def communicator(self) -> Communicator:
@@ -86,6 +87,7 @@ class Runtime:
             return
         self._communicator.close()
         self._communicator = None
+        self._meshes.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._store = None
@@ -96,6 +98,15 @@ class Runtime:
         if self._communicator is not None and self._owns_group and dist.is_initialized():
             abort_process_group()
         self._communicator = self._store = None
+
+    def mesh(self, sizes: tuple[int, ...]) -> dist.DeviceMesh:
+        """The processes of the job in rank order as a mesh of ``sizes``, the last of which varies fastest.
+
+        Collective the first time that a shape is asked for; the same object from then on.
+        """
+        if sizes not in self._meshes:
+            self._meshes[sizes] = dist.init_device_mesh(self.device.type, sizes)
+        return self._meshes[sizes]
 
     def agree(self, key: str, value: bytes) -> bytes:
         """Rank 0's value for ``key``, on every rank.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
+from fabric._compat import full_tensor
 
 GLOBAL_BATCH = 18  # divides by 1, 2 and 3 ranks times 1 and 3 micro-batches
 STEPS = 3
@@ -109,10 +110,10 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
         record.losses.append(total)
         record.norm = norm.item()
-        record.gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        record.gradients = [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    record.parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    record.parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     return record
 
 

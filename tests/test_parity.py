@@ -19,6 +19,9 @@ JOBS = {
     "ddp-1": {"strategy": "ddp_forkserver", "devices": 1},
     "ddp-2": {"strategy": "ddp_forkserver", "devices": 2},
     "ddp-3": {"strategy": "ddp_forkserver", "devices": 3},
+    "fsdp-1": {"strategy": "fsdp", "launcher": "forkserver", "devices": 1},
+    "fsdp-2": {"strategy": "fsdp", "launcher": "forkserver", "devices": 2},
+    "fsdp-3": {"strategy": "fsdp", "launcher": "forkserver", "devices": 3},
 }
 
 
@@ -36,5 +39,7 @@ def test_the_numbers_are_those_of_the_plain_loop(job: dict[str, object], precisi
     fabric = Fabric(accelerator="cpu", precision=precision, **job)  # type: ignore[arg-type]
     records: list[Record] = fabric.launch(fabric_loop, dtype, accumulation, return_all=True)
     fabric.teardown()
+    # Under FSDP whole modules compute in 16 bits, where autocast keeps some operations in 32.
+    exact = job["devices"] == 1 and (autocast is None or job["strategy"] != "fsdp")
     for record in records:
-        assert_same(record, expected, 0.0 if job["devices"] == 1 else tolerance)
+        assert_same(record, expected, 0.0 if exact else tolerance)

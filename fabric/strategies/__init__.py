@@ -2,6 +2,7 @@
 
 from fabric.strategies.base import ParallelStrategy, Strategy
 from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.fsdp import FSDPStrategy
 from fabric.strategies.single_device import SingleDeviceStrategy
 
-__all__ = ["DDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "ParallelStrategy", "SingleDeviceStrategy", "Strategy"]

@@ -181,6 +181,11 @@ class Strategy(ABC):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
+    def casts_in_forward(self) -> bool:
+        """Whether prepared modules cast inputs and outputs themselves, so that nobody else may."""
+        return False
+
+    @property
     def gradients_differ(self) -> bool:
         """Whether ranks hold different gradients when they step, as shards or as replicas that drift."""
         return False
@@ -198,6 +203,14 @@ class Strategy(ABC):
     @abstractmethod
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make the prepared module of a user's module that is on its device already; may be collective."""
+
+    def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
+        """Raise a UsageError for optimizers that this strategy cannot set up; called before anything changes.
+
+        Args:
+            optimizers: what is about to be set up.
+            module: the user's module that is about to be set up together with them; None if there is none.
+        """
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""

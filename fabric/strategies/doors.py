@@ -1,0 +1,82 @@
+"""Parts of a sharded model that are called on their own.
+
+[Note: Shards] The parameters of a sharded model are whole only while its own forward pass, or the backward pass after
+it, is running. A part that is called by itself computes with shards, or makes itself a model of its own whose gradients
+the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
+"""
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from fabric._compat import in_backward
+from fabric.errors import UsageError
+
+__all__ = ["Doors"]
+
+
+class Doors:
+    """Refuses calls of the parts of one sharded model outside of its forward and backward pass.
+
+    Args:
+        root: the user's module, sharded already.
+        units: the parts that are units of their own; what is inside of them is not watched.
+        rank: rank of this process, for the error.
+    """
+
+    def __init__(self, root: nn.Module, units: Collection[nn.Module], rank: int) -> None:
+        self._depth = 0
+        self._rank = rank
+        self._handles = [
+            root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._leave, always_call=True),
+        ]
+        for path, part in _parts(root, set(units)):
+            # First, before the unit's own hook takes it for the root of a model.
+            self._handles.append(part.register_forward_pre_hook(self._door(path), prepend=True))
+
+    def close(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._depth += 1
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        # An error in another hook may have come before _enter.
+        self._depth = max(0, self._depth - 1)
+
+    def _door(self, path: str) -> Any:
+        def check(module: nn.Module, args: Any) -> None:
+            # In the backward pass the user's own activation checkpointing calls parts again.
+            if self._depth or torch.compiler.is_compiling() or in_backward():
+                return
+            raise UsageError(
+                f"{path}(...) on rank {self._rank}",
+                "its parameters are spread over the ranks, and are whole only within a forward pass of the whole model",
+                "model(...), or a method of the model that is marked as a forward pass",
+                'model.mark_forward_method("name_of_method") once, for a method that calls this part',
+            )
+
+        return check
+
+
+def _parts(root: nn.Module, units: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The parts from the root down to the units, each once, with the path that one would write."""
+    seen = {root}
+
+    def descend(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            if child in seen:
+                continue
+            seen.add(child)
+            own = f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"
+            yield own, child
+            if child not in units:
+                yield from descend(child, own)
+
+    return descend(root, "model")

@@ -1,0 +1,327 @@
+"""One process for each device, each with a shard of the model; see ``[Note: Units]`` and ``[Note: Shards]``."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import override
+
+from fabric._compat import uncompiled
+from fabric.accelerators import Accelerator
+from fabric.collectives import broadcast
+from fabric.environments import Environment
+from fabric.errors import ConfigurationError, UsageError
+from fabric.precision import Precision
+from fabric.runtime import DEFAULT_TIMEOUT, Runtime
+from fabric.strategies.base import ParallelStrategy
+from fabric.strategies.doors import Doors
+from fabric.strategies.fsdp_options import (
+    check_device_mesh,
+    check_fsdp_kwargs,
+    check_world,
+    parse_activation_checkpointing,
+    parse_backward_prefetch,
+    parse_cpu_offload,
+    parse_mixed_precision,
+    parse_sharding_strategy,
+    policy_of_precision,
+)
+from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["FSDPStrategy"]
+
+
+class FSDPStrategy(ParallelStrategy):
+    """Data parallelism with parameters, gradients and optimizer state spread over the ranks, by ``fully_shard``.
+
+    The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean over ranks. Under a
+    ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, where autocast
+    decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers are
+    not spread and keep their dtype.
+
+    Args:
+        accelerator: as for :class:`fabric.strategies.ParallelStrategy`, and so are the other shared ones.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision: precision.
+        process_group_backend: backend of the process group; None for the device's default.
+        timeout: how long a collective may wait.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
+            ``CPUOffload``. Means nothing, and warns, where the device is the CPU.
+        backward_prefetch: how many units are gathered ahead in the backward pass; or ``BackwardPrefetch.BACKWARD_PRE``
+            for one, ``BACKWARD_POST`` for none; None leaves it to torch.
+        mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what ``precision`` says;
+            ``output_dtype`` is that of the whole model's outputs.
+        activation_checkpointing: a class of layers, a list of them or a function of a module: these compute their
+            activations again in the backward pass in place of keeping them.
+        auto_wrap_policy: what is a unit: a set of classes, a number of parameters, or a function of a module; None for
+            the repeated blocks. See :func:`fabric.strategies.wrapping.find_units`.
+        sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each unit,
+            ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` shards as the first within each
+            row of ``device_mesh`` and has replicas over its columns.
+        device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
+            or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node.
+        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
+        num_nodes: number of nodes of the job.
+        **fsdp_kwargs: passed to ``fully_shard`` for every unit, such as ``reshard_after_forward=True``.
+
+    Raises:
+        ArgumentTypeError: an option of a type that is not understood, or one that ``fully_shard`` does not take.
+        ConfigurationError: options that cannot work.
+    """
+
+    name = "fsdp"
+    shards_modules = True
+
+    def __init__(
+        self,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | str | int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        cpu_offload: Any = None,
+        backward_prefetch: Any = None,
+        mixed_precision: Any = None,
+        activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | Callable[..., object] | None = None,
+        auto_wrap_policy: WrapPolicy = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        device_mesh: "tuple[int, ...] | DeviceMesh | None" = None,
+        start_method: str = "popen",
+        num_nodes: int = 1,
+        **fsdp_kwargs: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+            num_nodes=num_nodes,
+        )
+        check_fsdp_kwargs(fsdp_kwargs)
+        parse_activation_checkpointing(activation_checkpointing)
+        self.cpu_offload = parse_cpu_offload(cpu_offload)
+        self.backward_prefetch = parse_backward_prefetch(backward_prefetch)
+        self.mixed_precision, self._buffer_dtype = parse_mixed_precision(mixed_precision)
+        self.activation_checkpointing = activation_checkpointing
+        self.auto_wrap_policy = check_wrap_policy(auto_wrap_policy)
+        self.sharding_strategy = parse_sharding_strategy(sharding_strategy)
+        self.device_mesh = check_device_mesh(device_mesh, self.sharding_strategy)
+        self.fsdp_kwargs = fsdp_kwargs
+        self._forget()
+
+    # -- what the layers above ask --------------------------------------------------------------------------------
+
+    @property
+    @override
+    def gradients_differ(self) -> bool:
+        return True
+
+    @property
+    @override
+    def casts_in_forward(self) -> bool:
+        return self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None
+
+    @override
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        check_world(self.device_mesh, len(devices) * num_nodes)
+
+    # -- the life of a process ------------------------------------------------------------------------------------
+
+    @override
+    def setup_environment(self, runtime: Runtime | None = None) -> None:
+        super().setup_environment(runtime)
+        check_world(self.device_mesh, self.world_size)
+        if self.cpu_offload is not None and self.root_device.type == "cpu" and self.is_global_zero:
+            warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
+
+    @override
+    def teardown(self) -> None:
+        for doors in self._doors.values():
+            doors.close()
+        self._forget()
+        super().teardown()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # On the way to a rank.
+        return {name: value for name, value in vars(self).items() if name not in ("_doors", "_synced", "_sharded_as")}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._doors: WeakKeyDictionary[nn.Module, Doors] = WeakKeyDictionary()
+        # Whether a backward pass through a prepared module reduces gradients; torch can be told, but not asked.
+        self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        # What became of each parameter that was sharded, for as long as something still holds it.
+        self._sharded_as = WeakTensorKeyDictionary()
+
+    # -- modules and optimizers -----------------------------------------------------------------------------------
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        root = uncompiled(module)
+        units = find_units(root, self.auto_wrap_policy)
+        _refuse_scalars(root)
+        whole = dict(root.named_parameters())
+        self._recompute_activations(root)
+        self._shard(root, units)
+        for name, parameter in root.named_parameters():
+            self._sharded_as[whole[name]] = parameter
+        self._doors[root] = Doors(root, units, self.global_rank)
+        self._synced[root] = True
+        return module
+
+    @override
+    def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
+        own = set() if module is None else set(module.parameters())
+        for optimizer in optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(parameter in self._sharded_as for parameter in parameters):
+                _refuse_optimizer(optimizer, "it holds parameters from before the sharding: stepping changes nothing")
+            if any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
+                _refuse_optimizer(optimizer, "it has state for whole parameters, and these are about to be sharded")
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["params"][:] = [self._sharded_as.get(parameter, parameter) for parameter in group["params"]]
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        root = uncompiled(module)
+        if root not in self._synced:
+            raise UsageError(
+                f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
+                "this module was not set up with FSDP, so that nothing is synchronised in its backward pass",
+                "a module that setup() returned",
+                "model = fabric.setup_module(model) first",
+            )
+        return self._without_sync(root) if enabled else nullcontext()
+
+    @override
+    def backward_syncs(self, module: nn.Module) -> bool:
+        return self._synced.get(uncompiled(module), False)
+
+    @contextmanager
+    def _without_sync(self, root: Any) -> Iterator[None]:
+        before = self._synced[root]
+        self._set_sync(root, False)
+        try:
+            yield
+        finally:
+            self._set_sync(root, before)
+
+    def _set_sync(self, root: Any, sync: bool) -> None:
+        root.set_requires_gradient_sync(sync)
+        self._synced[root] = sync
+
+    def _shard(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        mesh = self._mesh()
+        policy = self.mixed_precision or policy_of_precision(self.runtime.precision)
+        options: dict[str, Any] = {"mesh": mesh, **self._resharding(), **self.fsdp_kwargs}
+        if self.cpu_offload is not None and self.root_device.type != "cpu":
+            options["offload_policy"] = self.cpu_offload
+        self._share_values(root)
+        # The next unit casts its inputs itself: only the whole model's outputs are to have a dtype of their own.
+        inner = replace(policy, output_dtype=None)
+        for unit in units:
+            fully_shard(unit, mp_policy=inner, **options)
+        fully_shard(root, mp_policy=policy, **options)
+        _prefetch_in_backward(root, units, self.backward_prefetch)
+
+    def _resharding(self) -> dict[str, bool]:
+        # What torch does of itself is to free all units but the root, which the backward pass needs first.
+        return {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
+
+    def _mesh(self) -> "DeviceMesh":
+        if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
+            return self.device_mesh
+        sizes = self.device_mesh
+        if sizes is None and self.sharding_strategy == "HYBRID_SHARD":
+            world = self.runtime.world
+            sizes = (world.num_nodes, world.local_world_size)
+        return self.runtime.mesh(sizes or (self.world_size,))
+
+    def _share_values(self, root: nn.Module) -> None:
+        """Give every rank rank 0's values, as DDP does, and buffers the dtype that was asked for."""
+        with torch.no_grad():
+            for tensor in (*root.parameters(), *root.buffers()):
+                if not tensor.is_meta:
+                    tensor.copy_(broadcast(self.runtime.communicator, tensor.detach(), 0, self.root_device))
+        if self._buffer_dtype is not None:
+            for module in root.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.is_floating_point():
+                        setattr(module, name, buffer.to(self._buffer_dtype))
+
+    def _recompute_activations(self, root: nn.Module) -> None:
+        chosen = parse_activation_checkpointing(self.activation_checkpointing)
+        if chosen is None:
+            return
+        found = [module for module in root.modules() if chosen(module)]
+        if not found:
+            present = sorted({type(module).__name__ for module in root.modules()})
+            raise ConfigurationError(
+                f"FSDPStrategy(activation_checkpointing={self.activation_checkpointing!r}) for {type(root).__name__}",
+                "no part of it is chosen",
+                f"classes that it is made of: {', '.join(present)}",
+                "FSDPStrategy(activation_checkpointing=Block)",
+            )
+        for module in found:
+            # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _prefetch_in_backward(root: Any, units: Sequence[Any], ahead: int | None) -> None:
+    """Have each unit gather those that come before it in the forward pass, taken to be in the order of the model."""
+    if ahead is None:
+        return
+    order: list[FSDPModule] = [module for module in root.modules() if module in set(units)]
+    for index, unit in enumerate([*order, root]):
+        # A unit that gathers itself gathers nothing more; an empty list would mean torch's own choice.
+        previous = order[max(0, index - ahead) : index][::-1] if ahead else []
+        unit.set_modules_to_backward_prefetch(previous or [unit])
+
+
+def _refuse_scalars(root: nn.Module) -> None:
+    if scalars := [name for name, parameter in root.named_parameters() if parameter.dim() == 0]:
+        raise ConfigurationError(
+            f"setup({type(root).__name__}) with FSDP",
+            f"a single number cannot be spread over ranks: {', '.join(scalars)}",
+            "parameters of at least one dimension",
+            "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.ones(()))",
+        )
+
+
+def _refuse_optimizer(optimizer: Optimizer, wrong: str) -> None:
+    raise UsageError(
+        f"setup of {type(optimizer).__name__} with FSDP",
+        wrong,
+        "an optimizer without state set up together with its module, or one made from the module that setup() returned",
+        "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
+    )

@@ -1,0 +1,231 @@
+"""The options of FSDPStrategy as users write them, turned into what ``fully_shard`` understands."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.precision import Precision
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+__all__ = [
+    "check_device_mesh",
+    "check_fsdp_kwargs",
+    "check_world",
+    "parse_activation_checkpointing",
+    "parse_backward_prefetch",
+    "parse_cpu_offload",
+    "parse_mixed_precision",
+    "parse_sharding_strategy",
+    "policy_of_precision",
+]
+
+SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+
+# What the strategy itself decides when it shards.
+_OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
+
+
+def parse_sharding_strategy(value: Any) -> str:
+    """One of ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` from its name or torch's ``ShardingStrategy``.
+
+    Raises:
+        ConfigurationError: there is no such strategy.
+    """
+    name = str(getattr(value, "name", value)).upper()
+    if name in SHARDING_STRATEGIES:
+        return name
+    raise ConfigurationError(
+        f"FSDPStrategy(sharding_strategy={value!r})",
+        "replicas without shards are what DDP does" if name == "NO_SHARD" else "there is no such sharding strategy",
+        ", ".join(map(repr, SHARDING_STRATEGIES)),
+        'Fabric(strategy="ddp")' if name == "NO_SHARD" else 'FSDPStrategy(sharding_strategy="FULL_SHARD")',
+    )
+
+
+def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | DeviceMesh | None":
+    """A mesh with as many dimensions as the sharding strategy uses: two (replicas, shards) for ``HYBRID_SHARD``.
+
+    Raises:
+        ArgumentTypeError: it is neither a tuple of sizes nor a ``DeviceMesh``.
+        ConfigurationError: it has another number of dimensions, or a size under 1.
+    """
+    if mesh is None:
+        return None
+    sizes = tuple(mesh) if isinstance(mesh, tuple | list) else getattr(mesh, "shape", None)
+    if not isinstance(sizes, tuple) or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+        raise ArgumentTypeError(
+            f"FSDPStrategy(device_mesh={mesh!r})",
+            f"{type(mesh).__name__} is no mesh",
+            "a tuple of sizes (replicas, shards) for HYBRID_SHARD, or a torch DeviceMesh",
+            'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
+        )
+    dimensions = 2 if sharding_strategy == "HYBRID_SHARD" else 1
+    if len(sizes) != dimensions or min(sizes) < 1:
+        raise ConfigurationError(
+            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={sizes})",
+            f"{sharding_strategy} spreads over {dimensions} dimension(s), and each size is at least 1",
+            "(replicas, shards) for HYBRID_SHARD, (shards,) for the others, or None",
+            'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
+        )
+    return sizes if isinstance(mesh, tuple | list) else mesh
+
+
+def check_world(mesh: "tuple[int, ...] | DeviceMesh | None", world_size: int) -> None:
+    """Raise a ConfigurationError unless the sizes of the mesh multiply to the number of processes."""
+    if mesh is None:
+        return
+    sizes = mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
+    if torch.Size(sizes).numel() == world_size:
+        return
+    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+    meshes = [(world_size // shards, shards) for shards in divisors] if len(sizes) == 2 else [(world_size,)]
+    raise ConfigurationError(
+        f"FSDPStrategy(device_mesh={sizes}) in a job of {world_size} processes",
+        f"a mesh of these sizes has {torch.Size(sizes).numel()} places",
+        f"sizes that divide {world_size}, that is {', '.join(map(str, divisors))}: {', '.join(map(str, meshes))}",
+        f"FSDPStrategy(..., device_mesh={meshes[len(meshes) // 2]})",
+    )
+
+
+def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
+    """The policy of offloading, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    if value is None or value is False:
+        return None
+    # torch.distributed.fsdp takes a second to import.
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if isinstance(value, CPUOffload):
+        value = value.offload_params
+    if isinstance(value, bool):
+        return CPUOffloadPolicy() if value else None
+    if isinstance(value, CPUOffloadPolicy):
+        return value
+    if type(value) is OffloadPolicy:
+        return None
+    raise ArgumentTypeError(
+        f"FSDPStrategy(cpu_offload={value!r})",
+        f"{type(value).__name__} is no policy of offloading",
+        "True, False, None, CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp",
+        "FSDPStrategy(cpu_offload=True)",
+    )
+
+
+def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, torch.dtype | None]":
+    """The policy that was given, or None, and the dtype that floating buffers are to have, or None.
+
+    ``MixedPrecision`` of torch's first FSDP is translated: there the blocks cast their inputs only when asked to; here
+    they do whenever any module does.
+
+    Raises:
+        ArgumentTypeError: it is neither of torch's two classes.
+        ConfigurationError: it asks for gradients that stay in low precision, which FSDP2 has not.
+    """
+    if value is None:
+        return None, None
+    # torch.distributed.fsdp takes a second to import.
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    if isinstance(value, MixedPrecisionPolicy):
+        return value, None
+    if not isinstance(value, MixedPrecision):
+        raise ArgumentTypeError(
+            f"FSDPStrategy(mixed_precision={value!r})",
+            f"{type(value).__name__} is no policy of mixed precision",
+            "MixedPrecisionPolicy or MixedPrecision of torch.distributed.fsdp, or None for what precision says",
+            'Fabric(strategy="fsdp", precision="bf16-mixed")',
+        )
+    if value.keep_low_precision_grads:
+        raise ConfigurationError(
+            "FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True))",
+            "FSDP2 keeps gradients in the dtype of the parameters that the optimizer sees",
+            "keep_low_precision_grads=False",
+            'Fabric(strategy="fsdp", precision="bf16-true") for parameters and gradients in low precision',
+        )
+    policy = MixedPrecisionPolicy(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype,
+        cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
+    )
+    return policy, value.buffer_dtype
+
+
+def policy_of_precision(precision: Precision) -> "MixedPrecisionPolicy":
+    """What a precision means for a sharded module."""
+    # torch.distributed.fsdp takes a second to import.
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        output_dtype=precision.output_dtype,
+    )
+
+
+def parse_backward_prefetch(value: Any) -> int | None:
+    """How many units ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
+
+    ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one unit whole at a time, is 0.
+
+    Raises:
+        ConfigurationError: it is no such number.
+    """
+    numbers = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0}
+    number = numbers.get(getattr(value, "name", value) if not isinstance(value, int) else "", value)
+    if number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 0):
+        return number
+    raise ConfigurationError(
+        f"FSDPStrategy(backward_prefetch={value!r})",
+        "it is no number of units to gather ahead",
+        "BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, an integer from 0, or None",
+        "FSDPStrategy(backward_prefetch=2)",
+    )
+
+
+def parse_activation_checkpointing(value: Any) -> Callable[[nn.Module], object] | None:
+    """Which modules recompute their activations, as a function; from a class, several, a function or None.
+
+    Raises:
+        ArgumentTypeError: it is something else.
+    """
+    if value is None:
+        return None
+    given = value if isinstance(value, Collection) and not isinstance(value, str) else (value,)
+    classes = tuple(one for one in given if isinstance(one, type) and issubclass(one, nn.Module))
+    if classes and len(classes) == len(given):
+        return lambda module: isinstance(module, classes)
+    if callable(value) and not isinstance(value, type):
+        return value
+    raise ArgumentTypeError(
+        f"FSDPStrategy(activation_checkpointing={value!r})",
+        "it names no classes of modules",
+        "a class, a list of classes, or a function (module) -> bool",
+        "FSDPStrategy(activation_checkpointing=Block)",
+    )
+
+
+def check_fsdp_kwargs(fsdp_kwargs: Mapping[str, Any]) -> None:
+    """Raise an ArgumentTypeError for what ``fully_shard`` does not take, or the strategy decides."""
+    if not fsdp_kwargs:
+        return
+    # torch.distributed.fsdp takes a second to import.
+    from torch.distributed.fsdp import fully_shard
+
+    known = set(inspect.signature(fully_shard).parameters) - _OWN_ARGUMENTS
+    if unknown := sorted(set(fsdp_kwargs) - known):
+        raise ArgumentTypeError(
+            f"FSDPStrategy({', '.join(f'{name}={fsdp_kwargs[name]!r}' for name in unknown)})",
+            f"fully_shard takes no {', '.join(unknown)}, or the strategy decides it",
+            ", ".join(sorted(known)),
+            "FSDPStrategy(reshard_after_forward=True), for instance",
+        )
