@@ -164,7 +164,7 @@ class FabricModule(nn.Module):
                 instead,
             )
 
-    def _through_forward(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _through_forward(self, method: MethodType) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with _forward_replaced(self._fabric_original, method):
                 return self(*args, **kwargs)
@@ -244,25 +244,26 @@ def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
 
 
 @contextmanager
-def _forward_replaced(module: nn.Module, method: Callable[..., Any]) -> Any:
+def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
     """Within, the next call of ``module`` runs ``method``; inside of that, ``forward`` is the module's own again."""
     own = module.__dict__.get("forward")
 
-    def restore() -> None:
+    def restore(called: nn.Module) -> None:
         if own is None:
-            module.__dict__.pop("forward", None)
+            called.__dict__.pop("forward", None)
         else:
-            module.__dict__["forward"] = own
+            called.__dict__["forward"] = own
 
-    def once(*args: Any, **kwargs: Any) -> Any:
-        restore()
-        return method(*args, **kwargs)
+    def once(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        restore(called)
+        return method.__func__(called, *args, **kwargs)
 
-    module.__dict__["forward"] = once
+    # A method, so that a replica of the module can have it as one of its own.
+    module.__dict__["forward"] = MethodType(once, module)
     try:
         yield
     finally:
-        restore()
+        restore(module)
 
 
 def _unpickle(module: nn.Module, precision: Precision, device: torch.device, marked: set[str]) -> FabricModule:
