@@ -16,6 +16,8 @@ PRECISIONS = {
 }
 JOBS = {
     "single": {"strategy": "single_device", "devices": 1},
+    "dp-2": {"strategy": "dp", "devices": 2},
+    "dp-3": {"strategy": "dp", "devices": 3},
     "ddp-1": {"strategy": "ddp_forkserver", "devices": 1},
     "ddp-2": {"strategy": "ddp_forkserver", "devices": 2},
     "ddp-3": {"strategy": "ddp_forkserver", "devices": 3},
@@ -35,7 +37,9 @@ def job(request: pytest.FixtureRequest) -> dict[str, object]:
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_the_numbers_are_those_of_the_plain_loop(job: dict[str, object], precision: str, accumulation: int) -> None:
     dtype, autocast, scaled, tolerance = PRECISIONS[precision]
-    expected = plain_loop(dtype, autocast, scaled, accumulation)
+    # float16 gradients of a replica's part are summed in float32: they overflow later than those of a whole batch.
+    parts = int(str(job["devices"])) if scaled and job["strategy"] == "dp" else 1
+    expected = plain_loop(dtype, autocast, scaled, accumulation * parts)
     fabric = Fabric(accelerator="cpu", precision=precision, **job)  # type: ignore[arg-type]
     records: list[Record] = fabric.launch(fabric_loop, dtype, accumulation, return_all=True)
     fabric.teardown()

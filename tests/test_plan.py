@@ -9,9 +9,10 @@ from fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from fabric.environments import SlurmEnvironment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.launchers import ProcessLauncher
-from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 
 TWO_RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 TWO_NODES = {**TWO_RANKS, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", "MASTER_ADDR": "node0"}
 OWN_RANKS = {**TWO_RANKS, "FABRIC_STORE": "file:///nowhere/store"}
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
@@ -52,6 +53,15 @@ def test_a_strategy_name_is_a_row(name: str, method: str, suffix: str) -> None:
     assert isinstance(strategy, DDPStrategy)
     assert strategy.start_method == method
     assert strategy.ddp_kwargs == ({"find_unused_parameters": True} if suffix else {})
+
+
+@pytest.mark.parametrize("env", [{}, ONE_RANK])
+def test_dp_drives_all_devices_from_one_process(env: dict[str, str]) -> None:
+    made = plan(env, devices=3, strategy="dp")
+    assert isinstance(made.strategy, DataParallelStrategy)
+    assert (made.world_size, len(made.devices), made.launcher.name) == (1, 3, "inline")
+    assert made.world is not None
+    assert len(plan(env, strategy="dp").devices) == 1
 
 
 @pytest.mark.parametrize(
@@ -130,6 +140,10 @@ REFUSALS = [
     ({"launcher": "fork"}, TWO_RANKS, ConfigurationError, ["'fork'", "torchrun"]),
     ({"strategy": "single_device", "devices": 2}, {}, ConfigurationError, ["single_device", "2 device(s)"]),
     ({"strategy": SingleDeviceStrategy()}, TWO_RANKS, ConfigurationError, ["single_device"]),
+    ({"strategy": "dp"}, TWO_RANKS, ConfigurationError, ["'dp'", "2 processes", "torchrun", "rank 1"]),
+    ({"strategy": "dp", "devices": 2}, TWO_NODES, ConfigurationError, ["'dp'", "2 node(s)"]),
+    ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["'dp'", "num_nodes=2"]),
+    ({"strategy": "dp", "num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
     ({"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2}, {}, ConfigurationError, ["sync_batchnorm", "CPU"]),
     ({"precision": "16-mixed"}, {"FABRIC_PRECISION": "32"}, ConfigurationError, ["'16-mixed'", "--precision 32"]),
     ({"devices": 2}, {"FABRIC_DEVICES": "4"}, ConfigurationError, ["devices=2", "--devices 4"]),

@@ -1,0 +1,535 @@
+"""Data parallelism in one process: replicas in threads give the numbers of one device."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.accelerators import CPUAccelerator, CUDAAccelerator
+from fabric.errors import ConfigurationError
+from fabric.precision import PRECISIONS
+from fabric.runtime import Runtime
+from fabric.strategies import DataParallelStrategy
+from fabric.strategies.replicas import ThreadedDataParallel
+from fabric.world import World
+from tests.loops import assert_same, fabric_loop, make_model, plain_loop
+from tests.models import Net
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def fabric() -> Iterator[Fabric]:
+    """Two replicas on the CPU."""
+    with make_fabric() as made:
+        yield made
+
+
+def make_fabric(devices: int = 2, **options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", strategy="dp", devices=devices, environment="none", **options)
+
+
+class Calls(nn.Module):
+    """Runs a function in the place of forward; notes what the replicas' threads look like."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def replicated(function: Callable[..., Any], devices: int = 2) -> ThreadedDataParallel:
+    return ThreadedDataParallel(Calls(function), [CPU] * devices)
+
+
+def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(x).pow(2).mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+# -- numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(devices: int, batch: int) -> None:
+    plain = Net().double()
+    x = torch.randn(batch, 4, dtype=torch.float64)
+    with make_fabric(devices, precision="64-true") as fabric:
+        model = fabric.setup(copy.deepcopy(plain))
+        torch.testing.assert_close(model(x), plain(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients(model, x), gradients(plain, x), rtol=1e-10, atol=1e-10)
+
+
+def test_an_empty_batch_runs_on_one_replica(fabric: Fabric) -> None:
+    assert fabric.setup(Net())(torch.empty(0, 4)).shape == (0, 1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_two_runs_are_bit_identical(precision: str) -> None:
+    def run() -> Any:
+        with make_fabric(3, precision=precision) as fabric:
+            return fabric.launch(fabric_loop, torch.float32, 1)
+
+    first = run()
+    for _ in range(5):
+        assert_same(run(), first, 0.0)
+
+
+def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
+    with make_fabric(1) as fabric:
+        assert_same(fabric.launch(fabric_loop, torch.float32, 3), plain_loop(torch.float32, None, False, 3), 0.0)
+
+
+def test_gradients_reach_the_input_and_what_made_it(fabric: Fabric) -> None:
+    plain, x = Net().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    model = fabric.setup(copy.deepcopy(plain))
+    (expected,) = torch.autograd.grad(plain(2 * x).sum(), x)
+    (actual,) = torch.autograd.grad(model(2 * x).sum(), x)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_tied_and_frozen_parameters_stay_so(fabric: Fabric) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)).double()
+    plain[1].weight = plain[0].weight
+    plain[2].requires_grad_(False)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    model = fabric.setup(copy.deepcopy(plain))
+    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+    assert model.module[2].weight.grad is None
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.head = parametrizations.weight_norm(nn.Linear(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0])
+
+
+def test_recurrent_and_parametrized_layers_work(fabric: Fabric) -> None:
+    plain, x = Recurrent().double(), torch.randn(5, 3, 4, dtype=torch.float64)
+    model = fabric.setup(copy.deepcopy(plain))
+    torch.testing.assert_close(gradients(model, x), gradients(plain, x))
+
+
+# -- what a replica sees ------------------------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    thread: int
+    grad: bool
+    inference: bool
+    autocast: bool
+    dtype: torch.dtype
+    computed: torch.dtype
+
+
+def seen_by_replicas(devices: int = 2) -> list[Seen]:
+    """What each replica sees when it is called now."""
+    seen = []
+    together = threading.Barrier(devices, timeout=30)
+
+    def look(x: Tensor) -> Tensor:
+        computed = (x @ x.T).dtype
+        autocast = torch.is_autocast_enabled("cpu")
+        dtype = torch.get_autocast_dtype("cpu")
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        seen.append(Seen(threading.get_ident(), grad, inference, autocast, dtype, computed))
+        together.wait()  # each replica is in a thread of its own, at the same time
+        return x
+
+    replicated(look, devices)(torch.ones(2 * devices, 4))
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_each_replica_has_its_thread_and_the_callers_autocast(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", dtype=dtype):
+        seen = seen_by_replicas(3)
+    assert len({one.thread for one in seen} | {threading.get_ident()}) == 4
+    assert {one[1:] for one in seen} == {(True, False, True, dtype, dtype)}
+    assert not any(one.autocast for one in seen_by_replicas())
+
+
+@pytest.mark.parametrize(
+    ("context", "grad", "inference"),
+    [(torch.no_grad, False, False), (torch.inference_mode, False, True), (torch.enable_grad, True, False)],
+)
+def test_grad_mode_and_inference_mode_hold_in_the_replicas(context: Any, grad: bool, inference: bool) -> None:
+    with context():
+        assert {one[1:3] for one in seen_by_replicas()} == {(grad, inference)}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
+def test_a_mixed_precision_computes_in_16_bits_and_returns_32(precision: str, dtype: torch.dtype) -> None:
+    seen = []
+    with make_fabric(precision=precision) as fabric:
+        model = fabric.setup(Net())
+        model.head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        assert model(torch.randn(5, 4)).dtype == torch.float32
+    assert seen == [dtype, dtype]
+
+
+def test_evaluation_keeps_no_graph(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))).eval()
+    assert not any(module.training for module in model.module.modules())
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        output = model(x)
+    assert not output.requires_grad
+    assert torch.equal(output, model(x))
+
+
+def test_no_thread_is_left_behind(fabric: Fabric) -> None:
+    before = threading.active_count()
+    fabric.setup(Net())(torch.randn(5, 4))
+    assert threading.active_count() == before
+
+
+# -- arguments and outputs ----------------------------------------------------------------------------------------
+
+
+def parts_of(*args: Any, devices: int = 2, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments that each replica was called with, in their order."""
+    wrapper = replicated(lambda: None, devices)
+    inputs, own = wrapper.scatter(args, kwargs, wrapper.device_ids)
+    return list(zip(inputs, own, strict=True))
+
+
+@pytest.mark.parametrize("batch", range(1, 9))
+@pytest.mark.parametrize("devices", [2, 3, 5])
+def test_parts_are_those_of_chunk(batch: int, devices: int) -> None:
+    x = torch.arange(batch)
+    parts = [args[0].tolist() for args, _ in parts_of(x, devices=devices)]
+    assert parts == [part.tolist() for part in x.chunk(devices)]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+def test_nested_arguments_are_split_and_others_shared() -> None:
+    x, scale, marker = torch.arange(5), torch.tensor(3.0), object()
+    parts = parts_of({"x": [x]}, Pair(x, "a"), scale, y=(x, 2), marker=marker, none=None)
+    for (args, kwargs), part in zip(parts, x.chunk(2), strict=True):
+        assert torch.equal(args[0]["x"][0], part)
+        assert isinstance(args[1], Pair)
+        assert torch.equal(args[1].x, part)
+        assert args[2] is scale
+        assert torch.equal(kwargs["y"][0], part)
+        assert (args[1].name, kwargs["y"][1], kwargs["marker"], kwargs["none"]) == ("a", 2, marker, None)
+
+
+def test_a_part_can_be_written_in_place() -> None:
+    x = torch.ones(4, 2, requires_grad=True)
+    replicated(lambda part: part.mul_(3.0))(x * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 2), 6.0))
+
+
+def test_outputs_are_joined_leaf_by_leaf() -> None:
+    def forward(x: Tensor) -> Any:
+        return {"x": [x, Pair(x + 1, "a")], "mean": x.mean(), "none": None, "count": 3}
+
+    x = torch.arange(5.0)
+    output = replicated(forward)(x)
+    assert torch.equal(output["x"][0], x)
+    assert torch.equal(output["x"][1].x, x + 1)
+    assert output["mean"].tolist() == [1.0, 3.5]
+    assert (output["none"], output["count"], output["x"][1].name) == (None, 3, "a")
+
+
+def test_a_scalar_output_becomes_a_vector_with_one_entry_for_each_part() -> None:
+    mean = replicated(torch.mean, 3)
+    assert mean(torch.arange(6.0)).tolist() == [0.5, 2.5, 4.5]
+    assert mean(torch.arange(1.0)).tolist() == [0.0]
+
+
+def test_a_call_without_a_batch_runs_once() -> None:
+    assert replicated(lambda *args: torch.ones(3))(7).shape == (3,)
+    assert replicated(lambda: torch.ones(3))().shape == (3,)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "names"),
+    [
+        (lambda x, y: x, {"x": torch.ones(6), "y": torch.ones(4, 2)}, ["kwargs['x']: (6,)", "kwargs['y']: (4, 2)"]),
+        (lambda x: torch.ones(2, len(x)), {"x": torch.ones(3)}, ["output", "(2, 2), (2, 1)"]),
+        (lambda x: {"n": len(x)}, {"x": torch.ones(3)}, ["output['n']", "replica 0 returned 2", "replica 1 1"]),
+        (lambda x: {len(x): x}, {"x": torch.ones(3)}, ["output[2]", "replica 1"]),
+    ],
+)
+def test_what_cannot_be_split_or_joined_is_an_error_in_four_parts(
+    function: Any, arguments: dict[str, Tensor], names: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        replicated(function)(**arguments)
+    assert all(name in str(caught.value) for name in names), str(caught.value)
+    assert caught.value.wrong
+    assert caught.value.valid
+    assert caught.value.instead
+
+
+def test_an_error_in_a_replica_is_raised_and_names_it() -> None:
+    def forward(x: Tensor) -> Tensor:
+        if 5 in x:
+            raise KeyError("sample 5")
+        return x
+
+    with pytest.raises(KeyError, match="sample 5") as caught:
+        replicated(forward, 3)(torch.arange(6))
+    assert caught.value.__notes__ == ["replica 2 of 3 on cpu raised this on its part of the batch"]
+    with pytest.raises(ZeroDivisionError) as caught_by_all:
+        replicated(lambda x: 1 // 0)(torch.arange(2))
+    assert "replica 0 of 2" in caught_by_all.value.__notes__[0]
+    assert "so did replica 1" in caught_by_all.value.__notes__[0]
+
+
+# -- state --------------------------------------------------------------------------------------------------------
+
+
+def test_buffers_are_those_of_replica_0(fabric: Fabric) -> None:
+    plain, x = nn.BatchNorm1d(4), torch.randn(5, 4)
+    model = fabric.setup(copy.deepcopy(plain))
+    model(x)
+    plain(x[:3])
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+    assert model.num_batches_tracked.item() == 1
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("assigned", torch.zeros(1))
+        self.register_buffer("same", self.assigned)
+        self.register_buffer("nothing", None)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.same is self.assigned
+        self.assigned = self.assigned + len(x)
+        self.calls += 1
+        return x
+
+
+def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> None:
+    model = fabric.setup(Counting())
+    model(torch.ones(5))
+    assert (model.assigned.item(), model.same.item(), model.calls) == (3, 0, 0)
+
+
+def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
+    model, calls = fabric.setup(Net()), []
+    model.register_forward_pre_hook(lambda module, args: calls.append("pre"))
+    model.encoder.register_forward_hook(lambda module, args, output: calls.append("forward"))
+    model.head.register_full_backward_hook(lambda module, inputs, outputs: calls.append("backward"))
+    fabric.backward(model(torch.randn(5, 4)).sum())
+    assert sorted(calls) == ["backward"] * 2 + ["forward"] * 2 + ["pre"] * 2
+
+
+def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
+    model, sums = fabric.setup(Net()), []
+    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: sums.append(parameter.grad.item()))
+    fabric.backward(model(torch.randn(5, 4)).sum())
+    assert sums == [5.0]
+
+
+def test_state_dicts_have_the_users_own_names(fabric: Fabric) -> None:
+    plain = Net()
+    model = fabric.setup(copy.deepcopy(plain))
+    state = fabric.strategy.get_module_state_dict(model._fabric_prepared)
+    assert list(state) == list(model.state_dict()) == list(plain.state_dict())
+    state = {name: torch.zeros_like(value) for name, value in state.items()}
+    fabric.strategy.load_module_state_dict(model._fabric_prepared, state)
+    assert not any(parameter.any() for parameter in model.parameters())
+
+
+def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_path: Any) -> None:
+    model, optimizer = fabric.setup(*make_model())
+    model(torch.randn(5, 5, 4)).sum().backward()
+    optimizer.step()
+    fabric.save(tmp_path / "checkpoint.pt", {"model": model, "optimizer": optimizer})
+    with Fabric(accelerator="cpu", devices=1) as other:
+        loaded, loaded_optimizer = other.setup(*make_model())
+        other.load(tmp_path / "checkpoint.pt", {"model": loaded, "optimizer": loaded_optimizer})
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
+
+
+def test_a_copy_of_the_model_works(fabric: Fabric) -> None:
+    model, x = fabric.setup(Net()), torch.randn(5, 4)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x), model(x))
+    copied(x).sum().backward()
+    assert model.head.weight.grad is None
+
+
+def test_dropout_trains(fabric: Fabric) -> None:
+    model = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)))
+    fabric.backward(model(torch.randn(7, 4)).mean())
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+# -- doors --------------------------------------------------------------------------------------------------------
+
+
+class Noting(Net):
+    """Notes which module its method was called on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[nn.Module] = []
+
+    def score(self, x: Tensor) -> Tensor:
+        self.called.append(self)
+        return self(x)
+
+
+def test_a_marked_method_runs_in_each_replica_on_its_part(fabric: Fabric) -> None:
+    plain, x = Noting(), torch.randn(5, 4)
+    model = fabric.setup(plain)
+    model.mark_forward_method("score")
+    assert torch.equal(model.score(x), model(x))
+    assert len(plain.called) == 2
+    assert plain not in plain.called
+    assert "forward" not in vars(plain)
+
+
+def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> None:
+    plain, x = Net(), torch.randn(5, 4)
+    model = fabric.setup(copy.deepcopy(plain))
+    fabric.backward(model.loss(x))
+    plain.loss(x).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)
+    assert model.training_step(x).shape == (2,)
+
+
+# -- the strategy -------------------------------------------------------------------------------------------------
+
+
+def test_there_is_one_process(fabric: Fabric) -> None:
+    assert (fabric.world_size, fabric.global_rank, fabric.device) == (1, 0, CPU)
+    strategy = fabric.strategy
+    assert (strategy.world_size, strategy.is_distributed, strategy.distributed_sampler_kwargs) == (1, False, None)
+    assert strategy.reduce_boolean_decision(True)
+    assert strategy.broadcast({"a": 1}) == {"a": 1}
+    strategy.barrier("here")
+    assert torch.equal(fabric.all_reduce(torch.ones(3)), torch.ones(3))
+    assert fabric.all_gather(torch.ones(3)).shape == (1, 3)
+    with fabric.no_backward_sync(fabric.setup(Net())):
+        pass
+
+
+def test_loaders_yield_whole_batches(fabric: Fabric) -> None:
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.arange(10)), batch_size=5))
+    assert [len(batch[0]) for batch in loader] == [5, 5]
+
+
+def test_describe_shows_the_replicas(fabric: Fabric) -> None:
+    model = fabric.setup(Net())
+    text = fabric.describe()
+    assert "replicas     2 of each module" in text
+    assert "processes    1 on 1 node" in text
+    assert f"{type(model.module).__name__} in ThreadedDataParallel" in text
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [("mean", [2.0, 3.0]), ("avg", [2.0, 3.0]), ("sum", [4.0, 6.0]), ("min", [1.0, 2.0]), ("PRODUCT", [3.0, 8.0])],
+)
+def test_all_reduce_of_the_strategy_is_over_the_replicas(fabric: Fabric, op: str, expected: list[float]) -> None:
+    fabric.launch()
+    gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    collection = {"loss": [gathered], "scalar": torch.tensor(7.0), "name": "a", "count": 3}
+    reduced = fabric.strategy.all_reduce(collection, reduce_op=op)
+    assert reduced["loss"][0].tolist() == fabric.strategy.reduce(gathered, reduce_op=op).tolist() == expected
+    assert (reduced["scalar"].item(), reduced["name"], reduced["count"]) == (7.0, "a", 3)
+
+
+def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
+    fabric.launch()
+    strategy = fabric.strategy
+    assert strategy.all_reduce(torch.tensor([3, 4], dtype=torch.int32), reduce_op="product").dtype == torch.int32
+    assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
+    losses = torch.tensor([1.0, 3.0], requires_grad=True)
+    strategy.all_reduce(losses).backward()
+    assert losses.grad.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("collection", "op", "names"),
+    [
+        ({"a": torch.ones(3)}, "mean", ["['a'] has shape (3,)", "over 2 replica(s)", "(2, ...)"]),
+        (torch.ones(3, 2), "sum", ["the tensor has shape (3, 2)"]),
+        (torch.ones(2), "median", ["'median'", "'mean'"]),
+        ([torch.tensor([1, 2])], "mean", ["[0]"]),
+    ],
+)
+def test_all_reduce_refuses_what_was_not_gathered_from_the_replicas(
+    fabric: Fabric, collection: Any, op: str, names: list[str]
+) -> None:
+    fabric.launch()
+    with pytest.raises(ConfigurationError) as caught:
+        fabric.strategy.all_reduce(collection, reduce_op=op)
+    assert all(name in str(caught.value) for name in names), str(caught.value)
+
+
+def test_a_compiled_module_is_refused_and_left_as_it_was(fabric: Fabric) -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
+    with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1"):
+        fabric.setup(plain)
+
+
+def test_several_nodes_and_devices_named_twice_are_refused() -> None:
+    strategy, gpu = DataParallelStrategy(), torch.device("cuda", 0)
+    strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=1)
+    with pytest.raises(ConfigurationError, match="2 nodes"):
+        strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=2)
+    with pytest.raises(ConfigurationError, match="named twice"):
+        strategy.check(accelerator=CUDAAccelerator(), devices=(gpu, gpu), num_nodes=1)
+
+
+def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes() -> None:
+    world = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
+    precision = PRECISIONS["32-true"]
+    runtime = Runtime(
+        world=world, accelerator=CPUAccelerator(), devices=(CPU, CPU), precision=precision, connected=False
+    )
+    with pytest.raises(ConfigurationError, match=r"2 processes \(this is rank 1\)"):
+        DataParallelStrategy().setup_environment(runtime)
+
+
+def test_a_strategy_works_without_fabric() -> None:
+    strategy = DataParallelStrategy(CPUAccelerator(), [CPU, CPU, CPU])
+    strategy.setup_environment()
+    wrapper = strategy.setup_module(strategy.module_to_device(Net()))
+    assert isinstance(wrapper, nn.DataParallel)
+    assert wrapper(torch.randn(4, 4)).shape == (4, 1)
+    strategy.teardown()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
+def test_autocast_holds_in_replicas_on_gpus(precision: str, dtype: torch.dtype) -> None:
+    seen: list[torch.dtype] = []
+    with Fabric(accelerator="cuda", devices=2, strategy="dp", precision=precision, environment="none") as fabric:
+        model = fabric.setup(Net())
+        model.head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+        assert type(model._fabric_prepared).__mro__[1] is nn.DataParallel
+        fabric.backward(model(torch.randn(5, 4, device=fabric.device)).mean())
+    assert seen == [dtype, dtype]
