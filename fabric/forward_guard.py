@@ -5,6 +5,10 @@ prepared module before, with synchronisation on. Calling a submodule, a method t
 leaves each rank with its local gradients, silently. The guard watches these doors: what comes out of one gets a hook,
 and a gradient that arrives there while nothing prepared its synchronisation is an error. A direct call is fine
 beside a forward pass through the front door, without gradients, and under ``no_backward_sync``.
+
+The front door is watched as well: torch synchronises in the first backward pass after a forward pass, so that the
+gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
+model, uses nothing up.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,6 +38,7 @@ class ForwardGuard:
     def __init__(self, module: nn.Module, prepared: nn.Module, strategy: Strategy, rank: int) -> None:
         self.inside = False
         self._sync_prepared = False
+        self._reached = False
         self._module, self._prepared, self._strategy, self._rank = module, prepared, strategy, rank
         self._handles = [
             child.register_forward_hook(_DoorHook(self, f"{path}(...)")) for path, child in _callable_parts(module)
@@ -43,17 +48,20 @@ class ForwardGuard:
         """Note a forward pass through the front door, with gradients, that returned ``output``."""
         if self._strategy.backward_syncs(self._prepared):
             self._sync_prepared = True
+            self._watch(output, self._on_front_gradient)
         else:
-            self._watch(output, "model(...) inside no_backward_sync, with backward outside of it")
+            door = "model(...) inside no_backward_sync, with backward outside of it"
+            self._watch(output, partial(self._on_gradient, door))
 
     def after_backward(self) -> None:
-        """Note that a backward pass is over: the next one needs a forward pass of its own."""
-        self._sync_prepared = False
+        """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
+        if self._reached:
+            self._sync_prepared = self._reached = False
 
     def through_door(self, output: Any, door: str) -> None:
         """Note that ``output`` came out of another door than the front one."""
         if not self.inside and torch.is_grad_enabled():
-            self._watch(output, door)
+            self._watch(output, partial(self._on_gradient, door))
 
     def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A user's method whose results are watched."""
@@ -75,13 +83,24 @@ class ForwardGuard:
             handle.remove()
         self._handles.clear()
 
-    def _watch(self, output: Any, door: str) -> None:
+    def _watch(self, output: Any, on_gradient: Callable[[Tensor], None]) -> None:
         def watch(tensor: Tensor) -> Tensor:
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, door))
+                tensor.register_hook(on_gradient)
             return tensor
 
         map_tensors(watch, output)
+
+    def _on_front_gradient(self, grad: Tensor) -> None:
+        if self._sync_prepared:
+            self._reached = True
+        elif self._strategy.backward_syncs(self._prepared):
+            raise UsageError(
+                f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",
+                "gradients are synchronised in the first backward pass after a forward pass; these would stay local",
+                "forward and backward in turns, with all losses of a forward pass in one backward pass",
+                "fabric.backward(loss_a + loss_b)",
+            )
 
     def _on_gradient(self, door: str, grad: Tensor) -> None:
         if self._sync_prepared or not self._strategy.backward_syncs(self._prepared):
