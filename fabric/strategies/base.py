@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric._compat import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, ProcessGroupCommunicator
 from fabric.environments import Environment, detect
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.initialization import created_on
 from fabric.precision import PRECISIONS, Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
@@ -73,6 +74,7 @@ class Strategy(ABC):
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
     ) -> None:
+        _check_checkpoint_io(checkpoint_io)
         self.accelerator = accelerator
         self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
         self.cluster_environment = cluster_environment
@@ -225,11 +227,11 @@ class Strategy(ABC):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole state dict of a prepared or user's module under the user's own names."""
-        return module.state_dict()
+        return uncompiled(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict with the user's own names into a prepared or user's module."""
-        module.load_state_dict(state_dict, strict=strict)
+        uncompiled(module).load_state_dict(state_dict, strict=strict)
 
     def optimizer_step(
         self,
@@ -382,3 +384,15 @@ class ParallelStrategy(Strategy):
             wrong, valid = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
         if wrong:
             raise ConfigurationError(f"{asked}(...)", wrong, valid, f"{asked}() for the defaults")
+
+
+def _check_checkpoint_io(io: Any) -> None:
+    methods = ("save", "load", "remove", "wait")
+    missing = [name for name in methods if isinstance(io, type) or not callable(getattr(io, name, None))]
+    if io is not None and missing:
+        raise ArgumentTypeError(
+            f"checkpoint_io={io!r}",
+            "it is a class, not an object" if isinstance(io, type) else f"it has no method {', '.join(missing)}",
+            "an object with save(state, path), load(path), remove(path) and wait()",
+            "checkpoint_io=fabric.checkpoint.FullCheckpoint()",
+        )

@@ -12,8 +12,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from fabric._compat import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -96,6 +98,7 @@ class DDPStrategy(ParallelStrategy):
         self.ddp_kwargs = ddp_kwargs
         self._wrappers: WeakSet[DistributedDataParallel] = WeakSet()
         self._batchnorms = SyncedBatchNorms()
+        self._averaging: list[RemovableHandle] = []
 
     @property
     @override
@@ -138,7 +141,9 @@ class DDPStrategy(ParallelStrategy):
         averager = PeriodicModelAverager(
             period=self.model_averaging_period, warmup_steps=self._state_of_hook().start_localSGD_iter
         )
-        optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
+        self._averaging.append(
+            optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
+        )
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -174,6 +179,9 @@ class DDPStrategy(ParallelStrategy):
     def teardown(self) -> None:
         self._batchnorms.revert()
         self._wrappers.clear()
+        for handle in self._averaging:
+            handle.remove()
+        self._averaging.clear()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +209,7 @@ class DDPStrategy(ParallelStrategy):
 
     @staticmethod
     def _inner(module: nn.Module) -> nn.Module:
-        return module.module if isinstance(module, DistributedDataParallel) else module
+        return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
 
 
 class _Packed(NamedTuple):

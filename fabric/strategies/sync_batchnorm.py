@@ -1,5 +1,7 @@
 """BatchNorm layers that compute their statistics over all ranks, and the way back."""
 
+from weakref import ref
+
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -12,7 +14,8 @@ class SyncedBatchNorms:
     """The BatchNorm layers that were replaced inside users' modules, so that they can be put back."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        # Weak, so that a model that the user drops is freed.
+        self._replaced: list[tuple[ref[nn.Module], str, nn.Module]] = []
 
     def convert(self, module: nn.Module) -> None:
         """Replace every BatchNorm inside ``module`` by torch's SyncBatchNorm, which shares its parameters and buffers.
@@ -27,19 +30,22 @@ class SyncedBatchNorms:
                 "a module that holds BatchNorm layers",
                 "torch.nn.Sequential(batch_norm)",
             )
-        for parent in module.modules():
-            for name, child in parent.named_children():
-                if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                    self._replaced.append((parent, name, child))
-        for parent, name, child in self._replaced:
-            if parent._modules[name] is child:
-                setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+        found = [
+            (parent, name, child)
+            for parent in module.modules()
+            for name, child in parent.named_children()
+            if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm)
+        ]
+        for parent, name, child in found:
+            setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(child))
+            self._replaced.append((ref(parent), name, child))
 
     def revert(self) -> None:
         """Put the original layers back, with the values that their replacements have now."""
-        for parent, name, original in self._replaced:
-            synced = parent._modules[name]
-            if isinstance(synced, nn.SyncBatchNorm):
+        for reference, name, original in self._replaced:
+            parent = reference()
+            synced = None if parent is None else parent._modules.get(name)
+            if parent is not None and isinstance(synced, nn.SyncBatchNorm):
                 original._parameters, original._buffers = synced._parameters, synced._buffers
                 original.training = synced.training
                 setattr(parent, name, original)
