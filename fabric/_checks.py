@@ -1,12 +1,13 @@
 """What the facade refuses, each with the way out. Nothing here changes anything."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabric._compat import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.module import FabricModule
 
@@ -36,8 +37,15 @@ def refuse_before_launch(asked: str, processes: int) -> NoReturn:
     )
 
 
-def check_function(function: Any, needs_function: bool, start_method: str) -> None:
+def check_function(function: Any, has_arguments: bool, needs_function: bool, start_method: str) -> None:
     """``launch`` got something to run, and got the function rather than what it returned."""
+    if function is None and has_arguments:
+        raise UsageError(
+            "fabric.launch(...) with arguments and no function",
+            "there is nothing that would take them",
+            "fabric.launch(), or a function and then its arguments",
+            "fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
+        )
     if function is None and needs_function:
         raise UsageError(
             "fabric.launch()",
@@ -56,9 +64,10 @@ def check_function(function: Any, needs_function: bool, start_method: str) -> No
 
 def check_module(module: Any, known: Collection[nn.Module]) -> None:
     """A module that can be set up: a torch module, for the first time."""
-    if isinstance(module, FabricModule) or (isinstance(module, nn.Module) and module in known):
+    inner = uncompiled(module) if isinstance(module, nn.Module) else module
+    if isinstance(inner, FabricModule) or (isinstance(inner, nn.Module) and inner in known):
         raise UsageError(
-            f"setup({type(module).__name__})",
+            f"setup({type(inner.module if isinstance(inner, FabricModule) else inner).__name__})",
             "this module has been set up already",
             "one setup for each module",
             "model = fabric.setup(model) once, and the result from then on",
@@ -75,7 +84,7 @@ def check_module(module: Any, known: Collection[nn.Module]) -> None:
 def check_optimizers(optimizers: Sequence[Any], known: Collection[Optimizer], modules: Sequence[nn.Module]) -> None:
     """Optimizers that can be set up: for the first time, each with parameters of a module that is set up."""
     parameters = {id(parameter) for module in modules for parameter in module.parameters()}
-    for optimizer in optimizers:
+    for index, optimizer in enumerate(optimizers):
         if not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError(
                 f"setup of {type(optimizer).__name__} as an optimizer",
@@ -83,7 +92,7 @@ def check_optimizers(optimizers: Sequence[Any], known: Collection[Optimizer], mo
                 "optimizers of torch.optim or subclasses of its Optimizer; a scheduler as scheduler=",
                 "fabric.setup(model, optimizer, scheduler=scheduler)",
             )
-        if optimizer in known:
+        if optimizer in known or any(optimizer is other for other in optimizers[:index]):
             raise UsageError(
                 f"setup of {type(optimizer).__name__}",
                 "this optimizer has been set up already",
@@ -114,15 +123,17 @@ def check_scheduler(scheduler: Any, optimizers: Sequence[Any]) -> None:
         )
 
 
-def check_set_up(asked: str, module: Any, instead: str) -> None:
-    """A module that ``setup`` returned."""
-    if not isinstance(module, FabricModule):
+def check_set_up(asked: str, module: Any, instead: str) -> FabricModule:
+    """A module that ``setup`` returned, whether it was compiled since or not; without what ``torch.compile`` added."""
+    inner = uncompiled(module) if isinstance(module, nn.Module) else module
+    if not isinstance(inner, FabricModule):
         raise ArgumentTypeError(
             f"{asked} with {type(module).__name__}",
             "it is no module that setup() returned",
             "the result of fabric.setup(...) or fabric.setup_module(...)",
             instead,
         )
+    return inner
 
 
 def refuse_backward(tensor: Any) -> NoReturn:
@@ -187,12 +198,14 @@ def check_loggers(loggers: Sequence[Any]) -> None:
         missing = [
             name
             for name in ("log_metrics", "log_hyperparams", "close")
-            if not isinstance(getattr(logger, name, None), Callable)
+            if isinstance(logger, type) or not callable(getattr(logger, name, None))
         ]
         if missing:
             raise ArgumentTypeError(
                 f"Fabric(loggers={logger!r})",
-                f"{type(logger).__name__} has no {', '.join(missing)}",
+                "it is a class, not an object"
+                if isinstance(logger, type)
+                else f"{type(logger).__name__} has no {', '.join(missing)}",
                 "an object with log_metrics(metrics, step), log_hyperparams(params) and close()",
                 "Fabric(loggers=fabric.loggers.CSVLogger())",
             )

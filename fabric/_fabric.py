@@ -9,14 +9,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric import _checks
+from fabric._compat import uncompiled
 from fabric._plan import Plan, resolve
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import FullCheckpoint
@@ -30,6 +32,7 @@ from fabric.errors import UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.initialization import created_on
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
+from fabric.loggers.base import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.runtime import Runtime
@@ -43,6 +46,12 @@ __all__ = ["Fabric"]
 
 O1 = TypeVar("O1", bound=Optimizer)
 O2 = TypeVar("O2", bound=Optimizer)
+S = TypeVar("S", bound=LRScheduler)
+
+# What belongs to one process and does not travel to the ranks.
+_OF_THIS_PROCESS = frozenset(
+    ["_live", "_scaler", "_closed", "_node_group", "_originals", "_modules", "_optimizers", "_guards", "_loaders"]
+)
 
 
 class Fabric:
@@ -99,9 +108,7 @@ class Fabric:
         self._loggers = _checks.as_list(loggers)
         _checks.check_loggers(self._loggers)
         self._seed: dict[str, Any] | None = None
-        self._scaler: LossScaler | None = None
-        self._closed = False
-        self._forget()
+        self._enter_process()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass's own ``run`` is launched in every process of the job when it is called."""
@@ -177,8 +184,6 @@ class Fabric:
         ]
         if plan.world is not None:
             lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
-        if plan.strategy.drives_all_devices:
-            lines.append(f"replicas     {len(plan.devices)} of each module, in this process")
         lines += [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self._modules]
         lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self._optimizers]
         lines += [f"loader       {loader!r}" for loader in self._loaders]
@@ -221,12 +226,15 @@ class Fabric:
         """
         refuse_while_importing_main()
         plan = self._plan
-        _checks.check_function(function, plan.world is None and plan.launcher.runs_function, plan.launcher.name)
+        needs_function = plan.world is None and plan.launcher.runs_function
+        _checks.check_function(function, bool(args or kwargs), needs_function, plan.launcher.name)
+        if self._closed:
+            _checks.refuse_after_teardown("launch()")
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
-        if self._started() and function is None:
+        if self._live is not None and function is None:
             raise UsageError(
                 f"fabric.launch() on rank {plan.world.rank}",
                 "the job has been launched already",
@@ -254,26 +262,31 @@ class Fabric:
         )
 
     def teardown(self) -> None:
-        """Close loggers, the strategy and the process group. Calling it again does nothing."""
+        """Close the strategy, the process group and the loggers. Calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        for guard in self._guards:
-            guard.close()
-        self._forget()
-        if self._started():
-            self.strategy.teardown()
-        for logger in self._loggers:
-            logger.close()
+        # A stack, so that everything is closed even when one of them raises.
+        with ExitStack() as stack:
+            for logger in reversed(self._loggers):
+                stack.callback(logger.close)
+            if self._live is not None:
+                stack.callback(self.strategy.teardown)
+            for guard in self._guards:
+                stack.callback(guard.close)
+            self._live = None
+            self._forget()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, exception: BaseException | None, trace: Any) -> None:
-        if exception is not None and self._started():
-            self.strategy.on_exception(exception)
-        self.teardown()
+        try:
+            if exception is not None and self._live is not None:
+                self.strategy.on_exception(exception)
+        finally:
+            self.teardown()
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -287,6 +300,10 @@ class Fabric:
     def setup(
         self, module: nn.Module, first: O1, second: O2, /, *, scheduler: None = None, move_to_device: bool = True
     ) -> tuple[FabricModule, O1, O2]: ...
+    @overload
+    def setup(
+        self, module: nn.Module, optimizer: O1, /, *, scheduler: S, move_to_device: bool = True
+    ) -> tuple[FabricModule, O1, S]: ...
     @overload
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
@@ -352,6 +369,17 @@ class Fabric:
     @overload
     def setup_dataloaders(
         self,
+        first: DataLoader[Any],
+        second: DataLoader[Any],
+        /,
+        *more: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        uneven: Literal["pad", "drop"] = "pad",
+    ) -> list[FabricDataLoader]: ...
+    @overload
+    def setup_dataloaders(
+        self,
         *loaders: DataLoader[Any],
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
@@ -382,18 +410,19 @@ class Fabric:
         device = runtime.device if move_to_device and runtime.device.type != "cpu" else None
         prepared = []
         for loader in loaders:
-            prepared.append(
-                prepare_dataloader(
-                    loader,
-                    device=device,
-                    uneven=uneven,
-                    shard=use_distributed_sampler,
-                    agree=runtime.agree,
-                    name=str(len(self._loaders)),
-                    **share,
-                )
+            made = prepare_dataloader(
+                loader,
+                device=device,
+                uneven=uneven,
+                shard=use_distributed_sampler,
+                agree=runtime.agree,
+                name=str(self._loaders_made),
+                seed_workers=self._seed is None or self._seed["workers"],
+                **share,
             )
-            self._loaders.append(prepared[-1])
+            self._loaders_made += 1
+            self._loaders[made] = None
+            prepared.append(made)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
@@ -417,15 +446,16 @@ class Fabric:
         return self.strategy.batch_to_device(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
-        """Whether ``obj`` is a module, an optimizer or a loader that this Fabric has set up."""
+        """Whether ``obj`` is a module or loader that ``setup`` returned, or an optimizer that is set up here."""
         if isinstance(obj, Optimizer):
             return obj in self._optimizers
-        return isinstance(obj, FabricModule | FabricDataLoader)
+        return self.unwrap(obj) is not obj
 
     def unwrap(self, obj: Any) -> Any:
         """The user's module of a set-up module, the torch loader of a set-up loader; anything else as it is."""
-        if isinstance(obj, FabricModule):
-            return obj.module
+        inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
+        if isinstance(inner, FabricModule):
+            return inner.module
         return obj.loader if isinstance(obj, FabricDataLoader) else obj
 
     # -- the loop -------------------------------------------------------------------------------------------------
@@ -514,14 +544,11 @@ class Fabric:
             enabled: whether to skip the synchronisation.
         """
         modules = [module] if isinstance(module, nn.Module) or not isinstance(module, Sequence) else module
-        for one in modules:
-            _checks.check_set_up("no_backward_sync", one, "with fabric.no_backward_sync(model, enabled=accumulating):")
-        if len(modules) == 1:
-            return self.strategy.no_backward_sync(modules[0]._fabric_prepared, enabled)
-        stack = ExitStack()
-        for one in modules:
-            stack.enter_context(self.strategy.no_backward_sync(one._fabric_prepared, enabled))
-        return stack
+        instead = "with fabric.no_backward_sync(model, enabled=accumulating):"
+        prepared = [_checks.check_set_up("no_backward_sync", one, instead)._fabric_prepared for one in modules]
+        if len(prepared) == 1:
+            return self.strategy.no_backward_sync(prepared[0], enabled)
+        return self._without_sync(prepared, enabled)
 
     # -- between processes ----------------------------------------------------------------------------------------
 
@@ -686,10 +713,13 @@ class Fabric:
         Args:
             metrics: numbers and tensors of one element, which are read (that waits for the device).
             step: where on the x axis; None leaves it to the logger.
+
+        Raises:
+            ArgumentTypeError: a value is no number; the text names the metric.
         """
         if not self._loggers or not self._is_first():
             return
-        values = {name: value.item() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+        values = metrics_as_floats(metrics)
         for logger in self._loggers:
             logger.log_metrics(values, step)
 
@@ -700,14 +730,15 @@ class Fabric:
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
-            workers: whether loader workers of different processes get different streams, too. Without it worker k has
-                the same stream on every process.
+            workers: whether loader workers of different processes get different streams, in loaders that are set up
+                from now on. Without it worker k has the same stream on every process.
             per_rank: give each process streams of its own.
 
         Returns:
             The seed.
         """
         if seed is None and self._plan.world is not None and self.world_size > 1:
+            self._runtime("seed_everything")
             seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
         rank = 0 if self._plan.world is None else self._plan.world.rank
         chosen = seed_everything(seed, rank=rank, per_rank=per_rank)
@@ -717,28 +748,30 @@ class Fabric:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # What travels to a rank: the plan, without what belongs to the process that launches.
-        plan = replace(self._plan, launcher=InlineLauncher())
-        return {
-            "_plan": plan,
-            "_origin": self._origin,
-            "_callbacks": self._callbacks,
-            "_loggers": self._loggers,
-            "_seed": self._seed,
-        }
+        # What travels to a rank: the plan and what a subclass keeps, without what belongs to the process that launches.
+        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
+        return {**state, "_plan": replace(self._plan, launcher=InlineLauncher())}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__dict__.update(state)
-        self._scaler, self._closed = None, False
+        self._enter_process()
+
+    def _enter_process(self) -> None:
+        """Start with nothing, as a Fabric that was just made, or has just come to a rank."""
+        self._live: Runtime | None = None
+        self._scaler: LossScaler | None = None
+        self._closed = False
+        self._loaders_made = 0
         self._forget()
 
     def _forget(self) -> None:
-        # Weak, so that a model that the user drops is freed.
+        # Weak, so that a model that the user drops is freed; dictionaries where describe() needs the order.
         self._originals: WeakSet[nn.Module] = WeakSet()
-        self._modules: WeakSet[FabricModule] = WeakSet()
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._guards: WeakSet[ForwardGuard] = WeakSet()
-        self._loaders: list[FabricDataLoader] = []
+        self._modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        self._loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
+        self._node_group: Communicator | None = None
 
     def _enter_rank(self, world: World) -> None:
         """Take a place in the job, in a process that was just made for it."""
@@ -749,10 +782,9 @@ class Fabric:
 
     def _runtime(self, asked: str) -> Runtime:
         """The runtime, started now if this process is the whole job or was made by a launcher and calls ``launch``."""
-        strategy = self._plan.strategy
-        if strategy._runtime is not None:
-            return strategy._runtime
-        world = self._plan.world
+        if self._live is not None:
+            return self._live
+        strategy, world = self._plan.strategy, self._plan.world
         if self._closed:
             _checks.refuse_after_teardown(asked)
         if world is None or (world.world_size > 1 and asked != "launch"):
@@ -767,6 +799,7 @@ class Fabric:
             timeout=strategy.timeout,
         )
         strategy.setup_environment(runtime)
+        self._live = runtime
         atexit.register(self._at_exit)
         if self.precision.loss_scaling:
             agree = self._agree_on_overflow if strategy.gradients_differ and world.world_size > 1 else None
@@ -781,9 +814,6 @@ class Fabric:
         if self._plan.world is None:
             _checks.refuse_before_launch(asked, self.world_size)
         return self._plan.world
-
-    def _started(self) -> bool:
-        return self.strategy._runtime is not None
 
     def _is_first(self) -> bool:
         return self._plan.world is None or self._plan.world.rank == 0
@@ -806,8 +836,8 @@ class Fabric:
             sharded=self.strategy.shards_modules,
             casts=not self.strategy.casts_in_forward,
         )
-        self._originals.add(module)
-        self._modules.add(model)
+        self._originals.add(uncompiled(module))
+        self._modules[model] = None
         return model
 
     def _setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -818,7 +848,7 @@ class Fabric:
             self.strategy.setup_optimizer(optimizer)
             if self._scaler is not None:
                 self._scaler.register(optimizer)
-            self._optimizers.add(optimizer)
+            self._optimizers[optimizer] = None
 
     def _checkpoint(self, asked: str) -> JobCheckpoint:
         communicator = self._communicator(asked)
@@ -829,7 +859,7 @@ class Fabric:
 
         return JobCheckpoint(
             communicator,
-            strategy.checkpoint_io or FullCheckpoint(),
+            FullCheckpoint() if strategy.checkpoint_io is None else strategy.checkpoint_io,
             module_state=lambda module: strategy.get_module_state_dict(_prepared(module)),
             load_module=load_module,
             scaler=self._scaler,
@@ -838,7 +868,16 @@ class Fabric:
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         return all_reduce(self._communicator("step"), found, parse_reduce_op("max"))
 
+    @contextmanager
+    def _without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(self.strategy.no_backward_sync(module, enabled))
+            yield
+
     def _node_communicator(self, communicator: Communicator) -> Communicator:
+        if self._node_group is not None:
+            return self._node_group
         nodes = communicator.gather_objects(self.node_rank)
         groups = [
             communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
@@ -846,11 +885,12 @@ class Fabric:
         ]
         own = [group for group in groups if group is not None]
         assert len(own) == 1, "a process is on one node"
+        self._node_group = own[0]
         return own[0]
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting where this one will never come.
-        if getattr(sys, "last_value", None) is not None and self._started():
+        if getattr(sys, "last_value", None) is not None and self._live is not None:
             self.strategy.runtime.abort()
         self.teardown()
 
@@ -862,7 +902,9 @@ def _origin(plan: Plan) -> str:
 
 
 def _prepared(module: nn.Module) -> nn.Module:
-    return module._fabric_prepared if isinstance(module, FabricModule) else module
+    """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
+    inner = uncompiled(module)
+    return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
 
 
 def _prepared_name(model: FabricModule) -> str:
@@ -890,7 +932,7 @@ def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
-        if self._started():
+        if self._live is not None:
             return run(self, *args, **kwargs)
         if self._plan.world is None and not self._plan.launcher.runs_function:
             self.launch()

@@ -33,6 +33,7 @@ def prepare_dataloader(
     shard: bool = True,
     agree: Agree | None = None,
     name: str = "0",
+    seed_workers: bool = True,
 ) -> FabricDataLoader:
     """Deal a loader's samples to the ranks and move its batches; the user's loader stays as it is.
 
@@ -46,7 +47,8 @@ def prepare_dataloader(
       left alone when it has a true attribute ``shards_itself``. All ranks have to iterate it in the same order. Its
       worker processes have the same streams on every rank, from a base seed that is agreed on; without workers only
       what its ``__iter__`` draws before it returns is agreed on, so it should shuffle by epoch (``set_epoch``).
-    - Workers of map-style datasets have streams of their own on each rank, those of rank 0 exactly torch's.
+    - Workers of map-style datasets have streams of their own on each rank, those of rank 0 exactly torch's, unless
+      ``seed_workers`` is false.
 
     Args:
         loader: a DataLoader, or an object of a subclass.
@@ -61,6 +63,7 @@ def prepare_dataloader(
             epoch as ``agree(key, state)``, in the same sequence on all ranks, it returns what rank 0 passed.
             ``None``: the states are taken to be the same. Not called when nothing random is drawn.
         name: tells the loaders of a job apart in the keys; the same on all ranks, another for each loader.
+        seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random states.
 
     Raises:
         ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -82,7 +85,7 @@ def prepare_dataloader(
     else:
         dealt = False
         course = _follow_indices(prepared, (rank, num_replicas) if shard else None, uneven, agree, name)
-    if rank > 0 and loader.num_workers > 0 and not dealt:
+    if seed_workers and rank > 0 and loader.num_workers > 0 and not dealt:
         object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
     return FabricDataLoader(prepared, original=loader, course=course, start=start, device=device)
 
