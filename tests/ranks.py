@@ -8,8 +8,9 @@ from fabric import Fabric
 
 def run_in_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
     """What ``function(fabric, *args)`` returned in each of several processes, by rank."""
-    fabric = Fabric(accelerator="cpu", devices=ranks, **{"strategy": "ddp_forkserver", **options})
-    return fabric.launch(function, *args, return_all=True)
+    # The block closes what a single rank, which is this process, has opened.
+    with Fabric(accelerator="cpu", devices=ranks, **{"strategy": "ddp_forkserver", **options}) as fabric:
+        return fabric.launch(function, *args, return_all=True)
 
 
 def outcome(action: Callable[[], Any]) -> str:

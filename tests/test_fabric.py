@@ -1,0 +1,561 @@
+"""The facade in one process: what it refuses, what it does without launch(), and what it leaves behind (nothing)."""
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from fabric import Fabric
+from fabric._plan import resolve
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    FabricError,
+    UsageError,
+)
+from fabric.loggers import CSVLogger
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from fabric.world import World
+from tests.models import Net
+
+
+def single(**options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, environment="none", **options)
+
+
+def several() -> Fabric:
+    return Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn", environment="none")
+
+
+def sgd(module: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def enter(context: AbstractContextManager[Any]) -> None:
+    with context:
+        pass
+
+
+def assert_four_parts(error: FabricError, *names: str) -> None:
+    assert all(name in str(error) for name in names), str(error)
+    assert error.asked
+    assert error.wrong
+    assert error.valid
+    assert error.instead
+
+
+BEFORE_LAUNCH: dict[str, Callable[[Fabric], Any]] = {
+    "device": lambda fabric: fabric.device,
+    "global_rank": lambda fabric: fabric.global_rank,
+    "local_rank": lambda fabric: fabric.local_rank,
+    "node_rank": lambda fabric: fabric.node_rank,
+    "setup": lambda fabric: fabric.setup(Net()),
+    "setup_module": lambda fabric: fabric.setup_module(Net()),
+    "setup_optimizers": lambda fabric: fabric.setup_optimizers(sgd(Net())),
+    "setup_dataloaders": lambda fabric: fabric.setup_dataloaders(DataLoader([1])),
+    "init_module": lambda fabric: fabric.init_module(),
+    "init_tensor": lambda fabric: fabric.init_tensor(),
+    "to_device": lambda fabric: fabric.to_device(torch.ones(1)),
+    "autocast": lambda fabric: fabric.autocast(),
+    "all_reduce": lambda fabric: fabric.all_reduce(1.0),
+    "all_gather": lambda fabric: fabric.all_gather(1.0),
+    "broadcast": lambda fabric: fabric.broadcast(1.0),
+    "barrier": lambda fabric: fabric.barrier(),
+    "reduce_boolean_decision": lambda fabric: fabric.reduce_boolean_decision(True),
+    "rank_zero_first": lambda fabric: enter(fabric.rank_zero_first()),
+    "save": lambda fabric: fabric.save("nowhere.pt", {}),
+    "load": lambda fabric: fabric.load("nowhere.pt"),
+    "load_raw": lambda fabric: fabric.load_raw("nowhere.pt", Net()),
+}
+
+
+@pytest.mark.parametrize("asked", BEFORE_LAUNCH)
+def test_what_needs_the_processes_is_refused_before_launch(asked: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        BEFORE_LAUNCH[asked](several())
+    assert_four_parts(caught.value, f"fabric.{asked}", "2 processes", "fabric.launch()")
+
+
+@dataclass
+class Things:
+    """What the refused calls are made with: a model and its optimizer that are set up, and others that are not."""
+
+    fabric: Fabric
+    net: Net
+    model: Any
+    optimizer: torch.optim.SGD
+    other: torch.optim.SGD
+    path: Path
+
+    def no_grad(self) -> None:
+        with torch.no_grad():
+            self.fabric.backward(self.model(torch.ones(1, 4)).sum())
+
+    def truncated(self) -> None:
+        self.fabric.save(self.path, {"model": self.model})
+        self.path.write_bytes(self.path.read_bytes()[:-200])
+        self.fabric.load(self.path, {"model": self.model})
+
+    def missing_key(self) -> None:
+        self.fabric.save(self.path, {"model": self.model})
+        self.fabric.load(self.path, {"model": self.model, "epoch": 0})
+
+    def twice(self) -> None:
+        self.fabric.launch()
+        self.fabric.launch()
+
+
+REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]] = {
+    "setup twice": (lambda t: t.fabric.setup(t.net), UsageError, ["Net", "already"]),
+    "setup of a result": (lambda t: t.fabric.setup(t.model), UsageError, ["Net", "already"]),
+    "setup compiled": (lambda t: t.fabric.setup(torch.compile(t.net)), UsageError, ["Net", "already"]),
+    "setup of no module": (lambda t: t.fabric.setup(t.other), ArgumentTypeError, ["SGD", "no torch.nn.Module"]),
+    "optimizer first": (lambda t: t.fabric.setup_optimizers(t.other), UsageError, ["SGD", "the module first"]),
+    "optimizer of another": (lambda t: t.fabric.setup(Net(), t.other), UsageError, ["none of its parameters"]),
+    "optimizer twice": (lambda t: t.fabric.setup_optimizers(t.optimizer), UsageError, ["already"]),
+    "same optimizer": (lambda t: setup_with_one_optimizer_twice(t.fabric), UsageError, ["already"]),
+    "scheduler as optimizer": (
+        lambda t: t.fabric.setup_optimizers(StepLR(t.optimizer, 1)),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        ["StepLR", "scheduler="],
+    ),
+    "scheduler of another": (
+        lambda t: setup_with_scheduler_of(t.fabric, t.optimizer),
+        ArgumentTypeError,
+        ["scheduler=StepLR", "no scheduler of an optimizer"],
+    ),
+    "backward detached": (lambda t: t.fabric.backward(torch.ones(2)), ConfigurationError, ["(2,)", "no gradient"]),
+    "backward no_grad": (Things.no_grad, ConfigurationError, ["torch.no_grad()"]),
+    "backward float": (lambda t: t.fabric.backward(0.5), ArgumentTypeError, ["backward(0.5)", "loss.item()"]),  # type: ignore[arg-type]
+    "launch of a result": (lambda t: t.fabric.launch(3), ArgumentTypeError, ["int", "not fabric.launch(main(1, 2))"]),  # type: ignore[arg-type]
+    "launch without a function": (lambda t: several().launch(), UsageError, ["'spawn'", "fabric.launch(main)"]),
+    "launch with arguments": (lambda t: t.fabric.launch(None, 3), UsageError, ["no function", "main, 1, 2"]),
+    "launch twice": (Things.twice, UsageError, ["launched already"]),
+    "run": (lambda t: t.fabric.run(), UsageError, ["Fabric.run()", "subclass"]),
+    "clip a plain module": (
+        lambda t: t.fabric.clip_gradients(t.net, t.optimizer, max_norm=1.0),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        ["clip_gradients with Net"],
+    ),
+    "clip another optimizer": (
+        lambda t: t.fabric.clip_gradients(t.model, t.other, max_norm=1.0),
+        UsageError,
+        ["SGD", "not been set up"],
+    ),
+    "clip without a limit": (
+        lambda t: t.fabric.clip_gradients(t.model, t.optimizer),
+        ConfigurationError,
+        ["clip_val", "max_norm"],
+    ),
+    "accumulate on a plain module": (
+        lambda t: t.fabric.no_backward_sync([t.model, t.net]),  # type: ignore[list-item]
+        ArgumentTypeError,
+        ["no_backward_sync with Net"],
+    ),
+    "reduction": (lambda t: t.fabric.all_reduce(1.0, reduce_op="avrg"), ConfigurationError, ["'avrg'", "'mean'"]),
+    "broadcast": (lambda t: t.fabric.broadcast(1, src=1), ConfigurationError, ["src=1"]),
+    "wrong logger": (lambda t: single(loggers=print), ArgumentTypeError, ["log_metrics", "CSVLogger()"]),
+    "logger class": (lambda t: single(loggers=CSVLogger), ArgumentTypeError, ["it is a class"]),
+    "environment class": (
+        lambda t: Fabric(accelerator="cpu", environment=Recorded),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        ["Recorded", "no environment"],
+    ),
+    "checkpoint_io class": (lambda t: DDPStrategy(checkpoint_io=dict), ArgumentTypeError, ["it is a class"]),
+    "checkpoint_io": (lambda t: SingleDeviceStrategy(checkpoint_io="x"), ArgumentTypeError, ["save", "wait"]),
+    "metric": (
+        lambda t: single(loggers=CSVLogger(t.path)).log("loss", torch.ones(2)),
+        ArgumentTypeError,
+        ["'loss'", "(2,)"],
+    ),
+    "hook": (
+        lambda t: single(callbacks=SimpleNamespace(on_end=3)).call("on_end"),
+        ArgumentTypeError,
+        ["on_end", "int", "SimpleNamespace"],
+    ),
+    "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
+    "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
+    "plain loader": (
+        lambda t: t.fabric.save(t.path, {"loader": DataLoader([1])}),
+        ArgumentTypeError,
+        ["state['loader']", "setup_dataloaders"],
+    ),
+    "seed": (lambda t: t.fabric.seed_everything(-1), ConfigurationError, ["-1"]),
+}
+
+
+def setup_with_one_optimizer_twice(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    fabric.setup(net, optimizer, optimizer)
+
+
+def setup_with_scheduler_of(fabric: Fabric, optimizer: torch.optim.Optimizer) -> None:
+    net = Net()
+    fabric.setup(net, sgd(net), scheduler=StepLR(optimizer, 1))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_work_is_refused_in_four_parts(name: str, tmp_path: Path) -> None:
+    action, error, names = REFUSALS[name]
+    with single() as fabric:
+        net = Net()
+        model, optimizer = fabric.setup(net, sgd(net))
+        things = Things(fabric, net, model, optimizer, sgd(Net()), tmp_path / "state.pt")
+        with pytest.raises(error) as caught:
+            action(things)
+    assert_four_parts(caught.value, *names)
+
+
+def test_a_missing_checkpoint_names_its_path_and_what_is_there(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.save(tmp_path / "last.pt", {"step": 1})
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            fabric.load(tmp_path / "lasst.pt")
+    assert str(tmp_path / "lasst.pt") in caught.value.asked
+    assert str(tmp_path / "last.pt") in caught.value.instead
+
+
+def test_one_device_needs_no_launch() -> None:
+    fabric = single()
+    net = Net()
+    model, optimizer = fabric.setup(net, sgd(net))
+    before = net.head.weight.detach().clone()
+    fabric.backward(model(torch.ones(2, 4)).pow(2).mean())
+    assert fabric.clip_gradients(model, optimizer, max_norm=1.0) > 0
+    optimizer.step()
+    assert not torch.equal(before, net.head.weight)
+    assert fabric.all_reduce({"loss": 2.0, "n": 3}, reduce_op="sum") == {"loss": 2.0, "n": 3}
+    assert fabric.all_gather(torch.ones(2)).shape == (1, 2)
+    assert fabric.broadcast({"x": 1}) == {"x": 1}
+    assert fabric.reduce_boolean_decision(True)
+    fabric.barrier("end")
+    fabric.teardown()
+
+
+def test_setup_returns_what_it_was_given_in_order() -> None:
+    with single() as fabric:
+        net, loaders = Net(), [DataLoader([1]), DataLoader([2])]
+        optimizers = [sgd(net), sgd(net)]
+        scheduler = StepLR(optimizers[1], 1)
+        model, *rest = fabric.setup(net, *optimizers, scheduler=scheduler)
+        assert model.module is net
+        assert all(mine is theirs for mine, theirs in zip(rest, [*optimizers, scheduler], strict=True))
+        other = sgd(net)
+        assert fabric.setup_optimizers(other) is other
+        assert [loader.original for loader in fabric.setup_dataloaders(*loaders)] == loaders
+
+
+class Recorder:
+    """A logger and a callback that note what reaches them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.seen.append((dict(metrics), step))
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        self.seen.append(params)
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+    def on_step(self, step: int, loss: float = 0.0) -> None:
+        self.seen.append((step, loss))
+
+
+class Failing(Recorder):
+    def close(self) -> None:
+        raise OSError("disk full")
+
+
+def test_the_end_of_the_block_closes_and_a_second_teardown_does_nothing() -> None:
+    logger = Recorder()
+    with single(loggers=logger, strategy="ddp") as fabric:
+        fabric.barrier()
+        assert torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized()
+    fabric.teardown()
+    assert logger.seen == ["closed"]
+
+
+@pytest.mark.parametrize("asked", ["setup", "all_reduce", "device"])
+def test_a_torn_down_fabric_is_refused(asked: str) -> None:
+    fabric = single()
+    fabric.barrier()
+    fabric.teardown()
+    with pytest.raises(UsageError) as caught:
+        BEFORE_LAUNCH[asked](fabric)
+    assert_four_parts(caught.value, f"fabric.{asked}", "teardown()")
+
+
+def test_a_torn_down_fabric_launches_nothing() -> None:
+    fabric = several()
+    fabric.teardown()
+    with pytest.raises(UsageError, match="teardown"):
+        fabric.launch(print)
+
+
+def test_everything_is_closed_even_when_one_logger_fails() -> None:
+    last = Recorder()
+    fabric = single(loggers=[Failing(), last], strategy="ddp")
+    fabric.barrier()
+    with pytest.raises(OSError, match="disk full"):
+        fabric.teardown()
+    assert last.seen == ["closed"]
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_exception_in_the_block_lets_go_of_the_group_and_passes() -> None:
+    def failing() -> None:
+        with single(strategy="ddp") as fabric:
+            fabric.barrier()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert not torch.distributed.is_initialized()
+
+
+def test_hooks_are_gone_after_teardown() -> None:
+    net = Net()
+    with single(strategy="ddp") as fabric:
+        fabric.setup(net)
+        assert net.encoder._forward_hooks
+    assert not any(module._forward_hooks for module in net.modules())
+
+
+def test_a_strategy_object_serves_one_fabric_at_a_time() -> None:
+    strategy = SingleDeviceStrategy()
+    with single(strategy=strategy) as first:
+        first.barrier()
+        with pytest.raises(UsageError) as caught:
+            single(strategy=strategy, precision="16-mixed").setup(Net())
+        assert_four_parts(caught.value, "a strategy object of its own")
+    with single(strategy=strategy, precision="16-mixed") as second:
+        second.setup(Net())
+        assert "loss scale" in second.describe()
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_what_the_user_drops_is_freed(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
+        net, data = Net(), Net()
+        model, optimizer = fabric.setup(net, sgd(net))
+        loader = fabric.setup_dataloaders(DataLoader([1, 2], collate_fn=data))
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        watched = [weakref.ref(one) for one in (net, model, optimizer, loader, data)]
+        del net, model, optimizer, loader, data
+        gc.collect()
+        assert [one() for one in watched] == [None] * 5
+        assert "Net" not in fabric.describe()
+
+
+def test_is_wrapped_and_unwrap() -> None:
+    with single() as fabric:
+        net, plain = Net(), DataLoader([1])
+        model, optimizer = fabric.setup(net, sgd(net))
+        loader = fabric.setup_dataloaders(plain)
+        compiled = torch.compile(model, backend="eager")
+        assert all(fabric.is_wrapped(one) for one in (model, optimizer, loader, compiled))
+        assert not any(fabric.is_wrapped(one) for one in (net, sgd(net), plain, 3))
+        assert fabric.unwrap(model) is net
+        assert fabric.unwrap(compiled) is net
+        assert isinstance(fabric.unwrap(loader), DataLoader)
+        assert fabric.unwrap(net) is net
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_compiled_model_is_clipped_accumulated_and_saved_like_any(strategy: str, when: str, tmp_path: Path) -> None:
+    with single(strategy=strategy) as fabric:
+        net = Net()
+        model, optimizer = fabric.setup(torch.compile(net, backend="eager") if when == "before" else net, sgd(net))
+        model = model if when == "before" else torch.compile(model, backend="eager")
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(torch.ones(1, 4)).sum())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        fabric.save(tmp_path / "state.pt", {"model": model})
+        assert list(torch.load(tmp_path / "state.pt", weights_only=True)["model"]) == list(net.state_dict())
+        expected = net.head.bias.detach().clone()
+        nn.init.zeros_(net.head.bias)
+        fabric.load(tmp_path / "state.pt", {"model": model})
+        assert torch.equal(net.head.bias, expected)
+
+
+def test_describe_tells_what_was_resolved_and_set_up_in_order() -> None:
+    with single(precision="16-mixed", strategy="ddp") as fabric:
+        models = [fabric.setup(nn.Linear(1, 1)), fabric.setup(Net())]
+        loader = fabric.setup_dataloaders(DataLoader([1]))
+        text = fabric.describe()
+    assert text.index("Linear in DistributedDataParallel") < text.index("Net in DistributedDataParallel")
+    assert all(part in text for part in ("cpu", "DDPStrategy", "16-mixed", "rank 0", "FabricDataLoader", "65536"))
+    assert len(models) == 2
+    assert loader is not None
+
+
+def test_callbacks_are_called_in_order_and_those_without_the_hook_are_passed_over() -> None:
+    first, second = Recorder(), Recorder()
+    single(callbacks=[first, object(), second]).call("on_step", 3, loss=0.5)
+    assert first.seen == second.seen == [(3, 0.5)]
+
+
+def test_metrics_reach_every_logger_as_numbers(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with single(loggers=[CSVLogger(tmp_path), recorder]) as fabric:
+        assert isinstance(fabric.logger, CSVLogger)
+        fabric.log_dict({"loss": torch.tensor(0.5), "epoch": 2}, step=7)
+        fabric.log("lr", 0.1)
+    assert recorder.seen == [({"loss": 0.5, "epoch": 2.0}, 7), ({"lr": 0.1}, None), "closed"]
+    rows = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().split()
+    assert rows == ["step,loss,epoch,lr", "7,0.5,2.0,", ",,,0.1"]
+
+
+class Loop(Fabric):
+    def __init__(self, factor: int, **options: Any) -> None:
+        super().__init__(accelerator="cpu", environment="none", **options)
+        self.factor = factor
+
+    def run(self, number: int, *, plus: int = 0) -> int:
+        return self.factor * number + plus + self.all_reduce(self.global_rank, reduce_op="sum")
+
+
+class Doubled(Loop):
+    def run(self, number: int, *, plus: int = 0) -> int:
+        return 2 * super().run(number, plus=plus)
+
+
+def test_run_of_a_subclass_returns_its_result() -> None:
+    with Loop(3, devices=1) as loop:
+        assert loop.run(4, plus=1) == 13
+        assert loop.run(1) == 3
+    with Doubled(3, devices=1) as doubled:
+        assert doubled.run(4, plus=1) == 26
+
+
+def test_launch_runs_a_function_here_and_returns_its_result() -> None:
+    with single() as fabric:
+        assert fabric.launch(lambda own, x, y=0: (own is fabric, x + y), 1, y=2) == (True, 3)
+        assert fabric.launch(lambda own: own.world_size, return_all=True) == [1]
+        assert fabric.launch(lambda own: 5, return_result=False) is None
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-true", "16-mixed"])
+def test_modules_and_tensors_are_made_in_the_dtype_of_the_precision(precision: str) -> None:
+    with single(precision=precision) as fabric:
+        with fabric.init_module():
+            net = Net()
+        with fabric.init_tensor():
+            made = torch.ones(2), torch.ones(2, dtype=torch.int32)
+    expected = fabric.precision.param_dtype or torch.float32
+    assert (net.head.weight.dtype, net.steps.dtype, made[0].dtype) == (expected, torch.int64, expected)
+    assert made[1].dtype is torch.int32
+    assert torch.ones(1).dtype is torch.float32
+
+
+def test_an_empty_init_draws_nothing() -> None:
+    with single() as fabric:
+        before = torch.get_rng_state()
+        with fabric.init_module(empty_init=True):
+            Net()
+        assert torch.equal(torch.get_rng_state(), before)
+        with fabric.init_module():
+            Net()
+        assert not torch.equal(torch.get_rng_state(), before)
+
+
+def test_to_device_keeps_the_type_of_a_collection() -> None:
+    with single() as fabric:
+        net = Net()
+        assert fabric.to_device(net) is net
+        moved = fabric.to_device({"x": [torch.ones(1)], "pair": (torch.zeros(1), "text"), "n": 3})
+    assert moved == {"x": [torch.ones(1)], "pair": (torch.zeros(1), "text"), "n": 3}
+
+
+class Recorded:
+    """An environment whose launcher is recorded instead of running."""
+
+    name = "recorded"
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        return self._world
+
+
+def test_an_environment_that_is_passed_says_who_this_is() -> None:
+    world = World(rank=5, local_rank=1, node_rank=1, world_size=8, local_world_size=4, address="node0", port=2900)
+    fabric = Fabric(accelerator="cpu", environment=Recorded(world))
+    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (5, 1, 1, 8)
+    assert not fabric.is_global_zero
+    assert "2 node(s), by recorded" in fabric.describe()
+
+
+def test_nodes_with_different_numbers_of_processes_count_every_process() -> None:
+    world = World(rank=4, local_rank=1, node_rank=1, world_size=5, local_world_size=2, port=2900)
+    assert resolve(accelerator="cpu", environment=Recorded(world), env={}).world_size == 5
+
+
+def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with Fabric(accelerator="cpu", strategy="ddp") as fabric:
+        fabric.launch()
+        assert "by torchrun" in fabric.describe()
+        net = Net()
+        model, optimizer = fabric.setup(net, sgd(net))
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        assert fabric.all_reduce(torch.ones(1)).item() == 1
+
+
+def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise() -> None:
+    with single(strategy="ddp") as fabric:
+        model = fabric.setup(Net())
+        first, second = model(torch.ones(1, 4)).sum(), model(torch.ones(2, 4)).sum()
+        fabric.backward(first)
+        with pytest.raises(UsageError) as caught:
+            fabric.backward(second)
+        assert_four_parts(caught.value, "second backward pass", "Net", "loss_a + loss_b")
+        fabric.backward(model(torch.ones(1, 4)).sum())
+
+
+def test_a_backward_pass_of_another_model_uses_nothing_up() -> None:
+    with single(strategy="ddp") as fabric:
+        generator, critic = fabric.setup(Net()), fabric.setup(nn.Linear(1, 1))
+        fake = generator(torch.ones(2, 4)) + generator.encoder(torch.ones(2, 4)).sum()
+        fabric.backward(critic(fake.detach()).sum())
+        fabric.backward(critic(fake).sum())
+        assert generator.module.encoder.weight.grad is not None
+
+
+def test_a_context_that_is_never_entered_changes_nothing() -> None:
+    with single(strategy="ddp") as fabric:
+        models = [fabric.setup(Net()), fabric.setup(Net())]
+        context = fabric.no_backward_sync(models)
+        assert fabric.strategy.backward_syncs(models[0]._fabric_prepared)
+        with context:
+            assert not fabric.strategy.backward_syncs(models[1]._fabric_prepared)
+
+
+def test_seeding_gives_the_same_numbers_again() -> None:
+    fabric = single()
+    assert fabric.seed_everything(3) == 3
+    drawn = torch.rand(2)
+    fabric.seed_everything(3)
+    assert torch.equal(drawn, torch.rand(2))
+    assert 0 <= fabric.seed_everything() < 2**32

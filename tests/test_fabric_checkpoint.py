@@ -1,0 +1,277 @@
+"""Checkpoints through the facade, on one and on several ranks: exact continuation, and failures that reach all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.checkpoint import FullCheckpoint
+from fabric.errors import CheckpointError
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+STEPS, SAVED_AT = 13, 6  # 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
+
+
+@dataclass
+class Run:
+    """What one rank did: its losses, and where it ended."""
+
+    losses: list[float]
+    rate: float
+    parameters: list[Tensor]
+    scaling: str
+    stream: float
+
+
+def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
+    """Everything that a training loop holds, with dropout and random streams of each rank's own."""
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, optimizer, scheduler = fabric.setup(net, optimizer, scheduler=StepLR(optimizer, 2, 0.5))
+    data = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
+    loader = fabric.setup_dataloaders(DataLoader(TensorDataset(data), batch_size=3, shuffle=True))
+    fabric.seed_everything(seed, per_rank=True)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "step": 0}
+
+
+def train(fabric: Fabric, path: Path, resume: bool) -> Run:
+    state = parts(fabric, seed=9 if resume else 1)
+    if resume:
+        fabric.load(path, state)
+    model, optimizer = state["model"], state["optimizer"]
+    losses = []
+    while state["step"] < STEPS:
+        for (x,) in state["loader"]:
+            loss = (model(x) - 1).pow(2).mean()
+            fabric.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            state["scheduler"].step()
+            state["step"] += 1
+            losses.append(loss.item())
+            if state["step"] == SAVED_AT and not resume:
+                fabric.save(path, state)
+            if state["step"] == STEPS:
+                break
+    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    scaling = fabric.describe().partition("loss scale")[2]
+    return Run(losses, optimizer.param_groups[0]["lr"], parameters, scaling, torch.rand(1).item())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
+def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
+    ranks: int, precision: str, tmp_path: Path
+) -> None:
+    whole, resumed = (
+        run_in_ranks(train, tmp_path / "state.pt", resume, ranks=ranks, precision=precision) for resume in (False, True)
+    )
+    for before, after in zip(whole, resumed, strict=True):
+        assert after.losses == before.losses[SAVED_AT:]
+        assert (after.rate, after.scaling, after.stream) == (before.rate, before.scaling, before.stream)
+        assert all(map(torch.equal, after.parameters, before.parameters))
+    assert len({run.stream for run in whole}) == ranks
+    assert (whole[0].scaling != "") is (precision == "16-mixed")
+
+
+def test_a_run_on_one_device_resumes_bit_for_bit(tmp_path: Path) -> None:
+    runs = []
+    for resume in (False, True):
+        with single() as fabric:
+            runs.append(train(fabric, tmp_path / "state.pt", resume))
+    assert runs[1].losses == runs[0].losses[SAVED_AT:]
+    assert all(map(torch.equal, runs[1].parameters, runs[0].parameters))
+
+
+def single(**options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, environment="none", **options)
+
+
+def values(net: nn.Module) -> list[float]:
+    return [parameter.sum().item() for parameter in net.parameters()]
+
+
+def load_alone(fabric: Fabric, path: Path) -> tuple[list[float], bool]:
+    net = Net()
+    torch.manual_seed(4)
+    expected = torch.rand(1)
+    torch.manual_seed(4)
+    fabric.load(path, {"model": fabric.setup(net)}, strict=False)
+    return values(net), torch.equal(torch.rand(1), expected)
+
+
+def save_model(fabric: Fabric, path: Path) -> list[float]:
+    torch.manual_seed(1)
+    net = Net()
+    fabric.save(path, {"model": fabric.setup(net), "epoch": 2})
+    return values(net)
+
+
+def test_another_number_of_ranks_loads_the_model_and_leaves_the_random_streams(tmp_path: Path) -> None:
+    expected = run_in_ranks(save_model, tmp_path / "two.pt")[0]
+    assert run_in_ranks(load_alone, tmp_path / "two.pt", ranks=1) == [(expected, True)]
+    with single() as fabric:
+        save_model(fabric, tmp_path / "one.pt")
+    assert run_in_ranks(load_alone, tmp_path / "one.pt") == [(expected, True)] * 2
+
+
+def filter_that_fails_on_one(fabric: Fabric, path: Path) -> tuple[str, str]:
+    model = fabric.setup(Net())
+
+    def keep(name: str, value: Any) -> bool:
+        if fabric.global_rank == 1:
+            raise LookupError("no such prefix")
+        return True
+
+    fabric.save(path, {"model": model, "epoch": 1})
+    text = outcome(lambda: fabric.save(path, {"model": model, "epoch": 2}, filter={"model": keep}))
+    state = {"epoch": 0}
+    fabric.load(path, state)
+    return text, str(state["epoch"])
+
+
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_old_file_survives(tmp_path: Path) -> None:
+    first, second = run_in_ranks(filter_that_fails_on_one, tmp_path / "state.pt")
+    assert first[0].startswith("CheckpointError")
+    assert "on rank 0" in first[0]
+    assert "it failed on rank 1 of 2: LookupError: no such prefix" in first[0]
+    assert second[0].startswith("LookupError")
+    assert first[1] == second[1] == "1"
+    assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+def writer_that_fails(fabric: Fabric, path: Path) -> str:
+    path.mkdir(exist_ok=True)
+    fabric.barrier()
+    return outcome(lambda: fabric.save(path, {"epoch": 1}))
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for text in run_in_ranks(writer_that_fails, tmp_path / "folder"):
+        assert text.startswith("CheckpointError")
+        assert "folder" in text
+
+
+def unreadable_on_one(fabric: Fabric, path: Path) -> tuple[str, bool]:
+    net = Net()
+    model = fabric.setup(net)
+    fabric.save(path, {"model": model})
+    nn.init.zeros_(net.head.bias)
+    own = path if fabric.global_rank == 0 else path.with_name("elsewhere.pt")
+    return outcome(lambda: fabric.load(own, {"model": model})), net.head.bias.item() == 0
+
+
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
+    (first, unchanged), (second, unchanged_too) = run_in_ranks(unreadable_on_one, tmp_path / "state.pt")
+    assert "it failed on rank 1 of 2: CheckpointNotFoundError" in first
+    assert "elsewhere.pt" in first
+    assert second.startswith("CheckpointNotFoundError")
+    assert unchanged
+    assert unchanged_too
+
+
+def test_a_filter_keeps_entries_and_strict_off_loads_what_there_is(tmp_path: Path) -> None:
+    with single() as fabric:
+        net = Net()
+        model = fabric.setup(net)
+        head, encoder = net.head.bias.item(), net.encoder.weight.detach().clone()
+        fabric.save(tmp_path / "s.pt", {"model": model}, filter={"model": lambda name, _: not name.startswith("head")})
+        nn.init.zeros_(net.encoder.weight)
+        with pytest.raises(CheckpointError, match=r"head\.weight"):
+            fabric.load(tmp_path / "s.pt", {"model": model})
+        assert not net.encoder.weight.any()
+        fabric.load(tmp_path / "s.pt", {"model": model, "epoch": 3}, strict=False)
+    assert torch.equal(net.encoder.weight, encoder)
+    assert net.head.bias.item() == head
+
+
+def test_what_was_not_asked_for_is_returned_and_without_a_state_everything(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.save(tmp_path / "s.pt", {"model": fabric.setup(Net()), "epoch": 3, "best": [0.5, 1]})
+        state = {"epoch": 0}
+        rest = fabric.load(tmp_path / "s.pt", state)
+        assert state == {"epoch": 3}
+        assert set(rest) == {"model", "best"}
+        assert set(fabric.load(tmp_path / "s.pt")) == {"model", "best", "epoch"}
+
+
+def test_random_streams_stay_when_asked(tmp_path: Path) -> None:
+    with single() as fabric:
+        fabric.save(tmp_path / "s.pt", {"epoch": 1})
+        drawn = torch.rand(1)
+        fabric.load(tmp_path / "s.pt", {"epoch": 0}, rng=False)
+        assert not torch.equal(torch.rand(1), drawn)
+        fabric.load(tmp_path / "s.pt", {"epoch": 0})
+        assert torch.equal(torch.rand(1), drawn)
+
+
+def load_bare(fabric: Fabric, path: Path) -> list[float]:
+    net = Net()
+    fabric.load_raw(path, fabric.setup(net))
+    return values(net)
+
+
+def test_a_bare_state_dict_of_plain_torch_is_loaded_raw(tmp_path: Path) -> None:
+    net = Net()
+    torch.save(net.state_dict(), tmp_path / "bare.pt")
+    assert run_in_ranks(load_bare, tmp_path / "bare.pt") == [values(net)] * 2
+    with single() as fabric:
+        assert load_bare(fabric, tmp_path / "bare.pt") == values(net)
+
+
+class Suffixed:
+    """A format of the user's own: fabric's, under another name, and only on the rank that writes."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        self.saved.append(path.name)
+        FullCheckpoint().save(state, path.with_suffix(".own"))
+
+    def load(self, path: Path) -> dict[str, Any]:
+        return FullCheckpoint().load(path.with_suffix(".own"))
+
+    def remove(self, path: Path) -> None:
+        FullCheckpoint().remove(path.with_suffix(".own"))
+
+    def wait(self) -> None:
+        pass
+
+
+def save_and_load(fabric: Fabric, path: Path) -> tuple[int, int]:
+    fabric.save(path, {"epoch": 4})
+    state = {"epoch": 0}
+    fabric.load(path, state)
+    return state["epoch"], len(fabric.strategy.checkpoint_io.saved)
+
+
+def test_a_format_of_the_users_own_is_written_by_the_first_rank(tmp_path: Path) -> None:
+    strategy = DDPStrategy(start_method="forkserver", checkpoint_io=Suffixed())
+    assert run_in_ranks(save_and_load, tmp_path / "s.pt", strategy=strategy) == [(4, 1), (4, 0)]
+    with single(strategy=SingleDeviceStrategy(checkpoint_io=Suffixed())) as fabric:
+        assert save_and_load(fabric, tmp_path / "t.pt") == (4, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["s.own", "t.own"]
+
+
+def test_a_loss_scale_is_ignored_where_there_is_none_and_kept_where_the_file_has_none(tmp_path: Path) -> None:
+    with single(precision="16-mixed") as fabric:
+        fabric.save(tmp_path / "scaled.pt", {"epoch": 1})
+    with single() as fabric:
+        fabric.load(tmp_path / "scaled.pt", {"epoch": 0})
+        fabric.save(tmp_path / "plain.pt", {"epoch": 1})
+    with single(precision="16-mixed") as fabric:
+        fabric.load(tmp_path / "plain.pt", {"epoch": 0})
+        assert fabric.describe().endswith("65536")
