@@ -184,6 +184,8 @@ class Fabric:
         ]
         if plan.world is not None:
             lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
+        if plan.strategy.drives_all_devices:
+            lines.append(f"replicas     {len(plan.devices)} of each module, in this process")
         lines += [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self._modules]
         lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self._optimizers]
         lines += [f"loader       {loader!r}" for loader in self._loaders]

@@ -19,7 +19,7 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
-from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
 __all__ = ["Plan", "resolve"]
@@ -42,6 +42,7 @@ _DDP = {
 }
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "single_device": SingleDeviceStrategy,
+    "dp": DataParallelStrategy,
     **_DDP,
     **{name + _UNUSED_SUFFIX: partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
     "fsdp": FSDPStrategy,
@@ -131,6 +132,8 @@ def resolve(
         environment = _same("environment", environment, named.cluster_environment)
     found = _find_environment(environment, env)
     world = None if found is None else found[1]
+    if named is not None and _drives_all_devices(named):
+        _check_one_process(named, given["num_nodes"], found)
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], named, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
@@ -305,11 +308,11 @@ def _parse_devices(
                 f"Fabric(devices={devices!r}) and a strategy without parallel_devices",
             )
         parsed = own
-    elif devices == "auto" and found is not None:
+    elif devices == "auto" and found is not None and not _drives_all_devices(strategy):
         return _devices_of_environment(accelerator, found)
     else:
         parsed = accelerator.parse_devices(devices)
-    if found is not None and not (strategy is not None and strategy.drives_all_devices):
+    if found is not None and not _drives_all_devices(strategy):
         environment, world = found
         if len(parsed) != world.local_world_size:
             raise ConfigurationError(
@@ -319,6 +322,27 @@ def _parse_devices(
                 'Fabric(devices="auto")',
             )
     return parsed
+
+
+def _drives_all_devices(strategy: Strategy | None) -> bool:
+    return strategy is not None and strategy.drives_all_devices
+
+
+def _check_one_process(strategy: Strategy, num_nodes: Any, found: tuple[Environment, World] | None) -> None:
+    """Refuse several processes or nodes under a strategy that drives all devices from one process."""
+    asked = ""
+    if found is not None and found[1].world_size > 1:
+        world = found[1]
+        asked = f"{world.world_size} processes on {world.num_nodes} node(s) by {found[0].name} (rank {world.rank})"
+    elif str(num_nodes).strip().isdigit() and int(num_nodes) > 1:
+        asked = f"num_nodes={num_nodes}"
+    if asked:
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} with {asked}",
+            "it drives all devices of one node from one process, and each process would train on its own",
+            "one process: the script started by itself, or torchrun with --nproc-per-node 1",
+            f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
+        )
 
 
 def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> tuple[torch.device, ...]:
