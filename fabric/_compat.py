@@ -20,6 +20,7 @@ __all__ = [
     "full_tensor",
     "in_backward",
     "local_tensor",
+    "max_over_shards",
     "reduce_scatter_into",
     "uncompiled",
     "unscale_and_check",
@@ -105,6 +106,19 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
     whole = getattr(tensor, "full_tensor", None)
     return tensor if whole is None else whole()
+
+
+def max_over_shards(value: Tensor, sharded: Tensor) -> Tensor:
+    """Collective for a DTensor: the largest ``value`` of shape ``()`` over the ranks that ``sharded`` is spread over.
+
+    Like :func:`local_tensor` it takes a tensor for a DTensor by its attributes.
+    """
+    mesh = getattr(sharded, "device_mesh", None)
+    if mesh is None:
+        return value
+    from torch.distributed.tensor import DTensor, Partial  # takes a second to import; here it has been
+
+    return DTensor.from_local(value, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def in_backward() -> bool:

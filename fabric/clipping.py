@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fabric._compat import full_tensor
+from fabric._compat import full_tensor, local_tensor, max_over_shards
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 
 __all__ = ["check_clipping", "clip_gradients"]
@@ -51,7 +52,7 @@ def clip_gradients(
     """
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    norm = full_tensor(nn.utils.get_total_norm(grads, norm_type))
+    norm = _total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(
             "clip_gradients(...)",
@@ -64,6 +65,23 @@ def clip_gradients(
     elif clip_val is not None and grads:
         nn.utils.clip_grad_value_(with_grad, clip_val)
     return norm
+
+
+def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
+    if not math.isinf(norm_type) or all(local_tensor(grad) is grad for grad in grads):
+        return full_tensor(nn.utils.get_total_norm(grads, norm_type))
+    # A shard may be empty, which has no infinity norm; and a maximum over ranks may lose what is not a number.
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for grad in grads:
+        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
+    norms = [max_over_shards(_largest([local_tensor(grad) for grad in group]), group[0]) for group in by_mesh.values()]
+    return _largest(norms)
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    maxima = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
+    largest = torch.stack([maximum.to(maxima[0].device) for maximum in maxima]).max()
+    return largest.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 def _is_positive(value: object, allow_infinite: bool = False) -> bool:

@@ -51,7 +51,7 @@ class Runtime:
         self._communicator: Communicator | None = None
         self._store: dist.Store | None = None
         self._owns_group = False
-        self._meshes: dict[tuple[int, ...], dist.DeviceMesh] = {}
+        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     @property
     def communicator(self) -> Communicator:
@@ -99,14 +99,16 @@ class Runtime:
             abort_process_group()
         self._communicator = self._store = None
 
-    def mesh(self, sizes: tuple[int, ...]) -> dist.DeviceMesh:
-        """The processes of the job in rank order as a mesh of ``sizes``, the last of which varies fastest.
+    def mesh(self, **sizes: int) -> dist.DeviceMesh:
+        """The processes of the job in rank order as a mesh of named sizes, the last of which varies fastest.
 
-        Collective the first time that a shape is asked for; the same object from then on.
+        Collective the first time that a mesh is asked for; the same object from then on.
         """
-        if sizes not in self._meshes:
-            self._meshes[sizes] = dist.init_device_mesh(self.device.type, sizes)
-        return self._meshes[sizes]
+        key = tuple(sizes.items())
+        if key not in self._meshes:
+            mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            self._meshes[key] = mesh
+        return self._meshes[key]
 
     def agree(self, key: str, value: bytes) -> bytes:
         """Rank 0's value for ``key``, on every rank.

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fabric import Fabric, _compat
 
@@ -22,6 +23,24 @@ def group():
     yield store
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def test_a_backward_pass_is_noticed_from_inside():
+    seen = []
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda grad: seen.append(_compat.in_backward()))
+    seen.append(_compat.in_backward())
+    x.sum().backward()
+    seen.append(_compat.in_backward())
+    assert seen == [False, True, False]
+
+
+def test_the_largest_value_over_shards_is_a_plain_tensor(group):
+    value, mesh = torch.tensor(3.0), dist.init_device_mesh("cpu", (1,))
+    assert _compat.max_over_shards(value, torch.ones(2)) is value
+    sharded = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+    assert type(_compat.max_over_shards(value, sharded)) is torch.Tensor
+    assert _compat.max_over_shards(value, sharded) == 3
 
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():

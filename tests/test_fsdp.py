@@ -152,7 +152,7 @@ def clipped(fabric: Fabric, norm_type: float) -> tuple[bool, float, Tensor]:
     return type(norm) is Tensor and norm.shape == (), norm.item(), after
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_the_norm_is_that_of_the_whole_gradient(norm_type: float) -> None:
     model, _ = make_model()
     model(torch.ones(2, 5, 4)).sum().backward()

@@ -24,6 +24,7 @@ JOBS = {
     "fsdp-1": {"strategy": "fsdp", "launcher": "forkserver", "devices": 1},
     "fsdp-2": {"strategy": "fsdp", "launcher": "forkserver", "devices": 2},
     "fsdp-3": {"strategy": "fsdp", "launcher": "forkserver", "devices": 3},
+    "fsdp-4": {"strategy": "fsdp", "launcher": "forkserver", "devices": 4},
 }
 
 

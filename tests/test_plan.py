@@ -9,7 +9,7 @@ from fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from fabric.environments import SlurmEnvironment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.launchers import ProcessLauncher
-from fabric.strategies import DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 TWO_RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -62,6 +62,13 @@ def test_dp_drives_all_devices_from_one_process(env: dict[str, str]) -> None:
     assert (made.world_size, len(made.devices), made.launcher.name) == (1, 3, "inline")
     assert made.world is not None
     assert len(plan(env, strategy="dp").devices) == 1
+
+
+@pytest.mark.parametrize(("name", "offloads"), [("fsdp", False), ("fsdp_cpu_offload", True)])
+def test_fsdp_has_a_row_with_and_without_offloading(name: str, offloads: bool) -> None:
+    strategy = plan(devices=2, strategy=name).strategy
+    assert isinstance(strategy, FSDPStrategy)
+    assert (strategy.cpu_offload is not None) is offloads
 
 
 @pytest.mark.parametrize(

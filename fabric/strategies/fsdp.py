@@ -261,11 +261,11 @@ class FSDPStrategy(ParallelStrategy):
     def _mesh(self) -> "DeviceMesh":
         if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
             return self.device_mesh
-        sizes = self.device_mesh
-        if sizes is None and self.sharding_strategy == "HYBRID_SHARD":
-            world = self.runtime.world
-            sizes = (world.num_nodes, world.local_world_size)
-        return self.runtime.mesh(sizes or (self.world_size,))
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return self.runtime.mesh(shards=self.world_size)
+        world = self.runtime.world
+        replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
+        return self.runtime.mesh(replicas=replicas, shards=shards)
 
     def _share_values(self, root: nn.Module) -> None:
         """Give every rank rank 0's values, as DDP does, and buffers the dtype that was asked for."""

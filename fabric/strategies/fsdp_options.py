@@ -74,7 +74,16 @@ def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | D
             "(replicas, shards) for HYBRID_SHARD, (shards,) for the others, or None",
             'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
         )
-    return sizes if isinstance(mesh, tuple | list) else mesh
+    if isinstance(mesh, tuple | list):
+        return sizes
+    if dimensions == 2 and not mesh.mesh_dim_names:
+        raise ConfigurationError(
+            f"FSDPStrategy(device_mesh={mesh!r})",
+            "its dimensions have no names, which torch needs to tell replicas from shards",
+            "a mesh with mesh_dim_names, the replicas first",
+            f'init_device_mesh({mesh.device_type!r}, {sizes}, mesh_dim_names=("replicas", "shards"))',
+        )
+    return mesh
 
 
 def check_world(mesh: "tuple[int, ...] | DeviceMesh | None", world_size: int) -> None:

@@ -1,0 +1,184 @@
+"""The options of FSDP, each on real processes where it changes what they do."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+
+from fabric import Fabric
+from fabric._plan import resolve
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.strategies import FSDPStrategy
+from tests.loops import Block, Record, Transformer, assert_same, fabric_loop, plain_loop
+from tests.ranks import outcome
+from tests.test_fsdp import in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def small_units(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | nn.LayerNorm) and type(module).__name__ in ("Linear", "LayerNorm")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (3, {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "device_mesh": (3,)}),
+        (4, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}),
+        (2, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}),
+        (2, {"sharding_strategy": "HYBRID_SHARD"}),
+        (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}),
+        (2, {"backward_prefetch": BackwardPrefetch.BACKWARD_POST, "auto_wrap_policy": small_units}),
+        (2, {"backward_prefetch": 2, "auto_wrap_policy": {Block, nn.LayerNorm}}),
+        (2, {"auto_wrap_policy": 200, "activation_checkpointing": nn.LayerNorm}),
+        (2, {"activation_checkpointing": [Block]}),
+        (2, {"activation_checkpointing": Block, "sharding_strategy": "SHARD_GRAD_OP"}),
+        (2, {"reshard_after_forward": True}),
+        (2, {"cpu_offload": True}),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_no_option_changes_the_numbers(ranks: int, options: dict[str, Any], accumulation: int) -> None:
+    expected = plain_loop(torch.float64, None, False, accumulation)
+    records: list[Record] = in_ranks(
+        fabric_loop, torch.float64, accumulation, ranks=ranks, precision="64-true", **options
+    )
+    for record in records:
+        assert_same(record, expected, 1e-10)
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+class Dtypes(nn.Module):
+    """Notes what its block sees, and returns it next to an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.register_buffer("scale", torch.ones(4))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+            self.seen.append(x.dtype)
+        return x, index
+
+
+def dtypes(fabric: Fabric) -> list[torch.dtype]:
+    model = fabric.setup(Dtypes())
+    outputs = model(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
+    fabric.backward(outputs[0].float().sum())
+    gradient = model.blocks[0].weight.grad
+    return [*model.seen, *(output.dtype for output in outputs), gradient.dtype, model.scale.dtype]
+
+
+F32, BF16, F16, INT = torch.float32, torch.bfloat16, torch.float16, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("precision", "mixed_precision", "expected"),
+    [
+        ("32-true", None, [F32, F32, F32, INT, F32, F32]),
+        ("bf16-true", None, [BF16, BF16, BF16, INT, BF16, BF16]),
+        ("bf16-mixed", None, [BF16, BF16, F32, INT, F32, F32]),
+        ("16-mixed", None, [F16, F16, F32, INT, F32, F32]),
+        ("bf16-mixed", MixedPrecisionPolicy(), [F32, F32, F32, INT, F32, F32]),
+        ("32-true", MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F16), [BF16, BF16, F16, INT, F32, F32]),
+        ("32-true", MixedPrecision(param_dtype=BF16, buffer_dtype=F16), [BF16, BF16, BF16, INT, F32, F16]),
+    ],
+)
+def test_every_tensor_has_the_dtype_of_the_precision(
+    precision: str, mixed_precision: Any, expected: list[torch.dtype]
+) -> None:
+    assert in_ranks(dtypes, precision=precision, mixed_precision=mixed_precision) == [expected] * 2
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "names"),
+    [
+        ({"reshard": True}, ArgumentTypeError, ["reshard=True", "reshard_after_forward"]),
+        ({"mp_policy": None}, ArgumentTypeError, ["mp_policy", "strategy decides"]),
+        ({"cpu_offload": "yes"}, ArgumentTypeError, ["cpu_offload='yes'", "CPUOffloadPolicy"]),
+        ({"backward_prefetch": -1}, ConfigurationError, ["-1", "BACKWARD_PRE"]),
+        ({"backward_prefetch": "PRE"}, ConfigurationError, ["'PRE'", "BACKWARD_PRE"]),
+        ({"mixed_precision": "bf16"}, ArgumentTypeError, ["'bf16'", "MixedPrecisionPolicy"]),
+        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, ConfigurationError, ["bf16-true"]),
+        ({"activation_checkpointing": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
+        ({"activation_checkpointing": [3]}, ArgumentTypeError, ["[3]"]),
+        ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "classes"]),
+        ({"sharding_strategy": "ZERO"}, ConfigurationError, ["'ZERO'", "'SHARD_GRAD_OP'"]),
+        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ConfigurationError, ["NO_SHARD", "DDP"]),
+        ({"device_mesh": (2, 2)}, ConfigurationError, ["FULL_SHARD", "(2, 2)"]),
+        ({"device_mesh": 4}, ArgumentTypeError, ["device_mesh=4"]),
+        ({"device_mesh": (0, 2), "sharding_strategy": "HYBRID_SHARD"}, ConfigurationError, ["(0, 2)"]),
+        ({"start_method": "thread"}, ConfigurationError, ["'thread'"]),
+    ],
+)
+def test_wrong_options_are_refused_at_construction(
+    arguments: dict[str, Any], error: type[FabricError], names: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        FSDPStrategy(**arguments)
+    assert all(name in str(caught.value) for name in names), str(caught.value)
+    assert caught.value.valid
+    assert caught.value.instead
+
+
+def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch() -> None:
+    strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
+        resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
+    assert "1, 2, 3, 6" in caught.value.valid
+    assert "(3, 2)" in caught.value.valid
+
+
+@pytest.mark.parametrize(
+    ("given", "offloads"),
+    [(True, True), (CPUOffload(offload_params=True), True), (CPUOffloadPolicy(), True), (False, False), (None, False)],
+)
+def test_offloading_can_be_spelled_as_torch_does(given: Any, offloads: bool) -> None:
+    assert (FSDPStrategy(cpu_offload=given).cpu_offload is not None) is offloads
+
+
+def test_offloading_on_the_cpu_warns() -> None:
+    with pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"), one_process(cpu_offload=True):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "make", "names"),
+    [
+        ({"activation_checkpointing": nn.Conv2d}, Transformer, ["Conv2d", "Block"]),
+        ({"auto_wrap_policy": {nn.Conv2d}}, Transformer, ["Conv2d", "Block"]),
+        ({}, lambda: nn.ParameterList([nn.Parameter(torch.ones(()))]), ["0", "nn.Parameter(torch.ones(1))"]),
+    ],
+)
+def test_a_model_that_does_not_fit_the_options_is_refused(
+    options: dict[str, Any], make: Callable[[], nn.Module], names: list[str]
+) -> None:
+    with one_process(**options) as fabric:
+        text = outcome(lambda: fabric.setup(make()))
+    assert text.startswith("ConfigurationError")
+    assert all(name in text for name in names)
+
+
+def one_process(**options: Any) -> Fabric:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=FSDPStrategy(**options))
+    fabric.launch()
+    return fabric

@@ -1,0 +1,108 @@
+"""Which parts of a model become units, found without any process."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.strategies.wrapping import check_wrap_policy, find_units
+from tests.loops import Block, Transformer
+
+
+def names(root: nn.Module, policy: object = None) -> set[str]:
+    units = find_units(root, check_wrap_policy(policy))
+    return {name for name, module in root.named_modules() if module in units}
+
+
+class Layers(nn.Module):
+    """Blocks as lists of parts that are called one by one, as some models keep them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.GELU()]) for _ in range(2)])
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = Block(), Block(), nn.Linear(8, 1)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        self.head.weight = self.embedding.weight
+        self.blocks[2].mlp[0].weight = self.blocks[1].mlp[0].weight
+
+
+@pytest.mark.parametrize(
+    ("model", "units"),
+    [
+        (Transformer(), {"blocks.0", "blocks.1"}),
+        (Layers(), {"layers.0.0", "layers.1.0"}),
+        (Attributes(), {"first", "second"}),
+        (
+            nn.Transformer(8, 2, 2, 2, 8, batch_first=True),
+            {"encoder.layers.0", "encoder.layers.1", "decoder.layers.0", "decoder.layers.1"},
+        ),
+        (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), set()),
+        (nn.Sequential(Block(), Block()), {"0", "1"}),
+        (nn.Linear(2, 2), set()),
+        (Tied(), {"blocks.0"}),
+        (nn.ModuleList([Block()] * 3), set()),
+    ],
+)
+def test_repeated_blocks_are_found(model: nn.Module, units: set[str]) -> None:
+    assert names(model) == units
+
+
+def test_classes_choose_units_inner_before_outer() -> None:
+    model = Transformer()
+    assert names(model, Block) == {"blocks.0", "blocks.1"}
+    units = find_units(model, check_wrap_policy({Block, nn.LayerNorm}))
+    assert units.index(model.blocks[0].norm) < units.index(model.blocks[0])
+    assert len(units) == 4
+
+
+def test_a_size_counts_what_no_inner_unit_holds() -> None:
+    assert names(Transformer(), 500) == {"blocks.0", "blocks.1"}
+    assert names(Transformer(), 200) == {
+        f"blocks.{index}{part}" for index in (0, 1) for part in ("", ".attention", ".mlp")
+    } - {"blocks.0", "blocks.1"}
+    assert names(Transformer(), 10**6) == set()
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda module: isinstance(module, Block),
+        ModuleWrapPolicy({Block}),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=500),
+    ],
+)
+def test_a_function_chooses_units(policy: object) -> None:
+    assert names(Transformer(), policy) == {"blocks.0", "blocks.1"}
+
+
+def test_a_policy_that_parts_a_shared_parameter_names_it() -> None:
+    with pytest.raises(ConfigurationError, match=r"blocks\.1\.mlp\.0\.weight and blocks\.2\.mlp\.0\.weight"):
+        names(Tied(), {Block})
+    with pytest.raises(ConfigurationError, match=r"embedding\.weight and head\.weight"):
+        names(Tied(), {nn.Embedding})
+
+
+def test_classes_that_do_not_occur_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Conv2d") as caught:
+        names(Transformer(), {nn.Conv2d})
+    assert "Block" in caught.value.valid
+
+
+@pytest.mark.parametrize("policy", ["Block", 0, True, 1.5, [3], int, torch.Tensor, []])
+def test_what_is_no_policy_is_refused(policy: object) -> None:
+    with pytest.raises(ArgumentTypeError, match="auto_wrap_policy="):
+        check_wrap_policy(policy)
