@@ -14,6 +14,7 @@ __all__ = [
     "abort_process_group",
     "all_gather_into",
     "backoff_or_grow",
+    "compiled_in_place",
     "default_store",
     "flatten_one_level",
     "foreach_multiply",
@@ -135,6 +136,11 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
+
+
+def compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile()`` was called, which leaves its mark under a private name only."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def default_store() -> dist.Store:

@@ -167,6 +167,13 @@ def test_a_compiled_module_gives_back_the_original():
     assert _compat.uncompiled(module) is module
 
 
+def test_a_module_that_was_compiled_in_place_is_known():
+    module = nn.Linear(1, 1)
+    assert not _compat.compiled_in_place(module)
+    module.compile()
+    assert _compat.compiled_in_place(module)
+
+
 def test_without_dtensors_their_module_is_not_imported():
     code = "import sys, fabric._compat; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

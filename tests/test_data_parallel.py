@@ -36,8 +36,13 @@ def make_fabric(devices: int = 2, **options: Any) -> Fabric:
     return Fabric(accelerator="cpu", strategy="dp", devices=devices, environment="none", **options)
 
 
+def compiled_in_place(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
 class Calls(nn.Module):
-    """Runs a function in the place of forward; notes what the replicas' threads look like."""
+    """Runs a function in the place of forward."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -488,10 +493,12 @@ def test_all_reduce_refuses_what_was_not_gathered_from_the_replicas(
     assert all(name in str(caught.value) for name in names), str(caught.value)
 
 
-def test_a_compiled_module_is_refused_and_left_as_it_was(fabric: Fabric) -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), torch.compile(nn.Linear(4, 4), backend="eager"))
-    with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1"):
-        fabric.setup(plain)
+@pytest.mark.parametrize("compiled", [lambda part: torch.compile(part, backend="eager"), compiled_in_place])
+def test_a_compiled_module_is_refused_on_several_devices(fabric: Fabric, compiled: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1, and"):
+        fabric.setup(nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4))))
+    with make_fabric(1) as one_device:
+        one_device.setup(nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4))))
 
 
 def test_several_nodes_and_devices_named_twice_are_refused() -> None:

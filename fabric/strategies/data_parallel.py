@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fabric._compat import uncompiled
+from fabric._compat import compiled_in_place, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import parse_reduce_op
 from fabric.communicators import Reduce
@@ -45,7 +45,8 @@ class DataParallelStrategy(Strategy):
     On the CPU ``devices=n`` means n replicas that run in threads and share the parameters. Buffers are kept as those
     of replica 0, and what a forward pass assigns to other attributes of the module is lost. Random numbers, as of
     dropout, are drawn from one generator in no fixed order there; ``torch.utils.checkpoint`` around dropout is for
-    one replica.
+    one replica. ``torch.compile`` around the set-up module leaves the replicas as they are, and a module that was
+    compiled before is refused on several devices.
 
     There is one process: ``world_size`` is 1, ``Fabric.all_reduce`` changes nothing, and data is not sharded.
     Methods that are not marked as forward methods run on the first device alone, on all of their arguments.
@@ -161,7 +162,11 @@ def _check_gathered(collection: Any, replicas: int) -> None:
 
 
 def _check_not_compiled(module: nn.Module) -> None:
-    compiled = [path or "the module" for path, part in module.named_modules() if uncompiled(part) is not part]
+    compiled = [
+        path or "the module"
+        for path, part in module.named_modules()
+        if uncompiled(part) is not part or compiled_in_place(part)
+    ]
     if compiled:
         raise ConfigurationError(
             f'setup of a {type(module).__name__} with strategy="dp" on several devices',
