@@ -62,11 +62,11 @@ class Fabric:
     Args:
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
             ``fabric.accelerators``, an :class:`fabric.accelerators.Accelerator`, or ``"auto"`` for what is there.
-        strategy: ``"ddp"`` and its kin (see :class:`fabric.strategies.DDPStrategy`), ``"single_device"``, the name of
-            an entry point in the group ``fabric.strategies``, a :class:`fabric.strategies.Strategy`, or ``"auto"``:
-            a single device for one process, DDP for several.
+        strategy: ``"ddp"`` and its kin (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
+            ``"single_device"``, the name of an entry point in the group ``fabric.strategies``, a
+            :class:`fabric.strategies.Strategy`, or ``"auto"``: a single device for one process, DDP for several.
         devices: how many, or which: ``2``, ``"2"``, ``[0, 2]``, ``"0,2"``, ``-1`` for all, or ``"auto"``. On the CPU
-            it is the number of processes; ``"auto"`` is 1 there and all devices elsewhere.
+            it is the number of processes, or replicas under ``"dp"``; ``"auto"`` is 1 there and all devices elsewhere.
         num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
         precision: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``, one
             of the aliases ``64``, ``32``, ``16``, ``"bf16"``, or None for ``"32-true"``.
