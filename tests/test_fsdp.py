@@ -59,12 +59,26 @@ def orders(fabric: Fabric) -> dict[str, str]:
         net = Net()
         fabric.setup(net, stepped(net))
 
+    def made_between_forward_and_backward() -> None:
+        model = fabric.setup_module(Transformer())
+        loss = model(torch.ones(1, 5, 4)).sum()
+        optimizer = sgd(model)
+        fabric.backward(loss)
+        fabric.setup_optimizers(optimizer)
+
+    def made_after_an_evaluation() -> None:
+        model = fabric.setup_module(Net())
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        fabric.setup_optimizers(sgd(model))
+
     def of_the_set_up_module() -> None:
         model = fabric.setup_module(Net())
         optimizer = stepped(model)
         fabric.setup_optimizers(optimizer)
 
-    cases = (alone_and_stale, partly_stale, with_state, of_the_set_up_module)
+    cases = (alone_and_stale, partly_stale, with_state, of_the_set_up_module, made_after_an_evaluation)
+    cases += (made_between_forward_and_backward,)
     return {case.__name__: outcome(case) for case in cases}
 
 
@@ -73,6 +87,8 @@ def test_an_optimizer_that_would_step_on_nothing_is_refused() -> None:
         assert results["of_the_set_up_module"] == "fine"
         assert "none of its parameters belongs to a module that is set up" in results["alone_and_stale"]
         assert "parameters from before the sharding" in results["partly_stale"]
+        assert results["made_after_an_evaluation"] == "fine"
+        assert "a forward pass gathered" in results["made_between_forward_and_backward"]
         assert "it has state" in results["with_state"]
         assert all("fabric.setup(model, " in results[case] for case in ("alone_and_stale", "with_state"))
 

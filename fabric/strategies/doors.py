@@ -23,12 +23,13 @@ class Doors:
     Args:
         root: the user's module, sharded already.
         units: the parts that are units of their own; what is inside of them is not watched.
+        sharded_type: the class that makes a module a unit or the root, which knows how to ``reshard()``.
         rank: rank of this process, for the error.
     """
 
-    def __init__(self, root: nn.Module, units: Collection[nn.Module], rank: int) -> None:
+    def __init__(self, root: nn.Module, units: Collection[nn.Module], sharded_type: type[Any], rank: int) -> None:
         self._depth = 0
-        self._rank = rank
+        self._sharded_type, self._rank = sharded_type, rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
             root.register_forward_hook(self._leave, always_call=True),
@@ -49,6 +50,11 @@ class Doors:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # An error in another hook may have come before _enter.
         self._depth = max(0, self._depth - 1)
+        if not self._depth and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # No backward pass will do it, and a change of whole parameters would be lost.
+            sharded: list[Any] = [part for part in module.modules() if isinstance(part, self._sharded_type)]
+            for part in sharded:
+                part.reshard()
 
     def _door(self, path: str) -> Any:
         def check(module: nn.Module, args: Any) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._compat import uncompiled
+from fabric._compat import local_tensor, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -190,17 +190,22 @@ class FSDPStrategy(ParallelStrategy):
         self._shard(root, units)
         for name, parameter in root.named_parameters():
             self._sharded_as[whole[name]] = parameter
-        self._doors[root] = Doors(root, units, self.global_rank)
+        self._doors[root] = Doors(root, units, _sharded_type(), self.global_rank)
         self._synced[root] = True
         return module
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
         own = set() if module is None else set(module.parameters())
+        gathered = {p for root in self._doors for p in root.parameters() if local_tensor(p) is p}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if any(parameter in self._sharded_as for parameter in parameters):
                 _refuse_optimizer(optimizer, "it holds parameters from before the sharding: stepping changes nothing")
+            if any(parameter in gathered or _is_freed(parameter) for parameter in parameters):
+                _refuse_optimizer(
+                    optimizer, "it holds parameters that a forward pass gathered, and that are freed again"
+                )
             if any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
                 _refuse_optimizer(optimizer, "it has state for whole parameters, and these are about to be sharded")
 
@@ -208,6 +213,21 @@ class FSDPStrategy(ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             group["params"][:] = [self._sharded_as.get(parameter, parameter) for parameter in group["params"]]
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The whole state dict under the user's own names, complete on every rank. Collective."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # takes a second
+
+        return get_model_state_dict(uncompiled(module), options=StateDictOptions(full_state_dict=True))
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a whole state dict, of which every rank takes its shards. Collective."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a second
+
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -306,6 +326,18 @@ def _prefetch_in_backward(root: Any, units: Sequence[Any], ahead: int | None) ->
         # A unit that gathers itself gathers nothing more; an empty list would mean torch's own choice.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
         unit.set_modules_to_backward_prefetch(previous or [unit])
+
+
+def _sharded_type() -> "type[FSDPModule]":
+    from torch.distributed.fsdp import FSDPModule  # takes a second to import
+
+    return FSDPModule
+
+
+def _is_freed(parameter: torch.Tensor) -> bool:
+    """Whether a parameter was gathered for a forward pass, and its memory given back since."""
+    is_plain = local_tensor(parameter) is parameter
+    return is_plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
 def _refuse_scalars(root: nn.Module) -> None:

@@ -1,0 +1,91 @@
+"""What FSDP saves is whole, under the user's names, and loads into any strategy."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabric import Fabric
+from fabric.errors import CheckpointError
+from fabric.strategies import FSDPStrategy
+from tests.loops import Transformer
+from tests.ranks import outcome
+from tests.test_fsdp import in_ranks, whole
+from tests.test_fsdp_models import Buffers
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
+    torch.manual_seed(3)
+    model = fabric.setup(Buffers())
+    state = copy.deepcopy(fabric.strategy.get_module_state_dict(model._fabric_prepared))
+    changed = {name: value + 1 for name, value in state.items()}
+    fabric.strategy.load_module_state_dict(model._fabric_prepared, changed)
+    return state, whole(model)
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"activation_checkpointing": Buffers}])
+def test_a_state_dict_is_whole_on_every_rank_and_loads_again(options: dict[str, Any]) -> None:
+    torch.manual_seed(3)
+    expected = Buffers().state_dict()
+    for state, changed in in_ranks(state_dicts, ranks=3, **options):
+        assert list(state) == list(expected)
+        torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)
+        parameters = [value + 1 for name, value in expected.items() if name in dict(Buffers().named_parameters())]
+        torch.testing.assert_close(changed, parameters, rtol=0, atol=0)
+
+
+def save(fabric: Fabric, path: Path) -> list[Tensor]:
+    torch.manual_seed(5)
+    model = fabric.setup(Transformer())
+    with torch.no_grad():
+        model(torch.ones(1, 5, 4))
+    fabric.save(path, {"model": model, "step": 3})
+    return [value.clone() for value in whole(model)]
+
+
+def load(fabric: Fabric, path: Path) -> tuple[list[Tensor], int]:
+    model = fabric.setup(Transformer())
+    state = {"model": model, "step": 0}
+    fabric.load(path, state)
+    return whole(model), state["step"]
+
+
+SINGLE = {"strategy": "single_device", "devices": 1}
+DDP = {"strategy": "ddp_forkserver", "devices": 2}
+
+
+def sharded(ranks: int) -> dict[str, Any]:
+    return {"strategy": FSDPStrategy(start_method="forkserver"), "devices": ranks}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(sharded(2), SINGLE), (sharded(2), sharded(3)), (DDP, sharded(2)), (sharded(3), DDP)]
+)
+def test_a_module_goes_from_any_strategy_to_any(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    expected = Fabric(accelerator="cpu", **before).launch(save, path)
+    with Fabric(accelerator="cpu", **after) as fabric:
+        for parameters, step in fabric.launch(load, path, return_all=True):
+            torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
+            assert step == 3
+
+
+def load_another(fabric: Fabric, path: Path) -> tuple[str, bool]:
+    model = fabric.setup(Buffers())
+    before = whole(model)
+    text = outcome(lambda: fabric.load(path, {"model": model}))
+    return text, all(map(torch.equal, before, whole(model)))
+
+
+def test_the_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pt"
+    in_ranks(save, path)
+    for text, unchanged in in_ranks(load_another, path):
+        assert text.startswith(CheckpointError.__name__)
+        assert "norm.weight" in text
+        assert unchanged
