@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +19,19 @@ from torch.utils.data import DataLoader
 from fabric import _checks
 from fabric._compat import uncompiled
 from fabric._plan import Plan, resolve
+from fabric._session import Session
 from fabric.accelerators import Accelerator
-from fabric.checkpoint import FullCheckpoint
-from fabric.checkpoint.agreed import JobCheckpoint
 from fabric.clipping import check_clipping, clip_gradients
 from fabric.collectives import all_gather, all_reduce, parse_reduce_op
 from fabric.communicators import Communicator
-from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.data import FabricDataLoader
 from fabric.environments import Environment
 from fabric.errors import UsageError
-from fabric.forward_guard import ForwardGuard
 from fabric.initialization import created_on
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
 from fabric.loggers.base import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
-from fabric.runtime import Runtime
-from fabric.scaling import LossScaler
 from fabric.seed import seed_everything
 from fabric.strategies import Strategy
 from fabric.strategies.base import Group
@@ -49,9 +44,7 @@ O2 = TypeVar("O2", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
 
 # What belongs to one process and does not travel to the ranks.
-_OF_THIS_PROCESS = frozenset(
-    ["_live", "_scaler", "_closed", "_node_group", "_originals", "_modules", "_optimizers", "_guards", "_loaders"]
-)
+_OF_THIS_PROCESS = frozenset(["_session", "_closed", "_guarded"])
 
 
 class Fabric:
@@ -136,7 +129,7 @@ class Fabric:
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._runtime("device").device
+        return self._running("device").runtime.device
 
     @property
     def global_rank(self) -> int:
@@ -186,11 +179,8 @@ class Fabric:
             lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
         if plan.strategy.drives_all_devices:
             lines.append(f"replicas     {len(plan.devices)} of each module, in this process")
-        lines += [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self._modules]
-        lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self._optimizers]
-        lines += [f"loader       {loader!r}" for loader in self._loaders]
-        if self._scaler is not None:
-            lines.append(f"loss scale   {self._scaler.scale:g}")
+        if self._session is not None:
+            lines += self._session.describe()
         return "\n".join(lines)
 
     # -- the life of a job ----------------------------------------------------------------------------------------
@@ -236,14 +226,14 @@ class Fabric:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
-        if self._live is not None and function is None:
+        if self._session is not None and function is None:
             raise UsageError(
                 f"fabric.launch() on rank {plan.world.rank}",
                 "the job has been launched already",
                 "one launch() without a function for each Fabric",
                 "a Fabric of its own for another job, or fabric.launch(function)",
             )
-        self._runtime("launch")
+        self._running("launch")
         spec = LaunchSpec(num_processes=1, device_type=plan.accelerator.name)
         result = plan.launcher.launch(_call, (self, function, args, kwargs), {}, spec)
         if return_result and return_all:
@@ -273,19 +263,16 @@ class Fabric:
         with ExitStack() as stack:
             for logger in reversed(self._loggers):
                 stack.callback(logger.close)
-            if self._live is not None:
-                stack.callback(self.strategy.teardown)
-            for guard in self._guards:
-                stack.callback(guard.close)
-            self._live = None
-            self._forget()
+            if self._session is not None:
+                stack.callback(self._session.close)
+            self._session = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, exception: BaseException | None, trace: Any) -> None:
         try:
-            if exception is not None and self._live is not None:
+            if exception is not None and self._session is not None:
                 self.strategy.on_exception(exception)
         finally:
             self.teardown()
@@ -324,21 +311,21 @@ class Fabric:
         Returns:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
         """
-        self._runtime("setup")
-        _checks.check_module(module, self._originals)
-        _checks.check_optimizers(optimizers, self._optimizers, [module])
+        session = self._running("setup")
+        _checks.check_module(module, session.originals)
+        _checks.check_optimizers(optimizers, session.optimizers, [module])
         self.strategy.check_optimizers(optimizers, module)
         _checks.check_scheduler(scheduler, optimizers)
-        model = self._setup_module(module, move_to_device)
-        self._setup_optimizers(optimizers)
+        model = session.setup_module(module, move_to_device)
+        session.setup_optimizers(optimizers)
         rest = (*optimizers, *(() if scheduler is None else (scheduler,)))
         return (model, *rest) if rest else model
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
-        self._runtime("setup_module")
-        _checks.check_module(module, self._originals)
-        return self._setup_module(module, move_to_device)
+        session = self._running("setup_module")
+        _checks.check_module(module, session.originals)
+        return session.setup_module(module, move_to_device)
 
     @overload
     def setup_optimizers(self, optimizer: O1, /) -> O1: ...
@@ -350,11 +337,11 @@ class Fabric:
         Returns:
             The optimizer, or the tuple of them and the scheduler if there is one.
         """
-        self._runtime("setup_optimizers")
-        _checks.check_optimizers(optimizers, self._optimizers, list(self._originals))
+        session = self._running("setup_optimizers")
+        _checks.check_optimizers(optimizers, session.optimizers, list(session.originals))
         self.strategy.check_optimizers(optimizers)
         _checks.check_scheduler(scheduler, optimizers)
-        self._setup_optimizers(optimizers)
+        session.setup_optimizers(optimizers)
         results = (*optimizers, *(() if scheduler is None else (scheduler,)))
         return results[0] if len(results) == 1 else results
 
@@ -406,25 +393,18 @@ class Fabric:
         Returns:
             The :class:`fabric.data.FabricDataLoader`, or a list of them.
         """
-        runtime = self._runtime("setup_dataloaders")
-        share = self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        # A loader yields what is on the CPU: looking at every batch again there would cost time and change nothing.
-        device = runtime.device if move_to_device and runtime.device.type != "cpu" else None
-        prepared = []
-        for loader in loaders:
-            made = prepare_dataloader(
+        session = self._running("setup_dataloaders")
+        seed_workers = self._seed is None or self._seed["workers"]
+        prepared = [
+            session.setup_loader(
                 loader,
-                device=device,
-                uneven=uneven,
                 shard=use_distributed_sampler,
-                agree=runtime.agree,
-                name=str(self._loaders_made),
-                seed_workers=self._seed is None or self._seed["workers"],
-                **share,
+                move_to_device=move_to_device,
+                uneven=uneven,
+                seed_workers=seed_workers,
             )
-            self._loaders_made += 1
-            self._loaders[made] = None
-            prepared.append(made)
+            for loader in loaders
+        ]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
@@ -433,16 +413,16 @@ class Fabric:
         Args:
             empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
         """
-        self._runtime("init_module")
+        self._running("init_module")
         return self.strategy.module_init_context(empty_init)
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """A context in which tensors are created on this process's device and in the dtype of the precision."""
-        return created_on(self._runtime("init_tensor").device, self.precision.param_dtype)
+        return created_on(self._running("init_tensor").runtime.device, self.precision.param_dtype)
 
     def to_device(self, obj: Any) -> Any:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
-        self._runtime("to_device")
+        self._running("to_device")
         if isinstance(obj, nn.Module):
             return self.strategy.module_to_device(obj)
         return self.strategy.batch_to_device(obj)
@@ -450,7 +430,7 @@ class Fabric:
     def is_wrapped(self, obj: Any) -> bool:
         """Whether ``obj`` is a module or loader that ``setup`` returned, or an optimizer that is set up here."""
         if isinstance(obj, Optimizer):
-            return obj in self._optimizers
+            return self._session is not None and obj in self._session.optimizers
         return self.unwrap(obj) is not obj
 
     def unwrap(self, obj: Any) -> Any:
@@ -479,16 +459,16 @@ class Fabric:
         """
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             _checks.refuse_backward(tensor)
-        if self._scaler is not None:
-            tensor = self._scaler.scale_loss(tensor)
+        session = self._session
+        if session is not None and session.scaler is not None:
+            tensor = session.scaler.scale_loss(tensor)
         tensor.backward(*args, **kwargs)
-        if self._guards:
-            for guard in self._guards:
-                guard.after_backward()
+        if self._guarded and session is not None:
+            session.after_backward()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
-        return self.precision.autocast(self._runtime("autocast").device.type)
+        return self.precision.autocast(self._running("autocast").runtime.device.type)
 
     def clip_gradients(
         self,
@@ -522,9 +502,10 @@ class Fabric:
         """
         check_clipping(clip_val, max_norm, norm_type)
         _checks.check_set_up("clip_gradients", module, "fabric.clip_gradients(model, optimizer, max_norm=1.0)")
-        if optimizer not in self._optimizers:
+        session = self._running("clip_gradients")
+        if optimizer not in session.optimizers:
             _checks.refuse_clipping(optimizer)
-        overflow = self._scaler is not None and self._scaler.unscale(optimizer)
+        overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         return clip_gradients(
             [parameter for group in optimizer.param_groups for parameter in group["params"]],
             clip_val=clip_val,
@@ -550,7 +531,7 @@ class Fabric:
         prepared = [_checks.check_set_up("no_backward_sync", one, instead)._fabric_prepared for one in modules]
         if len(prepared) == 1:
             return self.strategy.no_backward_sync(prepared[0], enabled)
-        return self._without_sync(prepared, enabled)
+        return self._running("no_backward_sync").without_sync(prepared, enabled)
 
     # -- between processes ----------------------------------------------------------------------------------------
 
@@ -590,17 +571,17 @@ class Fabric:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Send any object from process ``src`` to all; tensors in it travel as tensors. Collective."""
-        self._runtime("broadcast")
+        self._running("broadcast")
         return self.strategy.broadcast(obj, src)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait until every process is here; ``name`` appears in the error when one does not come. Collective."""
-        self._runtime("barrier")
+        self._running("barrier")
         self.strategy.barrier(name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        self._runtime("reduce_boolean_decision")
+        self._running("reduce_boolean_decision")
         return self.strategy.reduce_boolean_decision(decision, all)
 
     @contextmanager
@@ -612,15 +593,13 @@ class Fabric:
         Args:
             local: the first process of each node goes ahead, for files that nodes do not share.
         """
-        world = self._world("rank_zero_first")
-        communicator = self._communicator("rank_zero_first")
-        if local and world.num_nodes > 1:
-            communicator = self._node_communicator(communicator)
+        session = self._running("rank_zero_first")
+        communicator = session.first_to_last(local)
         if communicator.rank > 0:
             failure = communicator.broadcast_object(None, 0)
             if failure is not None:
                 raise UsageError(
-                    f"rank_zero_first() on rank {world.rank}",
+                    f"rank_zero_first() on rank {session.runtime.world.rank}",
                     f"the first process raised {failure}",
                     "a block that the first process finishes",
                     "see the error of the first process",
@@ -656,7 +635,7 @@ class Fabric:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
             CheckpointError: it could not be written, or failed on another process.
         """
-        self._checkpoint("save").save(Path(path), state, filter)
+        self._running("save").checkpoint().save(Path(path), state, filter)
 
     def load(
         self,
@@ -683,11 +662,11 @@ class Fabric:
             CheckpointError: it is damaged or does not fit, with all reasons.
             UnsafeCheckpointError: it holds code.
         """
-        return self._checkpoint("load").load(Path(path), state, strict, rng)
+        return self._running("load").checkpoint().load(Path(path), state, strict, rng)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective."""
-        self._checkpoint("load_raw").load_raw(Path(path), obj, strict)
+        self._running("load_raw").checkpoint().load_raw(Path(path), obj, strict)
 
     # -- output ---------------------------------------------------------------------------------------------------
 
@@ -740,7 +719,7 @@ class Fabric:
             The seed.
         """
         if seed is None and self._plan.world is not None and self.world_size > 1:
-            self._runtime("seed_everything")
+            self._running("seed_everything")
             seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
         rank = 0 if self._plan.world is None else self._plan.world.rank
         chosen = seed_everything(seed, rank=rank, per_rank=per_rank)
@@ -760,56 +739,32 @@ class Fabric:
 
     def _enter_process(self) -> None:
         """Start with nothing, as a Fabric that was just made, or has just come to a rank."""
-        self._live: Runtime | None = None
-        self._scaler: LossScaler | None = None
+        self._session: Session | None = None
         self._closed = False
-        self._loaders_made = 0
-        self._forget()
-
-    def _forget(self) -> None:
-        # Weak, so that a model that the user drops is freed; dictionaries where describe() needs the order.
-        self._originals: WeakSet[nn.Module] = WeakSet()
-        self._guards: WeakSet[ForwardGuard] = WeakSet()
-        self._modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-        self._loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
-        self._node_group: Communicator | None = None
+        self._guarded = self._plan.strategy.syncs_in_forward
 
     def _enter_rank(self, world: World) -> None:
         """Take a place in the job, in a process that was just made for it."""
         self._plan = replace(self._plan, world=world, launcher=InlineLauncher())
-        self._runtime("launch")
+        self._running("launch")
         if self._seed is not None:
             self.seed_everything(**self._seed)
 
-    def _runtime(self, asked: str) -> Runtime:
-        """The runtime, started now if this process is the whole job or was made by a launcher and calls ``launch``."""
-        if self._live is not None:
-            return self._live
-        strategy, world = self._plan.strategy, self._plan.world
+    def _running(self, asked: str) -> Session:
+        """The session, begun now if this process is the whole job or was made by a launcher and calls ``launch``."""
+        if self._session is not None:
+            return self._session
+        world = self._plan.world
         if self._closed:
             _checks.refuse_after_teardown(asked)
         if world is None or (world.world_size > 1 and asked != "launch"):
             _checks.refuse_before_launch(asked, self.world_size)
-        runtime = Runtime(
-            world=world,
-            accelerator=self.accelerator,
-            devices=self._plan.devices,
-            precision=self.precision,
-            connected=strategy.connects_processes,
-            backend=strategy.process_group_backend,
-            timeout=strategy.timeout,
-        )
-        strategy.setup_environment(runtime)
-        self._live = runtime
+        self._session = Session(self._plan, world)
         atexit.register(self._at_exit)
-        if self.precision.loss_scaling:
-            agree = self._agree_on_overflow if strategy.gradients_differ and world.world_size > 1 else None
-            self._scaler = LossScaler(runtime.device, agree=agree)
-        return runtime
+        return self._session
 
     def _communicator(self, asked: str, group: Group = None) -> Communicator:
-        self._runtime(asked)
+        self._running(asked)
         return self.strategy.communicator(group)
 
     def _world(self, asked: str) -> World:
@@ -820,80 +775,10 @@ class Fabric:
     def _is_first(self) -> bool:
         return self._plan.world is None or self._plan.world.rank == 0
 
-    def _setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
-        self.precision.convert_module(module)
-        if move_to_device:
-            self.strategy.module_to_device(module)
-        prepared = self.strategy.setup_module(module)
-        guard = None
-        if self.strategy.syncs_in_forward and prepared is not module:
-            guard = ForwardGuard(module, prepared, self.strategy, self.global_rank)
-            self._guards.add(guard)
-        model = FabricModule(
-            module,
-            prepared,
-            self.precision,
-            self.device,
-            guard,
-            sharded=self.strategy.shards_modules,
-            casts=not self.strategy.casts_in_forward,
-        )
-        self._originals.add(uncompiled(module))
-        self._modules[model] = None
-        return model
-
-    def _setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            if optimizer.state:
-                # torch's own loading puts state where its parameters are now.
-                optimizer.load_state_dict(optimizer.state_dict())
-            self.strategy.setup_optimizer(optimizer)
-            if self._scaler is not None:
-                self._scaler.register(optimizer)
-            self._optimizers[optimizer] = None
-
-    def _checkpoint(self, asked: str) -> JobCheckpoint:
-        communicator = self._communicator(asked)
-        strategy = self.strategy
-
-        def load_module(module: nn.Module, content: Mapping[str, Any], strict: bool) -> None:
-            strategy.load_module_state_dict(_prepared(module), content, strict)
-
-        return JobCheckpoint(
-            communicator,
-            FullCheckpoint() if strategy.checkpoint_io is None else strategy.checkpoint_io,
-            module_state=lambda module: strategy.get_module_state_dict(_prepared(module)),
-            load_module=load_module,
-            scaler=self._scaler,
-        )
-
-    def _agree_on_overflow(self, found: Tensor) -> Tensor:
-        return all_reduce(self._communicator("step"), found, parse_reduce_op("max"))
-
-    @contextmanager
-    def _without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(self.strategy.no_backward_sync(module, enabled))
-            yield
-
-    def _node_communicator(self, communicator: Communicator) -> Communicator:
-        if self._node_group is not None:
-            return self._node_group
-        nodes = communicator.gather_objects(self.node_rank)
-        groups = [
-            communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
-            for one in sorted(set(nodes))
-        ]
-        own = [group for group in groups if group is not None]
-        assert len(own) == 1, "a process is on one node"
-        self._node_group = own[0]
-        return own[0]
-
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting where this one will never come.
-        if getattr(sys, "last_value", None) is not None and self._live is not None:
-            self.strategy.runtime.abort()
+        if getattr(sys, "last_value", None) is not None and self._session is not None:
+            self._session.runtime.abort()
         self.teardown()
 
 
@@ -901,17 +786,6 @@ def _origin(plan: Plan) -> str:
     if plan.environment is not None:
         return plan.environment.name
     return plan.launcher.name if plan.world is None else "this script"
-
-
-def _prepared(module: nn.Module) -> nn.Module:
-    """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
-    inner = uncompiled(module)
-    return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
-
-
-def _prepared_name(model: FabricModule) -> str:
-    prepared = _prepared(model)
-    return "itself" if prepared is model.module else type(prepared).__name__
 
 
 def _call(fabric: Fabric, function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -934,7 +808,7 @@ def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
-        if self._live is not None:
+        if self._session is not None:
             return run(self, *args, **kwargs)
         if self._plan.world is None and not self._plan.launcher.runs_function:
             self.launch()

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fabric._compat import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
 from fabric.errors import CheckpointError, ConfigurationError, UsageError
@@ -70,6 +71,7 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._agree = agree
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
+        self._handles: list[RemovableHandle] = []
 
     @property
     def scale(self) -> float:
@@ -90,8 +92,14 @@ class LossScaler:
                 "one fabric.setup_optimizers(optimizer)",
             )
         self._states[optimizer] = _OptimizerState(_Stage.STEPPED, torch.zeros_like(self._scale))
-        optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def close(self) -> None:
+        """Take the hooks off again: the optimizers step as if they had never been watched."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, to be called once at the start of each backward pass, on its tensor.

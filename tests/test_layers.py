@@ -21,7 +21,7 @@ LAYERS = [
     ["_plan"],
     ["forward_guard"],
     ["module"],
-    ["_checks"],
+    ["_checks", "_session"],
     ["_fabric"],
     ["cli", "__init__"],
     ["__main__"],

@@ -444,3 +444,17 @@ def test_a_state_that_lacks_something_changes_nothing():
     with pytest.raises(CheckpointError, match="growth_tracker"):
         scaler.load_state_dict({"scale": 2.0, "pending": None})
     assert scaler.scale == 2.0**10
+
+
+def test_after_close_an_optimizer_steps_as_if_it_had_never_been_watched() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = LossScaler(torch.device("cpu"))
+    scaler.register(optimizer)
+    scaler.scale_loss((weight * float("inf")).sum()).backward()
+    optimizer.step()
+    assert weight.item() == 1
+    scaler.close()
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.item() == 0

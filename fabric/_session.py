@@ -1,0 +1,201 @@
+"""The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fabric._compat import uncompiled
+from fabric._plan import Plan
+from fabric.checkpoint import FullCheckpoint
+from fabric.checkpoint.agreed import JobCheckpoint
+from fabric.collectives import all_reduce, parse_reduce_op
+from fabric.communicators import Communicator
+from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.forward_guard import ForwardGuard
+from fabric.module import FabricModule
+from fabric.runtime import Runtime
+from fabric.scaling import LossScaler
+from fabric.world import World
+
+__all__ = ["Session", "prepared_module"]
+
+
+class Session:
+    """One process of a running job, from ``launch`` to ``teardown``.
+
+    What was set up is held weakly, so that a model that the user drops is freed.
+
+    Collective when processes talk: returns once all are there.
+
+    Args:
+        plan: what was decided.
+        world: the place of this process.
+    """
+
+    def __init__(self, plan: Plan, world: World) -> None:
+        self._plan, self.strategy = plan, plan.strategy
+        self.runtime = Runtime(
+            world=world,
+            accelerator=plan.accelerator,
+            devices=plan.devices,
+            precision=plan.precision,
+            connected=self.strategy.connects_processes,
+            backend=self.strategy.process_group_backend,
+            timeout=self.strategy.timeout,
+        )
+        self.strategy.setup_environment(self.runtime)
+        self.scaler: LossScaler | None = None
+        if plan.precision.loss_scaling:
+            agree = self._agree_on_overflow if self.strategy.gradients_differ and world.world_size > 1 else None
+            self.scaler = LossScaler(self.runtime.device, agree=agree)
+        self.originals: WeakSet[nn.Module] = WeakSet()
+        # Dictionaries, since describe() needs the order.
+        self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
+        self._guards: WeakSet[ForwardGuard] = WeakSet()
+        self._loaders_made = 0
+        self._node_group: Communicator | None = None
+
+    def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
+        """Convert, move and prepare a module; may be collective."""
+        self._plan.precision.convert_module(module)
+        if move_to_device:
+            self.strategy.module_to_device(module)
+        prepared = self.strategy.setup_module(module)
+        guard = None
+        if self.strategy.syncs_in_forward and prepared is not module:
+            guard = ForwardGuard(module, prepared, self.strategy, self.runtime.world.rank)
+            self._guards.add(guard)
+        model = FabricModule(
+            module,
+            prepared,
+            self._plan.precision,
+            self.runtime.device,
+            guard,
+            sharded=self.strategy.shards_modules,
+            casts=not self.strategy.casts_in_forward,
+        )
+        self.originals.add(uncompiled(module))
+        self.modules[model] = None
+        return model
+
+    def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Attach to optimizers what has to happen around their steps."""
+        for optimizer in optimizers:
+            if optimizer.state:
+                # torch's own loading puts state where its parameters are now.
+                optimizer.load_state_dict(optimizer.state_dict())
+            self.strategy.setup_optimizer(optimizer)
+            if self.scaler is not None:
+                self.scaler.register(optimizer)
+            self.optimizers[optimizer] = None
+
+    def setup_loader(
+        self,
+        loader: DataLoader[Any],
+        *,
+        shard: bool,
+        move_to_device: bool,
+        uneven: Literal["pad", "drop"],
+        seed_workers: bool,
+    ) -> FabricDataLoader:
+        """Deal a loader's data to the processes and move its batches."""
+        share = self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        made = prepare_dataloader(
+            loader,
+            device=self.runtime.device if move_to_device else None,
+            uneven=uneven,
+            shard=shard,
+            agree=self.runtime.agree,
+            name=str(self._loaders_made),
+            seed_workers=seed_workers,
+            **share,
+        )
+        self._loaders_made += 1
+        self.loaders[made] = None
+        return made
+
+    def after_backward(self) -> None:
+        """Tell the guards that a backward pass is over."""
+        for guard in self._guards:
+            guard.after_backward()
+
+    @contextmanager
+    def without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
+        """``no_backward_sync`` for several prepared modules."""
+        with ExitStack() as stack:
+            for module in modules:
+                stack.enter_context(self.strategy.no_backward_sync(module, enabled))
+            yield
+
+    def checkpoint(self) -> JobCheckpoint:
+        """The way to and from the disk."""
+        strategy = self.strategy
+
+        def load_module(module: nn.Module, content: Mapping[str, Any], strict: bool) -> None:
+            strategy.load_module_state_dict(prepared_module(module), content, strict)
+
+        return JobCheckpoint(
+            self.runtime.communicator,
+            FullCheckpoint() if strategy.checkpoint_io is None else strategy.checkpoint_io,
+            module_state=lambda module: strategy.get_module_state_dict(prepared_module(module)),
+            load_module=load_module,
+            optimizer_state=strategy.get_optimizer_state_dict,
+            load_optimizer=strategy.load_optimizer_state_dict,
+            scaler=self.scaler,
+        )
+
+    def first_to_last(self, local: bool) -> Communicator:
+        """The communicator whose first process goes ahead of the others: of the job or, if ``local``, of this node.
+
+        Collective the first time that it is asked for a node of several.
+        """
+        communicator, world = self.runtime.communicator, self.runtime.world
+        if not local or world.num_nodes == 1:
+            return communicator
+        if self._node_group is None:
+            nodes = communicator.gather_objects(world.node_rank)
+            groups = [
+                communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
+                for one in sorted(set(nodes))
+            ]
+            [self._node_group] = [group for group in groups if group is not None]
+        return self._node_group
+
+    def describe(self) -> list[str]:
+        """What was set up, a line each."""
+        lines = [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self.modules]
+        lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self.optimizers]
+        lines += [f"loader       {loader!r}" for loader in self.loaders]
+        if self.scaler is not None:
+            lines.append(f"loss scale   {self.scaler.scale:g}")
+        return lines
+
+    def close(self) -> None:
+        """Take off what was attached and close the strategy, also when a part of that raises."""
+        with ExitStack() as stack:
+            stack.callback(self.strategy.teardown)
+            if self.scaler is not None:
+                stack.callback(self.scaler.close)
+            for guard in self._guards:
+                stack.callback(guard.close)
+
+    def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        return all_reduce(self.runtime.communicator, found, parse_reduce_op("max"))
+
+
+def prepared_module(module: nn.Module) -> nn.Module:
+    """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
+    inner = uncompiled(module)
+    return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
+
+
+def _prepared_name(model: FabricModule) -> str:
+    prepared = prepared_module(model)
+    return "itself" if prepared is model.module else type(prepared).__name__
