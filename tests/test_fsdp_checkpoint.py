@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabric import Fabric
 from fabric.errors import CheckpointError
 from fabric.strategies import FSDPStrategy
-from tests.loops import Transformer
+from tests.loops import Transformer, batches, make_model, plain_loop
 from tests.ranks import outcome
 from tests.test_fsdp import in_ranks, whole
 from tests.test_fsdp_models import Buffers
@@ -89,3 +89,40 @@ def test_the_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None
         assert text.startswith(CheckpointError.__name__)
         assert "norm.weight" in text
         assert unchanged
+
+
+def continued(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
+    """Parameters after two of three steps that are saved, or after the third on top of what is loaded."""
+    plain, plain_optimizer = make_model(torch.float64)
+    model, optimizer = fabric.setup(plain, plain_optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    if load:
+        fabric.load(path, state)
+    for x, y in list(batches(torch.float64))[2 if load else 0 : 3 if load else 2]:
+        output = model(x[fabric.global_rank :: fabric.world_size])
+        fabric.backward(nn.functional.mse_loss(output, y[fabric.global_rank :: fabric.world_size]))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if not load:
+        fabric.save(path, state)
+    return [value.clone() for value in whole(model)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(sharded(2), SINGLE), (SINGLE, sharded(3)), (sharded(2), sharded(3)), (sharded(3), DDP)]
+)
+def test_an_optimizer_goes_on_under_any_strategy(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+    expected = plain_loop(torch.float64, None, False, 1).parameters
+    path = tmp_path / "checkpoint.pt"
+    with Fabric(accelerator="cpu", precision=64, **fresh(before)) as fabric:
+        fabric.launch(continued, path, False)
+    with Fabric(accelerator="cpu", precision=64, **fresh(after)) as fabric:
+        results = fabric.launch(continued, path, True, return_all=True)
+    for parameters in results:
+        torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
+
+
+def fresh(job: dict[str, Any]) -> dict[str, Any]:
+    """The job with a strategy object of its own."""
+    return sharded(job["devices"]) if isinstance(job["strategy"], FSDPStrategy) else job

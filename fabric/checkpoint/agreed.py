@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
 from fabric.checkpoint.base import CheckpointIO
 from fabric.checkpoint.state import apply, apply_raw, collect, read_metadata, with_metadata
@@ -17,6 +18,8 @@ __all__ = ["JobCheckpoint"]
 T = TypeVar("T")
 ModuleState = Callable[[nn.Module], dict[str, Any]]
 LoadModule = Callable[[nn.Module, Mapping[str, Any], bool], None]
+OptimizerState = Callable[[Optimizer], Mapping[str, Any]]
+LoadOptimizer = Callable[[Optimizer, Mapping[str, Any]], None]
 
 
 class JobCheckpoint:
@@ -27,6 +30,8 @@ class JobCheckpoint:
         io: the format.
         module_state: names and values of a module as they stand in a checkpoint.
         load_module: puts such a state into a module.
+        optimizer_state: the same for an optimizer; for whole parameters, as its own ``state_dict()`` has it.
+        load_optimizer: puts such a state into an optimizer.
         scaler: the loss scaler of the job, or None.
     """
 
@@ -37,15 +42,26 @@ class JobCheckpoint:
         *,
         module_state: ModuleState,
         load_module: LoadModule,
+        optimizer_state: OptimizerState,
+        load_optimizer: LoadOptimizer,
         scaler: Any = None,
     ) -> None:
         self._communicator, self._io, self._scaler = communicator, io, scaler
-        self._module_state, self._load_module = module_state, load_module
+        self._module_state, self._optimizer_state = module_state, optimizer_state
+        self._loading: dict[str, Any] = {
+            "module_state": module_state,
+            "load_module": load_module,
+            "load_optimizer": load_optimizer,
+        }
 
     def save(self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Any] | None) -> None:
         """Write ``state``, the loss scale and the random states of all ranks. Collective; rank 0 writes."""
         asked = f"fabric.save({str(path)!r}, ...)"
-        entries = self._together(asked, lambda: collect(state, module_state=self._module_state, filter=filter))
+
+        def gather() -> dict[str, Any]:
+            return collect(state, module_state=self._module_state, optimizer_state=self._optimizer_state, filter=filter)
+
+        entries = self._together(asked, gather)
         metadata = {
             "world_size": self._communicator.size,
             "rng": self._communicator.gather_objects(rng_state()),
@@ -73,7 +89,7 @@ class JobCheckpoint:
         loaded, metadata = self._together(asked, read)
 
         def restore() -> dict[str, Any]:
-            return apply(loaded, state, load_module=self._load_module, module_state=self._module_state, strict=strict)
+            return apply(loaded, state, strict=strict, **self._loading)
 
         rest = self._together(asked, restore)
         if state is not None:
@@ -84,12 +100,7 @@ class JobCheckpoint:
         """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
         asked = f"fabric.load_raw({str(path)!r}, ...)"
         loaded = self._together(asked, lambda: self._io.load(path))
-        self._together(
-            asked,
-            lambda: apply_raw(
-                loaded, target, load_module=self._load_module, module_state=self._module_state, strict=strict
-            ),
-        )
+        self._together(asked, lambda: apply_raw(loaded, target, strict=strict, **self._loading))
 
     def _restore_process(self, metadata: Mapping[str, Any], rng: bool) -> None:
         if self._scaler is not None and metadata.get("loss_scaler") is not None:

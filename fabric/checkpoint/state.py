@@ -23,19 +23,38 @@ _LISTED = 12  # names given in full before an error only counts the rest
 
 ModuleState = Callable[[nn.Module], Mapping[str, Any]]
 LoadModule = Callable[[nn.Module, dict[str, Any], bool], None]
+OptimizerState = Callable[[Optimizer], Mapping[str, Any]]
+LoadOptimizer = Callable[[Optimizer, dict[str, Any]], None]
+
+
+def _state_of(optimizer: Optimizer) -> Mapping[str, Any]:
+    return optimizer.state_dict()
+
+
+def _load_into(optimizer: Optimizer, content: dict[str, Any]) -> None:
+    optimizer.load_state_dict(content)
+
+
 Filter = Mapping[str, Callable[[str, Any], bool]]
 
 
-def collect(state: Mapping[str, Any], *, module_state: ModuleState, filter: Filter | None = None) -> dict[str, Any]:
+def collect(
+    state: Mapping[str, Any],
+    *,
+    module_state: ModuleState,
+    optimizer_state: OptimizerState = _state_of,
+    filter: Filter | None = None,
+) -> dict[str, Any]:
     """Turn ``state`` into plain data, entry by entry. No tensor is copied.
 
-    A module becomes ``module_state(module)``; an object with ``state_dict()`` and ``load_state_dict()`` (an optimizer,
-    a scheduler, a loader) becomes its ``state_dict()``; plain data stays as it is. Every entry that can be refused
-    without ``module_state`` is looked at before the first call of it, since that may be a collective.
+    A module becomes ``module_state(module)``, an optimizer ``optimizer_state(optimizer)``; another object with
+    ``state_dict()`` and ``load_state_dict()`` (a scheduler, a loader) becomes its ``state_dict()``; plain data stays as
+    it is. Every entry that can be refused without these is looked at first, since they may be collectives.
 
     Args:
         state: names and objects; not changed.
         module_state: gives the state of a module under the names that the user knows.
+        optimizer_state: gives the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
 
     Raises:
@@ -56,6 +75,8 @@ def collect(state: Mapping[str, Any], *, module_state: ModuleState, filter: Filt
         content = value
         if isinstance(value, nn.Module):
             content = module_state(value)
+        elif isinstance(value, Optimizer):
+            content = optimizer_state(value)
         elif _is_stateful(value):
             content = value.state_dict()
         if name in keep:
@@ -72,6 +93,7 @@ def apply(
     *,
     load_module: LoadModule,
     module_state: ModuleState,
+    load_optimizer: LoadOptimizer = _load_into,
     strict: bool = True,
 ) -> dict[str, Any]:
     """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
@@ -85,6 +107,7 @@ def apply(
         load_module: ``load_module(module, content, strict)`` puts ``content`` into the module.
         module_state: names and values of a module as they stand in a checkpoint; for the check only, so it has to be
             complete on every rank, and a sharded module's own ``state_dict()`` will do.
+        load_optimizer: ``load_optimizer(optimizer, content)`` puts ``content`` into the optimizer.
         strict: whether an entry, a parameter or a buffer that one side lacks is an error; else what fits by name is
             loaded. Shapes, and the groups of an optimizer, have to agree either way.
 
@@ -110,7 +133,7 @@ def apply(
     )
     for name in sorted(wanted, key=lambda name: _turn(wanted[name])):
         if _is_object(wanted[name]):
-            _restore(wanted[name], entries[name], load_module, strict)
+            _restore(wanted[name], entries[name], load_module, load_optimizer, strict)
         else:
             state[name] = copy.deepcopy(entries[name])
     return {name: content for name, content in entries.items() if name not in state}
@@ -122,6 +145,7 @@ def apply_raw(
     *,
     load_module: LoadModule,
     module_state: ModuleState,
+    load_optimizer: LoadOptimizer = _load_into,
     strict: bool = True,
 ) -> None:
     """Restore one object from a file that is its bare state dict, as ``torch.save(model.state_dict(), path)`` wrote it.
@@ -131,6 +155,7 @@ def apply_raw(
         target: a module, an optimizer, or any object with ``state_dict()`` and ``load_state_dict()``.
         load_module: as for :func:`apply`.
         module_state: as for :func:`apply`.
+        load_optimizer: as for :func:`apply`.
         strict: as for :func:`apply`.
 
     Raises:
@@ -156,7 +181,7 @@ def apply_raw(
             "fabric.load(path, {'model': model}), with the entry that you want",
         )
     _raise_problems(asked, problems)
-    _restore(target, loaded, load_module, strict)
+    _restore(target, loaded, load_module, load_optimizer, strict)
 
 
 def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,11 +235,11 @@ def _turn(value: Any) -> int:
     return 2 if isinstance(value, Optimizer) or not _is_stateful(value) else 0
 
 
-def _restore(target: Any, content: Any, load_module: LoadModule, strict: bool) -> None:
+def _restore(target: Any, content: Any, load_module: LoadModule, load_optimizer: LoadOptimizer, strict: bool) -> None:
     if isinstance(target, nn.Module):
         load_module(target, content, strict)
     elif isinstance(target, Optimizer):
-        target.load_state_dict(content)
+        load_optimizer(target, content)
         _detach_from_file(target, content)
     else:
         target.load_state_dict(copy.deepcopy(content))

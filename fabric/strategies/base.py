@@ -233,6 +233,14 @@ class Strategy(ABC):
         """Load a state dict with the user's own names into a prepared or user's module."""
         uncompiled(module).load_state_dict(state_dict, strict=strict)
 
+    def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer with state for whole parameters, in torch's own format; may be collective."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load what :meth:`get_optimizer_state_dict` returned, under this strategy or another."""
+        optimizer.load_state_dict(dict(state_dict))
+
     def optimizer_step(
         self,
         optimizer: Optimizer,

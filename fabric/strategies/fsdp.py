@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._compat import local_tensor, uncompiled
+from fabric._compat import full_tensor, local_tensor, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -37,6 +37,7 @@ from fabric.strategies.fsdp_options import (
     policy_of_precision,
 )
 from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
+from fabric.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -230,6 +231,28 @@ class FSDPStrategy(ParallelStrategy):
         set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
 
     @override
+    def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer with whole tensors, complete on every rank. Collective."""
+        state = optimizer.state_dict()
+        return {**state, "state": map_tensors(self._whole, state["state"])}
+
+    @override
+    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict with whole tensors, of which every rank takes its shards."""
+        from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
+
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        content = dict(state_dict["state"])
+        for number, parameter in zip(numbers, parameters, strict=False):
+            for name, value in content.get(number, {}).items():
+                # What has another shape, such as a number of steps, is not spread.
+                if isinstance(parameter, DTensor) and getattr(value, "shape", None) == parameter.shape:
+                    own = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                    content[number] = {**content[number], name: own.clone()}
+        optimizer.load_state_dict({**state_dict, "state": content})
+
+    @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         root = uncompiled(module)
         if root not in self._synced:
@@ -257,6 +280,10 @@ class FSDPStrategy(ParallelStrategy):
     def _set_sync(self, root: Any, sync: bool) -> None:
         root.set_requires_gradient_sync(sync)
         self._synced[root] = sync
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        # What is kept on the CPU is gathered on the device, where the process group works.
+        return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
 
     def _shard(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard  # takes a second to import
