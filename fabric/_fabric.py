@@ -4,8 +4,8 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
@@ -505,6 +505,7 @@ class Fabric:
         session = self._running("clip_gradients")
         if optimizer not in session.optimizers:
             _checks.refuse_clipping(optimizer)
+        session.check_belongs(module, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         return clip_gradients(
             [parameter for group in optimizer.param_groups for parameter in group["params"]],
@@ -584,34 +585,15 @@ class Fabric:
         self._running("reduce_boolean_decision")
         return self.strategy.reduce_boolean_decision(decision, all)
 
-    @contextmanager
-    def rank_zero_first(self, local: bool = False) -> Iterator[None]:
-        """Within, the first process goes ahead and the others wait for it to finish; for downloads and caches.
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """A context in which the first process goes ahead and the others wait for it to finish; for downloads.
 
         Collective. When the first process raises, the others raise a :class:`fabric.errors.UsageError` that names it.
 
         Args:
             local: the first process of each node goes ahead, for files that nodes do not share.
         """
-        session = self._running("rank_zero_first")
-        communicator = session.first_to_last(local)
-        if communicator.rank > 0:
-            failure = communicator.broadcast_object(None, 0)
-            if failure is not None:
-                raise UsageError(
-                    f"rank_zero_first() on rank {session.runtime.world.rank}",
-                    f"the first process raised {failure}",
-                    "a block that the first process finishes",
-                    "see the error of the first process",
-                )
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
-            raise
-        communicator.broadcast_object(None, 0)
+        return self._running("rank_zero_first").rank_zero_first(local)
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 

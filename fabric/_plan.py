@@ -150,7 +150,9 @@ def resolve(
         strategy=chosen,
         environment=None if found is None else found[0],
         world=world,
-        launcher=_choose_launcher(launcher, chosen, hardware, len(where), world, found, automatic=named is None),
+        launcher=_choose_launcher(
+            launcher, chosen, hardware, len(where), world, found, by_name=isinstance(strategy, str)
+        ),
     )
 
 
@@ -400,7 +402,7 @@ def _choose_launcher(
     num_devices: int,
     world: World | None,
     found: tuple[Environment, World] | None,
-    automatic: bool,
+    by_name: bool,
 ) -> Launcher:
     named = _parse_launcher(launcher)
     method = strategy.start_method if named is None else named.name
@@ -415,7 +417,8 @@ def _choose_launcher(
         return InlineLauncher()
     spec = LaunchSpec(num_processes=num_devices, device_type=accelerator.name)
     if named is None:
-        if automatic and is_interactive():
+        # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
+        if by_name and method == "popen" and is_interactive():
             method = notebook_start_method()
         named = LAUNCHERS[method]
     named.check(spec)

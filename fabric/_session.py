@@ -16,6 +16,7 @@ from fabric.checkpoint.agreed import JobCheckpoint
 from fabric.collectives import all_reduce, parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.errors import UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
@@ -58,6 +59,7 @@ class Session:
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
+        self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self._guards: WeakSet[ForwardGuard] = WeakSet()
         self._loaders_made = 0
         self._node_group: Communicator | None = None
@@ -121,6 +123,21 @@ class Session:
         self.loaders[made] = None
         return made
 
+    def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
+        """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""
+        pairs = self._pairs.setdefault(optimizer, WeakSet())
+        if module in pairs:
+            return
+        parameters = {id(parameter) for parameter in module.parameters()}
+        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
+            raise UsageError(
+                f"clip_gradients({type(module.module).__name__}, {type(optimizer).__name__})",
+                "none of the optimizer's parameters belongs to this module",
+                "a module together with the optimizer of its parameters",
+                "fabric.clip_gradients(model, optimizer, max_norm=1.0) with the pair that setup() returned",
+            )
+        pairs.add(module)
+
     def after_backward(self) -> None:
         """Tell the guards that a backward pass is over."""
         for guard in self._guards:
@@ -151,22 +168,27 @@ class Session:
             scaler=self.scaler,
         )
 
-    def first_to_last(self, local: bool) -> Communicator:
-        """The communicator whose first process goes ahead of the others: of the job or, if ``local``, of this node.
-
-        Collective the first time that it is asked for a node of several.
-        """
-        communicator, world = self.runtime.communicator, self.runtime.world
-        if not local or world.num_nodes == 1:
-            return communicator
-        if self._node_group is None:
-            nodes = communicator.gather_objects(world.node_rank)
-            groups = [
-                communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
-                for one in sorted(set(nodes))
-            ]
-            [self._node_group] = [group for group in groups if group is not None]
-        return self._node_group
+    @contextmanager
+    def rank_zero_first(self, local: bool) -> Iterator[None]:
+        """Within, the first process of the job, or of each node, goes ahead and tells the others how it went."""
+        communicator, rank = self._first_to_last(local), self.runtime.world.rank
+        if communicator.rank > 0:
+            failure = communicator.broadcast_object(None, 0)
+            if failure is not None:
+                raise UsageError(
+                    f"rank_zero_first() on rank {rank}",
+                    f"the first process raised {failure}",
+                    "a block that the first process finishes",
+                    "see the error of the first process",
+                )
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
+            raise
+        communicator.broadcast_object(None, 0)
 
     def describe(self) -> list[str]:
         """What was set up, a line each."""
@@ -185,6 +207,20 @@ class Session:
                 stack.callback(self.scaler.close)
             for guard in self._guards:
                 stack.callback(guard.close)
+
+    def _first_to_last(self, local: bool) -> Communicator:
+        """All processes of the job or, if ``local``, of this node. Collective when first asked for one of several."""
+        communicator, world = self.runtime.communicator, self.runtime.world
+        if not local or world.num_nodes == 1:
+            return communicator
+        if self._node_group is None:
+            nodes = communicator.gather_objects(world.node_rank)
+            groups = [
+                communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
+                for one in sorted(set(nodes))
+            ]
+            [self._node_group] = [group for group in groups if group is not None]
+        return self._node_group
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         return all_reduce(self.runtime.communicator, found, parse_reduce_op("max"))

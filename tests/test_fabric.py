@@ -154,6 +154,11 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
         UsageError,
         ["SGD", "not been set up"],
     ),
+    "clip the optimizer of another": (
+        lambda t: t.fabric.clip_gradients(t.fabric.setup(Net()), t.optimizer, max_norm=1.0),
+        UsageError,
+        ["none of the optimizer's parameters", "Net"],
+    ),
     "clip without a limit": (
         lambda t: t.fabric.clip_gradients(t.model, t.optimizer),
         ConfigurationError,

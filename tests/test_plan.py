@@ -1,5 +1,7 @@
 """From what the user wrote to a plan; wrong values and combinations are refused before any process starts."""
 
+import sys
+
 import pytest
 import torch
 
@@ -101,6 +103,15 @@ def test_the_launcher_argument_wins_over_the_start_method() -> None:
     assert plan(devices=2, strategy="ddp", launcher="spawn").launcher.name == "spawn"
     own = ProcessLauncher("fork")
     assert plan(devices=2, strategy="ddp_spawn", launcher=own).launcher is own
+
+
+def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert plan(devices=2, strategy="ddp").launcher.name == "forkserver"
+    assert plan(devices=2).launcher.name == "forkserver"
+    assert plan(devices=2, strategy="ddp_spawn").launcher.name == "spawn"
+    with pytest.raises(ConfigurationError, match="popen"):
+        plan(devices=2, strategy=DDPStrategy())
 
 
 def test_options_of_fabric_run_fill_what_is_left_open() -> None:
