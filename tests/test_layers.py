@@ -15,7 +15,7 @@ LAYERS = [
     ["tree", "seed", "world"],
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
-    ["collectives", "scaling", "clipping", "data"],
+    ["collectives", "scaling", "clipping", "data", "deferred"],
     ["runtime"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
@@ -23,7 +23,7 @@ LAYERS = [
     ["module"],
     ["_checks", "_session"],
     ["_fabric"],
-    ["cli", "__init__"],
+    ["cli", "legacy", "__init__"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

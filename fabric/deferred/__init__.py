@@ -1,0 +1,175 @@
+"""Building a module without memory, and computing its values afterwards, a few at a time."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fabric.deferred.base import RANK0, Evaluation
+from fabric.deferred.recorder import Recorder
+from fabric.errors import ConfigurationError, UsageError
+
+__all__ = ["Recording", "deferred"]
+
+
+@contextmanager
+def deferred(device: torch.device = torch.device("meta")) -> "Iterator[Recording]":  # noqa: B008 - an immutable value
+    """Within this context, modules and tensors are built without memory, and what fills them is recorded.
+
+    New tensors are meta tensors; code inside the context that asks is told that they are on the CPU. Generators advance
+    as they would in the whole build on the CPU, so everything that is drawn later is the same as well. A number that
+    is read (``.item()``, ``.tolist()``, a condition) is computed there and then, from no more than it depends on. Real
+    tensors that take part are kept by reference; those from Python numbers (``torch.tensor``) are recorded.
+
+    Args:
+        device: the device whose tensors have no memory; there is only meta.
+
+    Yields:
+        The recording, from which values are computed after the context is left.
+
+    Raises:
+        ConfigurationError: another device.
+        UsageError: something in the context needs memory that is not there: ``.numpy()``, ``.data_ptr()``, pickling, a
+            sparse tensor. It names the parameter or the operation.
+    """
+    if torch.device(device).type != "meta":
+        raise ConfigurationError(
+            f"deferred(device={str(device)!r})",
+            "tensors on this device have memory, so nothing would be deferred",
+            'torch.device("meta")',
+            "deferred(), or build on this device without it",
+        )
+    recorder = Recorder()
+    with recorder.recording():
+        yield Recording(recorder)
+
+
+class Recording:
+    """What was done in a :func:`deferred` context, from which the values of its tensors are computed.
+
+    Values may be asked for in any order and any number of times: they are bit for bit those of the whole build on the
+    CPU, and no generator is touched. It keeps about 5 KB for each random operation, and real tensors that took part.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def materialise(self, tensor: Tensor) -> Tensor:
+        """The values of one recorded tensor.
+
+        Args:
+            tensor: a meta tensor from the context, of any shape and dtype.
+
+        Returns:
+            A new CPU tensor of the same shape, strides and dtype, without gradient.
+
+        Raises:
+            UsageError: the context is still entered, the tensor is not from it, was changed after it, or was filled
+                from a real tensor that has changed since.
+        """
+        return next(value for _, value in self.values({"the tensor": tensor}))
+
+    def values(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The values of several tensors, one after another, in the order of the mapping.
+
+        At any time it holds the memory of one tensor (of one storage, where several share it) and what that is computed
+        from; it lets go of it when asked for the next.
+
+        Args:
+            tensors: names, for error texts, and tensors. A real tensor comes back as it is.
+
+        Yields:
+            ``(name, value)``; tensors that shared memory in the build follow the first of them and share it here too.
+
+        Raises:
+            UsageError: as for :meth:`materialise`, with the names of all that are wrong, before the first value.
+        """
+        self._check(tensors)
+        groups: dict[object, dict[str, Tensor]] = {}
+        for name, tensor in tensors.items():
+            slot = self._recorder.tape.slot(tensor)
+            groups.setdefault(name if slot is None else slot.storage, {})[name] = tensor
+        for group in groups.values():
+            yield from self._shared(group)
+
+    def replay(self, module: nn.Module, keep: Callable[[str, Tensor], Tensor]) -> None:
+        """Give a module its values in place of the meta tensors, a few at a time.
+
+        Tensors keep their names, ``requires_grad`` and the attributes that were set on them; one that is registered
+        under several names is still one tensor. References from elsewhere (an optimizer built before) still name the
+        meta tensors.
+
+        Args:
+            module: a module that was built in the context, or holds parts that were.
+            keep: is called with the name of each parameter and buffer and its full value on the CPU, and returns what
+                is to be kept of it: a part, a copy on another device, or the value itself.
+
+        Raises:
+            UsageError: as for :meth:`values`; the module is then as it was.
+        """
+        tensors = _tensors(module)
+        places = _places(module)
+        for name, value in self.values(tensors):
+            old, kept = tensors[name], keep(name, value)
+            if kept is not old:
+                _install(places[id(old)], old, kept)
+            # Else these names would hold on to the value while the next one is computed.
+            del value, kept
+
+    def _shared(self, group: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        slots = [self._recorder.tape.slot(tensor) for tensor in group.values()]
+        known = [slot for slot in slots if slot is not None]
+        if not known:
+            yield from group.items()
+            return
+        values = dict(zip(group, Evaluation(self._recorder.tape).run(known), strict=True))
+        for name in group:
+            yield name, values.pop(name)
+
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
+        if self._recorder.active:
+            raise UsageError(
+                "values of deferred tensors, asked for inside the deferred() context",
+                "the module is still being built",
+                "asking after the context is left",
+                "with deferred() as recording: ...  # and below it: recording.materialise(tensor)",
+            )
+        unknown = [name for name, tensor in tensors.items() if tensor.is_meta and not self._recorder.tape.slot(tensor)]
+        if unknown:
+            raise UsageError(
+                f"values of {', '.join(unknown)}",
+                "these meta tensors were not made in the deferred() context of this recording, so nothing fills them",
+                "tensors made inside the context, and real ones",
+                f"build the whole module inside the context, or use {RANK0}",
+            )
+        changed = [name for name, tensor in tensors.items() if self._recorder.changed_since(tensor)]
+        if changed:
+            raise UsageError(
+                f"values of {', '.join(changed)}",
+                "these were written to after the deferred() context was left, where nothing is recorded",
+                "initialising inside the context, or after the values are there",
+                "move the initialisation into the context, such as model.apply(init)",
+            )
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _places(module: nn.Module) -> dict[int, list[tuple[dict[str, Tensor | None], str]]]:
+    """Where each tensor is registered, by its identity: several places where it is tied."""
+    places: dict[int, list[tuple[dict[str, Tensor | None], str]]] = {}
+    for part in module.modules():
+        for registry in (part._parameters, part._buffers):
+            for name, tensor in registry.items():
+                places.setdefault(id(tensor), []).append((registry, name))  # type: ignore[arg-type]
+    return places
+
+
+def _install(places: list[tuple[dict[str, Tensor | None], str]], old: Tensor, kept: Tensor) -> None:
+    if isinstance(old, nn.Parameter) and not isinstance(kept, nn.Parameter):
+        kept = nn.Parameter(kept, requires_grad=old.requires_grad)
+    vars(kept).update(vars(old))
+    for registry, name in places:
+        registry[name] = kept
