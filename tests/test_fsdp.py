@@ -236,3 +236,22 @@ def test_methods_that_compute_a_loss_are_forward_passes() -> None:
         assert "mark_forward_method" in refused
         assert torch.equal(front, step)
         assert torch.equal(front, marked)
+
+
+def test_the_strategy_works_without_fabric() -> None:
+    strategy = FSDPStrategy()
+    strategy.setup_environment()
+    try:
+        model = strategy.setup_module(strategy.module_to_device(Net()))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy.check_optimizers([optimizer])
+        model(torch.ones(1, 4)).sum().backward()
+        assert strategy.optimizer_step(optimizer, lambda: 5.0) == 5.0
+        state = strategy.get_optimizer_state_dict(optimizer)
+        assert all(type(slots["momentum_buffer"]) is Tensor for slots in state["state"].values())
+        strategy.load_optimizer_state_dict(optimizer, state)
+        strategy.load_module_state_dict(model, strategy.get_module_state_dict(model))
+        refused = outcome(lambda: strategy.no_backward_sync(Net()))
+    finally:
+        strategy.teardown()
+    assert "was not set up with FSDP" in refused

@@ -172,3 +172,21 @@ def test_every_rank_starts_with_the_values_of_the_first() -> None:
     for parameters, shift in in_ranks(drawn_apart):
         torch.testing.assert_close(parameters, [parameter.detach() for parameter in expected.parameters()])
         assert torch.equal(shift, expected.shift)
+
+
+def compiled(fabric: Fabric, where: str) -> list[Tensor]:
+    plain, _, x = build(Stack)
+    if where == "blocks":
+        for block in plain.blocks:
+            block.compile(backend="eager")
+    model = fabric.setup(torch.compile(plain, backend="eager") if where == "before" else plain)
+    called = torch.compile(model, backend="eager") if where == "after" else model
+    for _ in range(2):
+        fabric.backward(called(x[fabric.global_rank :: fabric.world_size]).pow(2).mean())
+    return [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
+
+
+def test_compiled_models_and_blocks_have_the_same_gradients() -> None:
+    places = ("blocks", "before", "after", "nowhere")
+    results = [in_ranks(compiled, where, precision="64-true")[0] for where in places]
+    torch.testing.assert_close(results[:-1], [results[-1]] * 3, rtol=1e-10, atol=1e-10)

@@ -187,7 +187,7 @@ class FSDPStrategy(ParallelStrategy):
         units = find_units(root, self.auto_wrap_policy)
         _refuse_scalars(root)
         whole = dict(root.named_parameters())
-        self._recompute_activations(root)
+        _recompute_activations(root, self.activation_checkpointing)
         self._shard(root, units)
         for name, parameter in root.named_parameters():
             self._sharded_as[whole[name]] = parameter
@@ -294,6 +294,8 @@ class FSDPStrategy(ParallelStrategy):
         if self.cpu_offload is not None and self.root_device.type != "cpu":
             options["offload_policy"] = self.cpu_offload
         self._share_values(root)
+        if self._buffer_dtype is not None:
+            _convert_buffers(root, self._buffer_dtype)
         # The next unit casts its inputs itself: only the whole model's outputs are to have a dtype of their own.
         inner = replace(policy, output_dtype=None)
         for unit in units:
@@ -315,33 +317,36 @@ class FSDPStrategy(ParallelStrategy):
         return self.runtime.mesh(replicas=replicas, shards=shards)
 
     def _share_values(self, root: nn.Module) -> None:
-        """Give every rank rank 0's values, as DDP does, and buffers the dtype that was asked for."""
+        """Give every rank rank 0's values, as DDP does."""
         with torch.no_grad():
             for tensor in (*root.parameters(), *root.buffers()):
                 if not tensor.is_meta:
                     tensor.copy_(broadcast(self.runtime.communicator, tensor.detach(), 0, self.root_device))
-        if self._buffer_dtype is not None:
-            for module in root.modules():
-                for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_floating_point():
-                        setattr(module, name, buffer.to(self._buffer_dtype))
 
-    def _recompute_activations(self, root: nn.Module) -> None:
-        chosen = parse_activation_checkpointing(self.activation_checkpointing)
-        if chosen is None:
-            return
-        found = [module for module in root.modules() if chosen(module)]
-        if not found:
-            present = sorted({type(module).__name__ for module in root.modules()})
-            raise ConfigurationError(
-                f"FSDPStrategy(activation_checkpointing={self.activation_checkpointing!r}) for {type(root).__name__}",
-                "no part of it is chosen",
-                f"classes that it is made of: {', '.join(present)}",
-                "FSDPStrategy(activation_checkpointing=Block)",
-            )
-        for module in found:
-            # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+def _recompute_activations(root: nn.Module, which: Any) -> None:
+    chosen = parse_activation_checkpointing(which)
+    if chosen is None:
+        return
+    found = [module for module in root.modules() if chosen(module)]
+    if not found:
+        present = sorted({type(module).__name__ for module in root.modules()})
+        raise ConfigurationError(
+            f"FSDPStrategy(activation_checkpointing={which!r}) for {type(root).__name__}",
+            "no part of it is chosen",
+            f"classes that it is made of: {', '.join(present)}",
+            "FSDPStrategy(activation_checkpointing=Block)",
+        )
+    for module in found:
+        # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
+    for module in root.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                setattr(module, name, buffer.to(dtype))
 
 
 def _prefetch_in_backward(root: Any, units: Sequence[Any], ahead: int | None) -> None:
