@@ -368,6 +368,14 @@ def test_nothing_real_is_kept_while_a_large_module_is_built():
     assert recording._recorder.tape.slot(small) is not None
 
 
+def test_reading_numbers_holds_no_more_than_the_last_answer_needs():
+    with deferred() as recording:
+        for _ in range(10):
+            init.trunc_normal_(torch.empty(50, 50))
+        held = recording._recorder._evaluation._memory
+        assert sum(memory.nbytes() for memory in held.values()) < 10 * 50 * 50 * 4
+
+
 MEMORY = {
     "numpy": lambda w: w.detach().numpy(),
     "data_ptr": lambda w: w.data_ptr(),

@@ -172,10 +172,9 @@ class Evaluation:
         """
         targets = {slot.storage for slot in slots}
         indices = self._tape.closure(targets)
-        todo = [index for index in indices if index not in self._done]
-        # What was skipped then and is needed now would have to run before what was done then.
-        if not resume or (todo and self._done and todo[0] < max(self._done)):
-            self._memory, self._done, todo = {}, set(), indices
+        todo = self._remaining(indices) if resume else indices
+        if todo is indices:
+            self._memory, self._done = {}, set()
         last_use = {storage: index for index in indices for storage in self._tape.operations[index].storages}
         with torch.no_grad():
             for index in todo:
@@ -186,6 +185,17 @@ class Evaluation:
                     if unused and (not resume or self._tape.is_dead(storage)):
                         self._memory.pop(storage, None)
             return [slot.view(self._memory[slot.storage]) for slot in slots]
+
+    def _remaining(self, indices: list[int]) -> list[int]:
+        """What of a closure is still to run on the memory that is there; what it does not need of that is let go."""
+        todo = [index for index in indices if index not in self._done]
+        # What was skipped then and is needed now would have to run before what was done then.
+        if todo and todo[0] < max(self._done, default=-1):
+            return indices
+        needed = {storage for index in indices for storage in self._tape.operations[index].storages}
+        self._memory = {storage: memory for storage, memory in self._memory.items() if storage in needed}
+        self._done.intersection_update(indices)
+        return todo
 
     def _execute(self, operation: Operation) -> None:
         args, kwargs = unflatten(operation.structure, [self._real(leaf) for leaf in operation.leaves])
