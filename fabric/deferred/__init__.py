@@ -90,8 +90,9 @@ class Recording:
         for name, tensor in tensors.items():
             slot = self._recorder.tape.slot(tensor)
             groups.setdefault(name if slot is None else slot.storage, {})[name] = tensor
+        evaluation = Evaluation(self._recorder.tape)
         for group in groups.values():
-            yield from self._shared(group)
+            yield from self._shared(group, evaluation)
 
     def replay(self, module: nn.Module, keep: Callable[[str, Tensor], Tensor]) -> None:
         """Give a module its values in place of the meta tensors, a few at a time.
@@ -117,13 +118,14 @@ class Recording:
             # Else these names would hold on to the value while the next one is computed.
             del value, kept
 
-    def _shared(self, group: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    def _shared(self, group: dict[str, Tensor], evaluation: Evaluation) -> Iterator[tuple[str, Tensor]]:
         slots = [self._recorder.tape.slot(tensor) for tensor in group.values()]
         known = [slot for slot in slots if slot is not None]
         if not known:
             yield from group.items()
             return
-        values = dict(zip(group, Evaluation(self._recorder.tape).run(known), strict=True))
+        values = dict(zip(group, evaluation.run(known), strict=True))
+        evaluation.clear()
         for name in group:
             yield name, values.pop(name)
 
