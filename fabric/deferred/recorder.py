@@ -233,18 +233,10 @@ class Recorder:
 
     def _encoded(self, leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_meta:
-            return self.tape.slot(leaf) or self._refuse_foreign(leaf)
+            return self.tape.slot(leaf) or _refuse_foreign(leaf)
         if isinstance(leaf, Tensor):
             return Outside.of(leaf)
         return None if isinstance(leaf, torch.Generator) else _on_cpu(leaf)
-
-    def _refuse_foreign(self, tensor: Tensor) -> None:
-        raise UsageError(
-            f"a meta tensor of shape {tuple(tensor.shape)} as a source of values",
-            "it was made outside the deferred() context, so it has none",
-            "tensors made inside the context, and real ones",
-            "make it inside the context",
-        )
 
     def _admitted(self, tensor: Tensor, function: Any) -> Slot:
         return self.tape.admit(self._strided(tensor, function))
@@ -347,6 +339,15 @@ def _twin(tensor: Tensor, device: torch.device = _META) -> Tensor:
 
 def _on_cpu(leaf: Any) -> Any:
     return _CPU if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
+
+
+def _refuse_foreign(tensor: Tensor) -> None:
+    raise UsageError(
+        f"a meta tensor of shape {tuple(tensor.shape)} as a source of values",
+        "it was made outside the deferred() context, so it has none",
+        "tensors made inside the context, and real ones",
+        "make it inside the context",
+    )
 
 
 def _true_device(device: Any, out: Any) -> torch.device:
