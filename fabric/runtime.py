@@ -147,6 +147,13 @@ class Runtime:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
+        self._wait_for_all(self._store)
+
+    def _wait_for_all(self, store: dist.Store) -> None:
+        """Return once every rank is connected: gloo fails on a rank whose peer has connected, finished and left."""
+        if store.add("connected", 1) == self.world.world_size:
+            store.set("all connected", "yes")
+        store.wait(["all connected"])
 
     def _own_keys(self, store: dist.Store) -> dist.Store:
         """A part of the store for this runtime: several may follow each other in the processes of a job."""

@@ -260,3 +260,8 @@ def test_collectives_of_the_facade_on_two_ranks() -> None:
             "any": True,
             "all": False,
         }
+
+
+def test_a_rank_that_returns_at_once_does_not_disturb_the_others() -> None:
+    for _ in range(10):
+        assert run_in_ranks(lambda fabric: fabric.global_rank, ranks=3) == [0, 1, 2]

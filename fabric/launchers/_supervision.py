@@ -216,9 +216,9 @@ class Crew:
         elif self._alive():
             time.sleep(timeout)
         over = not self._alive()
-        # What a rank sent before it ended is in the pipe by now.
+        # What a rank sent before it ended is in the pipe by now; whether it failed is asked next, of each that ended.
         for pipe, member in pipes.items():
-            while over and member.answers is pipe:
+            while member.exit_code is not None and member.answers is pipe and pipe.poll():
                 member.read_answer()
         return over
 
