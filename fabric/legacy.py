@@ -1,0 +1,510 @@
+"""Older names of strategies and of their methods, so that a ported script runs before it is rewritten.
+
+Everything here gives a :class:`DeprecationWarning` that tells the modern spelling, at the line that uses it. Where a
+method takes a *trainer*, that is any object with the attributes that the method needs: ``model`` (a module),
+``optimizers`` (an optimizer, or a sequence of them) or ``callback_metrics`` (a dict).
+"""
+
+import pickle
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fabric._compat import uncompiled
+from fabric._fabric import Fabric
+from fabric.accelerators import Accelerator
+from fabric.environments import Environment
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
+from fabric.module import FabricModule
+from fabric.precision import Precision, parse_precision
+from fabric.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
+from fabric.tree import map_tensors
+
+__all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
+
+_MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
+
+
+class _PreparedModules:
+    """The modules that one strategy has prepared; held weakly, and none of them on the way to a rank."""
+
+    def __init__(self) -> None:
+        self._modules: WeakSet[nn.Module] = WeakSet()
+
+    def add(self, module: nn.Module) -> nn.Module:
+        self._modules.add(module)
+        return module
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether this is a prepared module, or the one that was prepared."""
+        return any(module is one or module is getattr(one, "module", None) for one in self)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(list(self._modules))
+
+    def __reduce__(self) -> tuple[type["_PreparedModules"], tuple[()]]:
+        return _PreparedModules, ()
+
+
+class _Mailbox:
+    """A queue whose entries :meth:`DDPSpawnPlugin.spawn` carries from process 0 to the process that called it."""
+
+    def __init__(self) -> None:
+        self._items: deque[Any] = deque()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+
+    def get(self) -> Any:
+        if not self._items:
+            raise UsageError(
+                "get_from_queue(trainer, mp_queue)",
+                "nothing is in the queue: process 0 has put nothing into it, or it has been taken out already",
+                "one get_from_queue for each add_to_queue of process 0, after spawn() has returned",
+                "return dict(trainer.callback_metrics) from the function, and metrics = fabric.launch(function)",
+            )
+        return self._items.popleft()
+
+
+def _setup(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", trainer: Any = None) -> None:
+    """Older form of :meth:`fabric.Fabric.setup`; collective.
+
+    Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers, if
+    it has any. Afterwards the prepared module of torch is the trainer's model, and :attr:`model` of the strategy.
+
+    Args:
+        trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
+
+    Raises:
+        UsageError: there is no model, or it is prepared already.
+        ConfigurationError: a mixed precision, which needs ``Fabric.setup`` and ``Fabric.backward``.
+        ArgumentTypeError: the trainer lacks a model, or holds something else.
+    """
+    _deprecated("setup(trainer)", _MODERN_SETUP)
+    module = self.model if trainer is None else _part(trainer, "model", "setup", nn.Module)
+    if module is None or self._prepared.holds(module):
+        raise UsageError(
+            f"{type(self).__name__}.setup() on rank {self.global_rank}",
+            "there is no model to set up" if module is None else f"this {type(module).__name__} is set up already",
+            "setup(trainer), once for each trainer.model; or setup() after strategy.model = model",
+            _MODERN_SETUP,
+        )
+    _refuse_mixed_precision(self)
+    optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
+    self.check_optimizers(optimizers, module)
+    self.runtime.precision.convert_module(module)
+    self.model = self.setup_module(self.module_to_device(module))
+    for optimizer in optimizers:
+        self.setup_optimizer(optimizer)
+    if trainer is not None:
+        trainer.model = self.model
+
+
+def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
+    """Older form of :meth:`fabric.Fabric.setup_optimizers`, for optimizers of a model that is set up already.
+
+    Args:
+        trainer: an object with ``optimizers``.
+
+    Raises:
+        ArgumentTypeError: it has none, or they are something else.
+        UsageError: the strategy cannot set them up any more.
+    """
+    _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
+    optimizers = _optimizers_of(trainer)
+    self.check_optimizers(optimizers)
+    for optimizer in optimizers:
+        self.setup_optimizer(optimizer)
+
+
+def _model_to_device(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy") -> None:
+    """Move :attr:`model` to this process's device; what has been set up is there already.
+
+    Raises:
+        UsageError: there is no model.
+    """
+    _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
+    if self.model is not None and not self._prepared.holds(self.model):
+        self.module_to_device(self.model)
+    elif not list(self._prepared):
+        raise UsageError(
+            f"{type(self).__name__}.model_to_device() on rank {self.global_rank}",
+            "this strategy has no model",
+            "a model that was set up, or strategy.model = model before",
+            "fabric.to_device(model)",
+        )
+
+
+def _block_backward_sync(
+    self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", module: nn.Module | None = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Older name of ``no_backward_sync``, which see; without a module for every one that has been set up.
+
+    Args:
+        module: what ``setup`` returned, or the prepared module; None for all.
+        enabled: whether to skip the synchronisation.
+    """
+    _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
+    if module is None:
+        return _without_sync(self, enabled)
+    inner = uncompiled(module)
+    return self.no_backward_sync(inner._fabric_prepared if isinstance(inner, FabricModule) else module, enabled)
+
+
+@contextmanager
+def _without_sync(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", enabled: bool) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module in self._prepared:
+            stack.enter_context(self.no_backward_sync(module, enabled))
+        yield
+
+
+def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
+    """Wait until every process is here; arguments beyond one ``name`` are accepted and mean nothing. Collective."""
+    name = args[0] if args else kwargs.get("name")
+    if len(args) > 1 or set(kwargs) - {"name"} or not isinstance(name, str | None):
+        _deprecated("barrier(*args, **kwargs)", 'fabric.barrier() or fabric.barrier("name")')
+    ParallelStrategy.barrier(self, name if isinstance(name, str) else None)
+
+
+def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
+    """Let go of the other processes after a failure of this one, and end it; with one process do nothing.
+
+    The launcher then ends the others, and the process that launched them raises with this rank and its traceback.
+    It does so for every exception that leaves the function, so that the call is not needed.
+
+    Args:
+        trace: the traceback of the failure, as text.
+
+    Raises:
+        RankFailedError: always, with several processes; it holds the rank and the trace.
+    """
+    _deprecated("reconciliate_processes(trace)", "raise, and the launcher ends the other processes")
+    if self.is_distributed:
+        rank = self.global_rank
+        self.runtime.abort()
+        wrong = "this process failed, and lets go of the others"
+        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, wrong)
+
+
+class DDPSpawnPlugin(DDPStrategy):
+    """Older name of :class:`fabric.strategies.DDPStrategy` with ``start_method="spawn"``.
+
+    The modern spelling is ``Fabric(strategy="ddp_spawn")``, or ``DDPStrategy(start_method="spawn")`` with options.
+
+    Args:
+        accelerator: as for :class:`fabric.strategies.DDPStrategy`, and so is what is not listed here.
+        parallel_devices: the devices of this node, one for each process; :meth:`spawn` needs them.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
+        ddp_comm_state: state handed to the hook.
+        ddp_comm_hook: how gradients travel.
+        ddp_comm_wrapper: wraps the hook.
+        precision: precision.
+        **options: the other arguments of ``DDPStrategy``.
+
+    Attributes:
+        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
+        mp_queue: what process 0 put there is there after :meth:`spawn`.
+
+    Raises:
+        ArgumentTypeError: an unknown option.
+        ConfigurationError: another start method, two precisions, or options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        *,
+        precision: Precision | str | int | None = None,
+        **options: Any,
+    ) -> None:
+        _deprecated("DDPSpawnPlugin(...)", 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn")')
+        start_method = options.pop("start_method", "spawn")
+        if start_method != "spawn":
+            raise ConfigurationError(
+                f"DDPSpawnPlugin(start_method={start_method!r})",
+                "it is the strategy whose processes are spawned",
+                'start_method="spawn", or none',
+                f"DDPStrategy(start_method={start_method!r})",
+            )
+        super().__init__(
+            *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
+            _one_precision(precision_plugin, precision),
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
+            start_method="spawn",
+            **options,
+        )
+        self.model: nn.Module | None = None
+        self.mp_queue = _Mailbox()
+        self._prepared = _PreparedModules()
+
+    setup = _setup
+    setup_optimizers = _setup_optimizers
+    model_to_device = _model_to_device
+    block_backward_sync = _block_backward_sync
+    barrier = _barrier
+    reconciliate_processes = _reconciliate_processes
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._prepared.add(super().setup_module(module))
+
+    def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
+        """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
+
+        The modern spelling is ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the
+        Fabric as its first argument. Where this strategy is among the arguments, or the function is one of its
+        methods, each process has its own copy of it there, and that one is started. With one device nothing is
+        spawned, and the function runs in this process.
+
+        Args:
+            function: what every process runs.
+            *args: its arguments; they are pickled.
+            return_result: whether the result comes back.
+            **kwargs: its keyword arguments.
+
+        Returns:
+            What ``function`` returned in process 0, tensors by value and on the CPU; None without ``return_result``.
+
+        Raises:
+            ConfigurationError: the strategy has no parallel devices, which say how many processes there are.
+            ArgumentTypeError: something that cannot be called, or an argument that cannot travel.
+            RankFailedError: a process raised, exited early or was killed.
+        """
+        modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
+        _deprecated("spawn(function)", modern)
+        if not callable(function):
+            raise ArgumentTypeError(
+                f"spawn({function!r})", "it cannot be called", "a function, not its result", "spawn(function, *args)"
+            )
+        if not self.parallel_devices:
+            raise ConfigurationError(
+                f"spawn({getattr(function, '__qualname__', function)})",
+                "this strategy has no parallel_devices, so that the number of processes is unknown",
+                "parallel_devices, one for each process",
+                f'{modern}; or DDPSpawnPlugin(parallel_devices=[torch.device("cpu")] * 2)',
+            )
+        with Fabric(strategy=self) as fabric:
+            result, items = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
+        for item in items:
+            self.mp_queue.put(item)
+        return result
+
+    def add_to_queue(self, trainer: Any, queue: Any) -> None:
+        """Put the trainer's ``callback_metrics`` into a queue, with tensors by value: detached, on the CPU.
+
+        The modern spelling is to return the metrics from the function that is launched.
+
+        Args:
+            trainer: an object with ``callback_metrics``, a mapping.
+            queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that the processes share.
+
+        Raises:
+            ArgumentTypeError: it has none, or one of them cannot be pickled.
+        """
+        _deprecated("add_to_queue(trainer, queue)", "return trainer.callback_metrics from the launched function")
+        metrics = dict(_part(trainer, "callback_metrics", "add_to_queue", Mapping))
+        try:
+            # The copies keep a view from dragging all of its storage along.
+            payload = pickle.dumps(map_tensors(lambda tensor: tensor.detach().cpu().clone(), metrics))
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ArgumentTypeError(
+                f"add_to_queue(trainer, queue) on rank {self.global_rank}",
+                f"callback_metrics cannot travel to another process: {error}",
+                "tensors, numbers, texts, and collections of them",
+                "trainer.callback_metrics[name] = value.item(), for instance",
+            ) from error
+        queue.put(payload)
+
+    def get_from_queue(self, trainer: Any, queue: Any) -> None:
+        """Update the trainer's ``callback_metrics`` by what one :meth:`add_to_queue` put into a queue.
+
+        Args:
+            trainer: an object with ``callback_metrics``, a dict; tensors come on the CPU.
+            queue: an object with ``get``.
+        """
+        _deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
+        metrics = _part(trainer, "callback_metrics", "get_from_queue", MutableMapping)
+        metrics.update(_unpack(queue.get()))
+
+    def post_dispatch(self, trainer: Any) -> None:
+        """Update the trainer's ``callback_metrics`` by everything that process 0 left in :attr:`mp_queue`.
+
+        Args:
+            trainer: an object with ``callback_metrics``, a dict.
+        """
+        _deprecated("post_dispatch(trainer)", "metrics = fabric.launch(function)")
+        metrics = _part(trainer, "callback_metrics", "post_dispatch", MutableMapping)
+        while len(self.mp_queue):
+            metrics.update(_unpack(self.mp_queue.get()))
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Does nothing: the forward pass of a prepared module has made everything ready for the backward pass.
+
+        Args:
+            closure_loss: the loss; it is not looked at.
+        """
+        _deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
+
+
+class DDPFullyShardedNativeStrategy(FSDPStrategy):
+    """Older name of :class:`fabric.strategies.FSDPStrategy`.
+
+    The modern spelling is ``Fabric(strategy="fsdp")``, or ``FSDPStrategy(...)`` with options. It shards by
+    ``fully_shard``; options that only torch's first FSDP had are errors.
+
+    Args:
+        accelerator: as for :class:`fabric.strategies.FSDPStrategy`, and so is what is not listed here.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
+        process_group_backend: backend of the process group.
+        cpu_offload: keep shards, gradients and optimizer state on the CPU.
+        backward_prefetch: how many units are gathered ahead in the backward pass.
+        mixed_precision: torch's policy, in place of what the precision says.
+        precision: precision.
+        **options: the other arguments of ``FSDPStrategy``.
+
+    Attributes:
+        model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
+
+    Raises:
+        ArgumentTypeError: an unknown option, or one of a type that is not understood.
+        ConfigurationError: two precisions, or options that cannot work.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        cpu_offload: Any = None,
+        backward_prefetch: Any = None,
+        mixed_precision: Any = None,
+        *,
+        precision: Precision | str | int | None = None,
+        **options: Any,
+    ) -> None:
+        _deprecated("DDPFullyShardedNativeStrategy(...)", 'Fabric(strategy="fsdp"), or FSDPStrategy(...)')
+        super().__init__(
+            *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
+            _one_precision(precision_plugin, precision),
+            process_group_backend=process_group_backend,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            **options,
+        )
+        self.model: nn.Module | None = None
+        self._prepared = _PreparedModules()
+
+    setup = _setup
+    setup_optimizers = _setup_optimizers
+    model_to_device = _model_to_device
+    block_backward_sync = _block_backward_sync
+    barrier = _barrier
+    reconciliate_processes = _reconciliate_processes
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._prepared.add(super().setup_module(module))
+
+
+def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
+    # Python itself shows the same warning once for each line that causes it.
+    warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=stacklevel)
+
+
+def _run_spawned(
+    fabric: Fabric,
+    strategy: DDPSpawnPlugin,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    return_result: bool,
+) -> tuple[Any, list[Any]]:
+    result = function(*args, **kwargs)
+    items = [strategy.mp_queue.get() for _ in range(len(strategy.mp_queue))]
+    return result if return_result else None, items
+
+
+def _unpack(payload: bytes) -> dict[str, Any]:
+    return pickle.loads(payload)  # noqa: S301 - add_to_queue packed it, in a process of this job
+
+
+def _one_precision(plugin: Any, precision: Any) -> Any:
+    if plugin is None:
+        return precision
+    _deprecated("precision_plugin=", "precision=", stacklevel=4)
+    older = parse_precision(getattr(plugin, "precision", plugin))
+    if precision is not None and parse_precision(precision) != older:
+        raise ConfigurationError(
+            f"precision_plugin={plugin!r}, precision={precision!r}",
+            "the two differ",
+            "one of them",
+            f"precision={precision!r}",
+        )
+    return older
+
+
+def _refuse_mixed_precision(strategy: ParallelStrategy) -> None:
+    precision = strategy.runtime.precision
+    autocasts = precision.compute_dtype is not None and not strategy.casts_in_forward
+    if autocasts or precision.loss_scaling:
+        raise ConfigurationError(
+            f"{type(strategy).__name__}.setup(trainer) with precision={precision.name!r}",
+            "the forward pass has to run under autocast, or the loss to be scaled, which a strategy alone does not do",
+            "32-true, 64-true, 16-true, bf16-true; every precision through Fabric",
+            f"{_MODERN_SETUP} and fabric.backward(loss)",
+        )
+
+
+def _part(trainer: Any, name: str, method: str, kind: Any = object) -> Any:
+    part = getattr(trainer, name, None)
+    if part is None or not isinstance(part, kind):
+        raise ArgumentTypeError(
+            f"{method}({type(trainer).__name__})",
+            f"it has no {name}" if part is None else f"its {name} is a {type(part).__name__}",
+            "any object with a module as model, a sequence as optimizers, a dict as callback_metrics",
+            f"types.SimpleNamespace({name}=...)",
+        )
+    return part
+
+
+def _optimizers_of(trainer: Any) -> list[Optimizer]:
+    found = _part(trainer, "optimizers", "setup_optimizers", Optimizer | Sequence)
+    optimizers = [found] if isinstance(found, Optimizer) else list(found)
+    if wrong := [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]:
+        raise ArgumentTypeError(
+            f"setup_optimizers({type(trainer).__name__})",
+            f"its optimizers are no optimizers: {', '.join(wrong)}",
+            "a torch.optim.Optimizer, or a sequence of them, as trainer.optimizers",
+            "optimizer = fabric.setup_optimizers(optimizer)",
+        )
+    return optimizers

@@ -1,0 +1,317 @@
+"""The older names do on real processes what their modern spellings do, and say which these are."""
+
+import traceback
+import warnings
+from collections.abc import Callable
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric._compat import full_tensor
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, RankFailedError, UsageError
+from fabric.legacy import DDPFullyShardedNativeStrategy, DDPSpawnPlugin
+from fabric.precision import PRECISIONS
+from fabric.strategies import DDPStrategy, FSDPStrategy
+from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning")]
+
+CPU = torch.device("cpu")
+
+
+def plugin(ranks: int = 2, **options: Any) -> DDPSpawnPlugin:
+    return DDPSpawnPlugin(parallel_devices=[CPU] * ranks, **options)
+
+
+def sharded(**options: Any) -> DDPFullyShardedNativeStrategy:
+    return DDPFullyShardedNativeStrategy(start_method="forkserver", **options)
+
+
+def trainer_of(net: nn.Module) -> SimpleNamespace:
+    return SimpleNamespace(model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={})
+
+
+def parameters_of(module: nn.Module) -> torch.Tensor:
+    return torch.cat([full_tensor(parameter.detach()).flatten() for parameter in module.parameters()])
+
+
+# -- a loop on the older names ----------------------------------------------------------------------------------------
+
+
+def step_of_trainer(strategy: Any, trainer: Any) -> torch.Tensor:
+    """Parameters after one step on data that differs between ranks."""
+    strategy.setup(trainer)
+    strategy.model_to_device()
+    torch.manual_seed(strategy.global_rank)
+    loss = trainer.model(torch.randn(4, 4)).pow(2).mean()
+    if isinstance(strategy, DDPSpawnPlugin):
+        strategy.pre_backward(loss)
+    loss.backward()
+    strategy.optimizer_step(trainer.optimizers[0])
+    strategy.barrier()
+    return parameters_of(trainer.model)
+
+
+def expected_step(ranks: int = 2) -> torch.Tensor:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for rank in range(ranks):
+        torch.manual_seed(rank)
+        (net(torch.randn(4, 4)).pow(2).mean() / ranks).backward()
+    optimizer.step()
+    return parameters_of(net)
+
+
+def train(strategy: DDPSpawnPlugin, trainer: Any) -> torch.Tensor:
+    result = step_of_trainer(strategy, trainer)
+    trainer.callback_metrics = {"rank": torch.tensor(strategy.global_rank), "nested": [torch.ones(3)[1:]], "epoch": 3}
+    strategy.add_to_queue(trainer, strategy.mp_queue)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_spawned_trainer_takes_the_step_of_the_plain_loop_and_sends_its_metrics_back(ranks: int) -> None:
+    torch.manual_seed(0)
+    strategy, trainer = plugin(ranks), trainer_of(Net())
+    result = strategy.spawn(train, strategy, trainer)
+    assert torch.allclose(result, expected_step(ranks), atol=1e-6)
+    trainer.callback_metrics = {"kept": 1}
+    strategy.post_dispatch(trainer)
+    assert torch.equal(trainer.callback_metrics.pop("nested")[0], torch.ones(2))
+    assert trainer.callback_metrics == {"kept": 1, "rank": torch.tensor(0), "epoch": 3}
+    assert len(strategy.mp_queue) == 0
+
+
+def sharded_step(fabric: Fabric) -> torch.Tensor:
+    torch.manual_seed(0)
+    return step_of_trainer(fabric.strategy, trainer_of(Net()))
+
+
+def test_a_sharded_trainer_takes_the_step_of_the_plain_loop() -> None:
+    for result in run_in_ranks(sharded_step, strategy=sharded()):
+        assert torch.allclose(result, expected_step(), atol=1e-6)
+
+
+def rank_and_size(fabric: Fabric) -> tuple[int, int]:
+    return fabric.global_rank, fabric.world_size
+
+
+def test_fabric_takes_both_as_strategies() -> None:
+    strategy = DDPSpawnPlugin()
+    assert isinstance(strategy, DDPStrategy)
+    assert run_in_ranks(rank_and_size, strategy=strategy) == [(0, 2), (1, 2)]
+    assert isinstance(sharded(), FSDPStrategy)
+
+
+# -- spawn ------------------------------------------------------------------------------------------------------------
+
+
+class Model:
+    """What a ported script spawns: a method of an object that holds its strategy."""
+
+    def __init__(self, strategy: DDPSpawnPlugin) -> None:
+        self.strategy = strategy
+
+    def fit(self, offset: int, *, scale: int) -> Any:
+        mine = torch.tensor(float(self.strategy.global_rank + offset) * scale, requires_grad=True)
+        return {"sum": self.strategy.all_reduce(mine, reduce_op="sum"), "mine": mine}
+
+
+def test_spawn_connects_the_copy_of_the_strategy_that_travels_with_the_function() -> None:
+    strategy = plugin()
+    result = strategy.spawn(Model(strategy).fit, 1, scale=10)
+    assert {name: value.item() for name, value in result.items()} == {"sum": 30.0, "mine": 10.0}
+    assert not result["mine"].requires_grad
+    alone = plugin(ranks=1)
+    assert alone.spawn(Model(alone).fit, 1, scale=10, return_result=False) is None
+
+
+def fail_on_rank_one(strategy: DDPSpawnPlugin) -> None:
+    if strategy.global_rank == 1:
+        try:
+            raise ValueError("the file of rank one is damaged")
+        except ValueError:
+            strategy.reconciliate_processes(traceback.format_exc())
+    strategy.barrier("never together")
+
+
+def test_reconciled_processes_end_with_the_rank_and_the_trace_of_the_failure() -> None:
+    strategy = plugin()
+    with pytest.raises(RankFailedError, match="the file of rank one is damaged") as caught:
+        strategy.spawn(fail_on_rank_one, strategy)
+    assert caught.value.rank == 1
+
+
+def raise_in_loop(strategy: DDPSpawnPlugin) -> None:
+    strategy.reconciliate_processes("a trace")
+    strategy.on_exception(exception=ValueError("of the loop"))
+
+
+def test_a_single_process_has_nothing_to_reconcile() -> None:
+    strategy = plugin(ranks=1)
+    assert strategy.spawn(raise_in_loop, strategy) is None
+
+
+# -- gradients stay local ---------------------------------------------------------------------------------------------
+
+
+def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
+    """Whether a backward pass through each of two models would synchronise, in each context."""
+    strategy: Any = fabric.strategy
+    models = [fabric.setup(Net()), fabric.setup(Net())]
+
+    def synced() -> list[bool]:
+        return [strategy.backward_syncs(model._fabric_prepared) for model in models]
+
+    seen = {"before": synced()}
+    with strategy.block_backward_sync():
+        seen["all"] = synced()
+        with strategy.block_backward_sync(models[0], enabled=False):
+            seen["nested"] = synced()
+    with strategy.block_backward_sync(models[1]):
+        seen["second"] = synced()
+    return {**seen, "after": synced()}
+
+
+@pytest.mark.parametrize("make", [DDPSpawnPlugin, sharded])
+def test_without_a_module_the_sync_of_every_module_is_blocked(make: Callable[[], Any]) -> None:
+    both, none, second = [True, True], [False, False], [True, False]
+    for seen in run_in_ranks(sync_states, strategy=make()):
+        assert seen == {"before": both, "all": none, "nested": none, "second": second, "after": both}
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
+    """The warnings that each older name gives in a rank: the text, and whether it points to this file."""
+    strategy: Any = fabric.strategy
+    trainer = trainer_of(Net())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.barrier()
+        strategy.barrier("a name")
+        strategy.barrier(name="a name")
+        assert not caught
+        strategy.setup(trainer)
+        strategy.setup_optimizers(trainer)
+        strategy.model_to_device()
+        strategy.block_backward_sync()
+        strategy.barrier("a name", "something else", loop=3)
+        if isinstance(strategy, DDPSpawnPlugin):
+            strategy.pre_backward(torch.ones(()))
+            strategy.post_dispatch(trainer)
+            queue = SimpleQueue()
+            strategy.add_to_queue(trainer, queue)
+            strategy.get_from_queue(trainer, queue)
+    return [(str(one.message), one.filename == __file__) for one in caught if one.category is DeprecationWarning]
+
+
+SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "barrier("]
+SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
+
+
+@pytest.mark.parametrize(("make", "said"), [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, SAID)])
+def test_every_older_name_tells_its_caller_the_modern_one(make: Callable[[], Any], said: list[str]) -> None:
+    for texts in run_in_ranks(everything, strategy=make(), ranks=1):
+        assert all(here and "Write: " in text for text, here in texts)
+        assert [text.split(" is an older name")[0].split("(")[0] + "(" for text, _ in texts] == said
+
+
+def test_a_line_that_runs_often_is_told_once() -> None:
+    strategy = DDPSpawnPlugin()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            strategy.pre_backward(torch.ones(()))
+        strategy.pre_backward(torch.ones(()))
+    assert [one.lineno - caught[0].lineno for one in caught] == [0, 1]
+
+
+def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = DDPSpawnPlugin(precision_plugin=64)
+        DDPFullyShardedNativeStrategy(precision_plugin=SimpleNamespace(precision="bf16"), precision="bf16-mixed")
+    assert strategy.precision is PRECISIONS["64-true"]
+    modern = ['strategy="ddp_spawn"', "precision=", 'strategy="fsdp"', "precision="]
+    assert all(name in str(one.message) for name, one in zip(modern, caught, strict=True))
+    assert all(one.filename == __file__ for one in caught)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "text"),
+    [
+        (lambda: DDPSpawnPlugin(start_method="fork"), ConfigurationError, "start_method='fork'"),
+        (lambda: DDPSpawnPlugin(unknown=1), ArgumentTypeError, "unknown"),
+        (lambda: DDPSpawnPlugin(precision_plugin=64, precision=32), ConfigurationError, "the two differ"),
+        (lambda: DDPFullyShardedNativeStrategy(precision_plugin="8"), ConfigurationError, "no such precision"),
+        (lambda: DDPFullyShardedNativeStrategy(flatten_parameters=True), ArgumentTypeError, "flatten_parameters"),
+        (lambda: DDPSpawnPlugin().spawn(print), ConfigurationError, "no parallel_devices"),
+        (lambda: plugin().spawn(print()), ArgumentTypeError, "cannot be called"),
+        (lambda: plugin().get_from_queue(trainer_of(Net()), plugin().mp_queue), UsageError, "nothing is in the queue"),
+        (lambda: plugin().add_to_queue(object(), SimpleQueue()), ArgumentTypeError, "callback_metrics"),
+        (lambda: DDPSpawnPlugin().setup(), UsageError, "the runtime of DDPSpawnPlugin"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_process_starts(
+    action: Callable[[], Any], kind: type[FabricError], text: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        action()
+    assert text in str(caught.value)
+    assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
+
+
+def refusals(fabric: Fabric) -> dict[str, str]:
+    strategy: Any = fabric.strategy
+    trainer, net = trainer_of(Net()), Net()
+    refused = {
+        "no model": outcome(strategy.setup),
+        "nothing to move": outcome(strategy.model_to_device),
+        "no module": outcome(lambda: strategy.setup(SimpleNamespace(model=print))),
+        "no attribute": outcome(lambda: strategy.setup_optimizers(SimpleNamespace(model=net))),
+        "no optimizer": outcome(lambda: strategy.setup_optimizers(SimpleNamespace(optimizers=[net]))),
+    }
+    strategy.setup(trainer)
+    refused["twice"] = outcome(lambda: strategy.setup(trainer))
+    refused["inside"] = outcome(lambda: strategy.setup(SimpleNamespace(model=getattr(trainer.model, "module", net))))
+    return refused
+
+
+def test_a_trainer_that_does_not_fit_is_refused() -> None:
+    for seen in run_in_ranks(refusals, strategy=DDPSpawnPlugin(), ranks=1):
+        assert all("Valid: " in text and "Write: " in text for text in seen.values())
+        assert "no model to set up" in seen["no model"]
+        assert "set up already" in seen["twice"]
+        assert "set up already" in seen["inside"]
+
+
+def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
+    strategy: Any = fabric.strategy
+    strategy.model = net = Net()
+    strategy.model_to_device()
+    text = outcome(strategy.setup)
+    return (net.head.weight.dtype, strategy.backward_syncs(strategy.model)) if text == "fine" else text
+
+
+def test_without_a_trainer_the_model_of_the_strategy_is_set_up_in_its_precision() -> None:
+    strategy = DDPSpawnPlugin(precision_plugin="64-true")
+    assert run_in_ranks(set_up_without_trainer, strategy=strategy, ranks=1) == [(torch.float64, True)]
+
+
+@pytest.mark.parametrize(("make", "name"), [(DDPSpawnPlugin, "bf16-mixed"), (sharded, "16-mixed")])
+def test_a_precision_that_needs_fabric_is_refused_by_the_strategy_alone(make: Callable[..., Any], name: str) -> None:
+    [text] = run_in_ranks(set_up_without_trainer, strategy=make(precision_plugin=name), ranks=1)
+    assert f"precision={name!r}" in text
+    assert "fabric.setup(model, optimizer)" in text
