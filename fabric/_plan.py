@@ -1,53 +1,26 @@
-"""From what the user wrote to a frozen plan: the name tables and the rules for combinations.
+"""From what the user wrote to a frozen plan: the rules for values and their combinations.
 
-Strings become objects here and nowhere else. No process is started and no device is touched, so that whatever cannot
-work is an error before anything happens.
+With the tables of ``_names.py``, strings become objects here and nowhere else. No process is started and no device is
+touched, so that whatever cannot work is an error before anything happens.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric._names import parse_accelerator, parse_launcher, parse_strategy
+from fabric.accelerators import Accelerator
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
-from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
 __all__ = ["Plan", "resolve"]
-
-ACCELERATORS: Mapping[str, Callable[[], Accelerator]] = {
-    "cpu": CPUAccelerator,
-    "cuda": CUDAAccelerator,
-    "gpu": CUDAAccelerator,
-    "mps": MPSAccelerator,
-}
-
-_UNUSED_SUFFIX = "_find_unused_parameters_true"
-_DDP = {
-    "ddp": DDPStrategy,
-    "ddp_spawn": partial(DDPStrategy, start_method="spawn"),
-    "ddp_fork": partial(DDPStrategy, start_method="fork"),
-    "ddp_forkserver": partial(DDPStrategy, start_method="forkserver"),
-    # Fresh processes from a server that never touched CUDA or a thread pool: the start method that is safe there.
-    "ddp_notebook": partial(DDPStrategy, start_method="forkserver"),
-}
-STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
-    "single_device": SingleDeviceStrategy,
-    "dp": DataParallelStrategy,
-    **_DDP,
-    **{name + _UNUSED_SUFFIX: partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
-    "fsdp": FSDPStrategy,
-    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
-}
 
 # What `fabric run` leaves for the script, and the argument of Fabric that it stands for.
 RUN_OPTIONS = {
@@ -126,7 +99,7 @@ def resolve(
     given = _with_run_options(
         env, accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
     )
-    named = _parse_strategy(given["strategy"])
+    named = parse_strategy(given["strategy"])
     if named is not None:
         given = _with_strategy_options(named, given)
         environment = _same("environment", environment, named.cluster_environment)
@@ -134,7 +107,7 @@ def resolve(
     world = None if found is None else found[1]
     if named is not None and _drives_all_devices(named):
         _check_one_process(named, given["num_nodes"], found)
-    hardware = _parse_accelerator(given["accelerator"])
+    hardware = parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], named, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
     made = SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes)
@@ -212,65 +185,6 @@ def _same(argument: str, given: Any, fixed: Any) -> Any:
         "the two differ",
         "the value in one of the two places, or the same in both",
         f"Fabric({argument}={given!r}) and a strategy without {argument}",
-    )
-
-
-def _parse_strategy(strategy: Any) -> Strategy | None:
-    if isinstance(strategy, Strategy):
-        return strategy
-    if strategy == "auto":
-        return None
-    return _named("strategy", strategy, STRATEGIES, Strategy)
-
-
-def _parse_accelerator(accelerator: Any) -> Accelerator:
-    if accelerator == "auto":
-        candidates: list[Accelerator] = [CUDAAccelerator(), MPSAccelerator()]
-        return next((candidate for candidate in candidates if candidate.is_available()), CPUAccelerator())
-    chosen = accelerator
-    if not isinstance(accelerator, Accelerator):
-        chosen = _named("accelerator", accelerator, ACCELERATORS, Accelerator)
-    if not chosen.is_available():
-        raise ConfigurationError(
-            f"accelerator={chosen.name!r}",
-            "there is none on this machine, or torch was built without it",
-            '"auto", "cpu", and what the machine has',
-            'Fabric(accelerator="auto")',
-        )
-    return chosen
-
-
-def _named(argument: str, name: Any, table: Mapping[str, Callable[[], Any]], kind: type) -> Any:
-    """The object that a name stands for: from the table, or from the entry points ``fabric.<argument>s``."""
-    if not isinstance(name, str):
-        raise ArgumentTypeError(
-            f"{argument}={name!r}",
-            f"{type(name).__name__} is neither a name nor a {kind.__name__}",
-            f"a name, or an object of a subclass of fabric.{argument}s.{kind.__name__}",
-            f'Fabric({argument}="auto")',
-        )
-    key = name.lower()
-    if key in table:
-        return table[key]()
-    # Only for names that are not ours: looking through all installed packages takes milliseconds.
-    plugins = {plugin.name: plugin for plugin in entry_points(group=f"fabric.{argument}s")}
-    if key in plugins:
-        made = plugins[key].load()()
-        if isinstance(made, kind):
-            return made
-        raise ArgumentTypeError(
-            f"{argument}={name!r}, from the entry point {plugins[key].value}",
-            f"it makes a {type(made).__name__}, which is no {kind.__name__}",
-            f"a callable without arguments that returns a {kind.__name__}",
-            f'an entry point in the group "fabric.{argument}s"',
-        )
-    valid = ["auto", *table, *plugins]
-    near = get_close_matches(key, valid, n=1)
-    raise ConfigurationError(
-        f"{argument}={name!r}",
-        f"there is no such {argument}" + (f"; did you mean {near[0]!r}?" if near else ""),
-        ", ".join(repr(one) for one in valid),
-        f'Fabric({argument}="{near[0] if near else "auto"}")',
     )
 
 
@@ -404,7 +318,7 @@ def _choose_launcher(
     found: tuple[Environment, World] | None,
     by_name: bool,
 ) -> Launcher:
-    named = _parse_launcher(launcher)
+    named = parse_launcher(launcher)
     method = strategy.start_method if named is None else named.name
     if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
         raise ConfigurationError(
@@ -423,14 +337,3 @@ def _choose_launcher(
         named = LAUNCHERS[method]
     named.check(spec)
     return named
-
-
-def _parse_launcher(launcher: Any) -> Launcher | None:
-    if launcher is None or isinstance(launcher, Launcher):
-        return launcher
-    table = {name: partial(_itself, one) for name, one in LAUNCHERS.items()}
-    return _named("launcher", launcher, table, Launcher)
-
-
-def _itself(value: Any) -> Any:
-    return value

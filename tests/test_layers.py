@@ -18,6 +18,7 @@ LAYERS = [
     ["collectives", "scaling", "clipping", "data", "deferred"],
     ["runtime"],
     ["strategies", "checkpoint", "loggers"],
+    ["_names"],
     ["_plan"],
     ["forward_guard"],
     ["module"],
