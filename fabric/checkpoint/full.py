@@ -18,6 +18,7 @@ import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
 from fabric.checkpoint.commit import atomic_write
+from fabric.checkpoint.directory import holds_checkpoint
 from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 
 __all__ = ["FullCheckpoint"]
@@ -115,6 +116,13 @@ def _require_checksums(path: Path) -> None:
 def _require_file(asked: str, path: Path) -> None:
     if os.path.isfile(path):
         return
+    if holds_checkpoint(path):
+        raise CheckpointError(
+            asked,
+            "it is a folder with a sharded checkpoint",
+            "a file that fabric.save wrote",
+            f"fabric consolidate {os.fspath(path)}, in a shell, which makes one file of it",
+        )
     if os.path.isdir(path):
         raise CheckpointError(asked, "it is a folder", "a file that fabric.save wrote", _alternatives(Path(path), "*"))
     folder = Path(path).parent

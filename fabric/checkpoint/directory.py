@@ -1,0 +1,236 @@
+"""Publishing a folder: readers find the old data or the new data in it, never a part of either.
+
+[Note: commit of a directory]
+A folder that is not empty cannot be replaced in one step, a file can. So a checkpoint that is a folder holds a
+*manifest*, a small file that names the sub-folder with its data. A save fills a sub-folder of a new name, flushes it,
+and replaces the manifest: that is the commit. Only then is the older sub-folder removed. While it is filled, its writer
+holds a lock on a file in it, which ends with the process, however that ends: a sub-folder that the manifest does not
+name and that can be locked is left from a save that died, and the next save removes it.
+"""
+
+import difflib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fabric.checkpoint.commit import atomic_write
+from fabric.errors import CheckpointError, CheckpointNotFoundError
+
+__all__ = ["MANIFEST", "Manifest", "Staging", "holds_checkpoint", "read_manifest", "remove", "sync_folder"]
+
+MANIFEST = "manifest.json"
+
+_FORMAT, _VERSION = "torch-fabric sharded checkpoint", 1
+_PREFIX, _LOCK = "data-", "lock"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifest of a folder says.
+
+    Attributes:
+        data: the sub-folder that holds the data.
+        checksum: CRC32 of the file in it that says where each tensor is.
+    """
+
+    data: Path
+    checksum: int
+
+
+def holds_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder in which a save was committed."""
+    return (Path(path) / MANIFEST).is_file()
+
+
+def read_manifest(asked: str, path: Path) -> Manifest:
+    """Read the manifest of the folder ``path``.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``, or a folder in which no save was ever committed.
+        CheckpointError: ``path`` is a file, the manifest is damaged, or a newer release wrote it.
+    """
+    path = Path(path)
+    if not holds_checkpoint(path):
+        raise _absent(asked, path)
+    name, version, checksum = None, None, None
+    with suppress(ValueError, AttributeError):
+        content = json.loads((path / MANIFEST).read_bytes())
+        known = content.get("format") == _FORMAT
+        name, version, checksum = content.get("data"), content.get("version") if known else None, content.get("crc32")
+    if isinstance(version, int) and version > _VERSION:
+        raise CheckpointError(
+            asked,
+            f"its format version is {version}: a newer release wrote it",
+            f"format versions up to {_VERSION}",
+            "pip install --upgrade torch-fabric",
+        )
+    if not (isinstance(version, int) and isinstance(checksum, int) and isinstance(name, str) and _is_ours(name)):
+        raise CheckpointError(
+            asked,
+            f"its {MANIFEST} is damaged, or not one of fabric's",
+            "a folder that fabric wrote, complete",
+            "an older checkpoint, or a fresh copy of this one",
+        )
+    return Manifest(path / name, checksum)
+
+
+class Staging:
+    """A sub-folder that is being filled; for one process of those that fill it, which creates and commits it.
+
+    Args:
+        path: the checkpoint. The folder is created if need be, and what saves that died left in it is removed.
+
+    Attributes:
+        folder: the sub-folder, absolute.
+
+    Raises:
+        CheckpointError: ``path`` is a file, or the file system refuses.
+    """
+
+    folder: Path
+
+    def __init__(self, path: Path) -> None:
+        self._path = Path(os.path.realpath(path))
+        if self._path.exists() and not self._path.is_dir():
+            raise CheckpointError(
+                f"save a sharded checkpoint to {str(path)!r}",
+                "there is a file of that name",
+                "the path of a folder, new or with a sharded checkpoint in it",
+                f"{str(path) + '-sharded'!r}, or remove the file",
+            )
+        self._is_new = not self._path.exists()
+        self._path.mkdir(parents=True, exist_ok=True)
+        if self._is_new:
+            sync_folder(self._path.parent)
+        _clear_stale(self._path)
+        self._lock = self._create()
+
+    def _create(self) -> int:
+        while True:
+            self.folder = self._path / f"{_PREFIX}{secrets.token_hex(6)}"
+            self.folder.mkdir()
+            if (lock := _lock(self.folder, created=True)) is not None:
+                return lock
+
+    def commit(self, checksum: int) -> None:
+        """Make this the data of the checkpoint, and remove the older data."""
+        sync_folder(self.folder)
+        content = {"format": _FORMAT, "version": _VERSION, "data": self.folder.name, "crc32": checksum}
+        with atomic_write(self._path / MANIFEST) as file:
+            file.write(json.dumps(content, indent=1).encode() + b"\n")
+        _clear_stale(self._path)
+
+    def close(self) -> None:
+        """Release the sub-folder, and remove it unless it was committed."""
+        os.close(self._lock)
+        _clear_stale(self._path)
+        if self._is_new and not holds_checkpoint(self._path):
+            # Somebody may have put something else into it.
+            with suppress(OSError):
+                self._path.rmdir()
+
+
+def remove(path: Path) -> None:
+    """Delete the checkpoint in the folder ``path``, and the folder unless it holds anything else.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        CheckpointError: ``path`` is a file.
+    """
+    path = Path(path)
+    if not holds_checkpoint(path):
+        raise _absent(f"remove the checkpoint {str(path)!r}", path)
+    # First, so that what remains of an interrupted removal is no checkpoint.
+    (path / MANIFEST).unlink()
+    _clear_stale(path)
+    with suppress(OSError):
+        path.rmdir()
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of the files in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _clear_stale(path: Path) -> None:
+    """Remove every sub-folder that the manifest does not name and no living process is filling."""
+    current = None
+    if holds_checkpoint(path):
+        try:
+            current = read_manifest("", path).data.name
+        except CheckpointError:
+            return  # what it named cannot be told from what is stale
+    for folder in path.iterdir():
+        if _is_ours(folder.name) and folder.name != current and (lock := _lock(folder)) is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _lock(folder: Path, created: bool = False) -> int | None:
+    """Lock a sub-folder; None when another process has it, or removed it, or it is another user's.
+
+    On a file system without locks only who ``created`` it gets it, so that nobody takes it for a stale one.
+    """
+    try:
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:
+        if os.access(folder, os.W_OK | os.X_OK):
+            raise
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if (folder / _LOCK).exists():
+            return lock
+    except BlockingIOError:
+        pass
+    except OSError:
+        if created:
+            return lock
+    os.close(lock)
+    return None
+
+
+def _is_ours(name: str) -> bool:
+    token = name.removeprefix(_PREFIX)
+    return name.startswith(_PREFIX) and len(token) == 12 and all(letter in "0123456789abcdef" for letter in token)
+
+
+def _absent(asked: str, path: Path) -> CheckpointError:
+    if path.is_file():
+        return CheckpointError(
+            asked, "it is a file", "a folder that holds a sharded checkpoint", f"fabric.load({str(path)!r}, state)"
+        )
+    if (path / ".metadata").is_file():
+        return CheckpointError(
+            asked,
+            "torch.distributed.checkpoint wrote it, without fabric",
+            f"a folder with a {MANIFEST}, as fabric writes it",
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt, if you trust it",
+        )
+    if path.is_dir():
+        unfinished = any(_is_ours(entry.name) for entry in path.iterdir())
+        wrong = "no save into it was ever finished" if unfinished else f"it is a folder without a {MANIFEST}"
+        return CheckpointNotFoundError(asked, wrong, "a folder that holds a sharded checkpoint", _neighbours(path))
+    return CheckpointNotFoundError(asked, "there is no such folder", "a folder that exists", _neighbours(path))
+
+
+def _neighbours(path: Path) -> str:
+    """The checkpoints in a folder or beside it, as the last part of an error."""
+    found = [
+        str(entry)
+        for folder in (path, path.parent)
+        if folder.is_dir()
+        for entry in sorted(folder.iterdir())[:1000]
+        if holds_checkpoint(entry)
+    ]
+    near = difflib.get_close_matches(str(path), found, n=5, cutoff=0.4) or found[:5]
+    return ", or ".join(map(repr, near)) or f"the path of a folder; {str(path.parent)!r} has none like it"

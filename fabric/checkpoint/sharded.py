@@ -1,0 +1,282 @@
+"""A checkpoint in a folder, which all ranks write at once and any number of ranks can read."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fabric.checkpoint.dcp import LAYOUT, file_checksum, plan_reading, read_layout, write_tensors
+from fabric.checkpoint.directory import Staging, read_manifest, remove
+from fabric.checkpoint.full import FullCheckpoint
+from fabric.checkpoint.plain import check_plain
+from fabric.checkpoint.skeleton import MISSING, Place, find, fit_tensors, name_tensors, take_apart, written
+from fabric.checkpoint.state import METADATA_KEY
+from fabric.checkpoint.unison import together
+from fabric.communicators import Communicator
+from fabric.communicators.local import LocalCommunicator
+from fabric.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["ShardedCheckpoint"]
+
+_SKELETON = "skeleton.pt"
+_LISTED = 12  # places given in full before an error only counts the rest
+
+
+class ShardedCheckpoint:
+    """A format of one folder per checkpoint, in which each rank writes the shards that it holds.
+
+    The tensors lie in the layout of torch.distributed.checkpoint, everything else in one small file beside them. The
+    folder is replaced as a whole: a crash at any moment leaves the old content or the new one, see ``[Note: commit of a
+    directory]``. Any number of ranks can read it, each only what it needs, into tensors sharded in any way or into
+    whole ones. With one process this is a :class:`fabric.checkpoint.CheckpointIO` like any other.
+    """
+
+    def save(self, state: Mapping[str, Any], path: Path, communicator: Communicator | None = None) -> None:
+        """Write ``state`` to the folder ``path`` and return when it is on the disk.
+
+        Collective: every rank of ``communicator`` must call it. Sharded tensors (DTensors) are written shard by shard;
+        of whole tensors, and of everything else, rank 0's values count. Tensors that are the same memory are written
+        once. Parameters come back as plain tensors.
+
+        Args:
+            state: what :func:`fabric.checkpoint.state.collect` gives, or such a state with sharded tensors in it; of
+                the same structure on every rank.
+            path: the folder, on a file system that all ranks share. Missing folders on the way to it are created.
+            communicator: the ranks; None for this process alone.
+
+        Raises:
+            CheckpointError: ``path`` is a file or cannot be written, or ranks disagree; on every rank, when it fails on
+                one. What was at ``path`` is untouched.
+            ArgumentTypeError: something in ``state`` is not plain.
+        """
+        asked = f"save a sharded checkpoint to {str(path)!r}"
+        communicator = communicator or _alone()
+        skeleton, tensors = together(communicator, asked, lambda: _checked_parts(state))
+        names = communicator.broadcast_object(name_tensors(tensors) if communicator.rank == 0 else None, 0)
+        together(communicator, asked, lambda: _check_agreement(asked, names, tensors, communicator.rank))
+        staging = together(communicator, asked, lambda: Staging(path) if communicator.rank == 0 else None)
+        try:
+            folder = communicator.broadcast_object(staging and staging.folder, 0)
+            write_tensors(asked, {names[place]: tensors[place] for place in _firsts(names)}, folder, communicator)
+
+            def commit() -> None:
+                if staging is not None:
+                    FullCheckpoint().save({"skeleton": skeleton, "tensors": names}, folder / _SKELETON)
+                    staging.commit(file_checksum(folder / LAYOUT))
+
+            together(communicator, asked, commit)
+        finally:
+            if staging is not None:
+                staging.close()
+
+    def load(
+        self,
+        path: Path,
+        into: Mapping[str, Any] | None = None,
+        communicator: Communicator | None = None,
+        *,
+        strict: bool = True,
+        progress: Callable[[int], None] = lambda copied: None,
+    ) -> dict[str, Any]:
+        """Read what :meth:`save` wrote, on any number of ranks. Never runs code that the folder holds.
+
+        All that is read is checked before anything is changed. With a communicator this is a collective: no rank
+        changes anything before all of them have found everything in order. Without one, every rank may call it for
+        itself, sharded tensors included.
+
+        Args:
+            path: the folder.
+            into: entries to load, of the structure that was saved. Its tensors, whole or sharded, are overwritten in
+                place; where it has something else for a tensor, or a meta tensor as in :meth:`describe`, a new tensor
+                on the CPU is returned. Other values in it are left alone. None loads every entry whole.
+            communicator: the ranks that load together.
+            strict: whether an entry or a tensor that one side lacks is an error; else what fits is loaded. Shapes have
+                to agree either way.
+            progress: told after each tensor how many bytes of it this process has read.
+
+        Returns:
+            The entries that ``into`` names as they were saved, with the tensors of ``into``, and fabric's metadata.
+
+        Raises:
+            CheckpointNotFoundError: there is no such folder, or no save into it was ever finished.
+            UnsafeCheckpointError: reading it would run code.
+            CheckpointError: ``path`` is a file, it is damaged, or it does not fit ``into``: all reasons in one text.
+        """
+        asked = f"load the sharded checkpoint {str(path)!r}"
+        communicator = communicator or _alone()
+
+        def prepare() -> tuple[_Stored, dict[Place, Tensor], list[Callable[..., None]]]:
+            stored = _open(asked, path)
+            tensors = _targets(asked, stored, into, strict)
+            rounds = _rounds(stored.names, tensors)
+            return stored, tensors, [plan_reading(asked, targets, stored.folder, stored.layout) for targets in rounds]
+
+        def copy() -> None:
+            for read in readings:
+                with torch.no_grad():
+                    read(progress)
+
+        stored, tensors, readings = together(communicator, asked, prepare)
+        together(communicator, asked, copy)
+        return {
+            name: fit_tensors(content, stored.names, tensors, (name,))
+            for name, content in stored.skeleton.items()
+            if (name,) not in stored.names or (name,) in tensors
+            if into is None or name in into or name == METADATA_KEY
+        }
+
+    def describe(self, path: Path) -> dict[str, Any]:
+        """What :meth:`load` would return, with a meta tensor of the right shape and dtype for each tensor.
+
+        Raises:
+            CheckpointError: as for :meth:`load`.
+        """
+        stored = _open(f"describe the sharded checkpoint {str(path)!r}", path)
+        by_name = {name: stored.empty(name, "meta") for name in stored.names.values()}
+        tensors = {place: by_name[name] for place, name in stored.names.items()}
+        return fit_tensors(stored.skeleton, stored.names, tensors)
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint in the folder ``path``; other files in the folder stay.
+
+        Raises:
+            CheckpointNotFoundError: there is none.
+            CheckpointError: ``path`` is a file.
+        """
+        remove(path)
+
+    def wait(self) -> None:
+        """Return at once: :meth:`save` has already waited for the disk."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A checkpoint whose tensors have not been read."""
+
+    folder: Path
+    skeleton: dict[str, Any]
+    names: dict[Place, str]
+    layout: "Metadata"
+
+    def shape(self, name: str) -> torch.Size:
+        return self.layout.state_dict_metadata[name].size  # type: ignore[union-attr]
+
+    def empty(self, name: str, device: str) -> Tensor:
+        stored: Any = self.layout.state_dict_metadata[name]
+        return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def _alone() -> Communicator:
+    return LocalCommunicator(torch.device("cpu"))
+
+
+def _checked_parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Tensor]]:
+    skeleton, tensors = take_apart(state)
+    for name, content in skeleton.items():
+        check_plain(f"state[{name!r}]", content)
+    return skeleton, tensors
+
+
+def _check_agreement(asked: str, names: Mapping[Place, str], tensors: Mapping[Place, Tensor], rank: int) -> None:
+    if names.keys() != tensors.keys():
+        here, there = tensors.keys() - names.keys(), names.keys() - tensors.keys()
+        raise CheckpointError(
+            asked,
+            f"tensors only on rank {rank}: {_list(map(written, here))}; only on rank 0: {_list(map(written, there))}",
+            "a state of the same structure on every rank",
+            "the same entries on every rank, also those that only one rank needs",
+        )
+
+
+def _firsts(names: Mapping[Place, str]) -> list[Place]:
+    """One place for each name."""
+    return list({name: place for place, name in reversed(list(names.items()))}.values())[::-1]
+
+
+def _open(asked: str, path: Path) -> _Stored:
+    manifest = read_manifest(asked, path)
+    layout = read_layout(asked, manifest.data, manifest.checksum)
+    content = FullCheckpoint().load(manifest.data / _SKELETON)
+    skeleton, names = content.get("skeleton"), content.get("tensors")
+    if (
+        isinstance(skeleton, dict)
+        and isinstance(names, dict)
+        and layout.state_dict_metadata.keys() >= {*names.values()}
+    ):
+        return _Stored(manifest.data, skeleton, names, layout)
+    raise CheckpointError(
+        asked,
+        f"its {_SKELETON} and its {LAYOUT} are not of one save",
+        "a folder as fabric wrote it, complete",
+        "an older checkpoint, or a fresh copy of this one",
+    )
+
+
+def _targets(asked: str, stored: _Stored, into: Mapping[str, Any] | None, strict: bool) -> dict[Place, Tensor]:
+    """What to read, by place; new tensors where ``into`` has none."""
+    fresh: dict[str, Tensor] = {}
+    targets: dict[Place, Tensor] = {}
+    problems: list[str] = []
+    for place, name in stored.names.items():
+        if into is not None and place[0] not in into:
+            continue
+        present = None if into is None else find(into, place)
+        if present is MISSING:
+            problems += [f"only in the checkpoint: {written(place)}"] if strict else []
+        elif not isinstance(present, Tensor) or present.is_meta:
+            if hasattr(present, "full_tensor"):
+                problems.append(f"{written(place)} is a sharded meta tensor: module.to_empty(device=...) it first")
+            if name not in fresh:
+                fresh[name] = stored.empty(name, "cpu")
+            targets[place] = fresh[name]
+        elif present.shape != stored.shape(name):
+            shapes = f"{tuple(stored.shape(name))} in the checkpoint and {tuple(present.shape)} here"
+            problems.append(f"{written(place)} is {shapes}")
+        else:
+            targets[place] = present
+    if into is not None and strict:
+        absent = [place for place in _leaves(into) if find(stored.skeleton, place) is MISSING]
+        problems += [f"not in the checkpoint: {written(place)}" for place in absent]
+    if problems:
+        raise CheckpointError(
+            asked,
+            "\n  ".join(["nothing was changed, since it does not fit:", *_shortened(problems)]),
+            f"a checkpoint of the same structure; its entries: {_list(map(repr, stored.skeleton))}",
+            "strict=False to load what fits by name (shapes have to agree even then)",
+        )
+    return targets
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[Place]:
+    """The places of the tensors in ``tree``, and of its entries."""
+    skeleton, tensors = take_apart(tree)
+    yield from tensors
+    yield from ((name,) for name in skeleton if (name,) not in tensors)
+
+
+def _rounds(names: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> list[dict[str, Tensor]]:
+    """Targets by name; a second round where one stored tensor goes to two places that are different memory."""
+    by_name: dict[str, dict[int, Tensor]] = {}
+    for place, target in targets.items():
+        by_name.setdefault(names[place], {})[id(target)] = target
+    rounds: list[dict[str, Tensor]] = []
+    for name, different in by_name.items():
+        for index, target in enumerate(different.values()):
+            if index == len(rounds):
+                rounds.append({})
+            rounds[index][name] = target
+    return rounds
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    return [*lines[:_LISTED], *([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])]
+
+
+def _list(names: Any) -> str:
+    return ", ".join(_shortened(sorted(names))) or "none"
