@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fabric {version('torch-fabric')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_run(commands)
+    _add_consolidate(commands)
     return parser
 
 
@@ -104,6 +105,21 @@ def _add_run(commands: Any) -> None:
     parser.set_defaults(command=_run, parser=parser)
 
 
+def _add_consolidate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "consolidate",
+        help="make one file of a sharded checkpoint",
+        description="Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads "
+        "under any strategy; or the weights of a model to a .safetensors file.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="the sharded checkpoint")
+    add("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR.pt)")
+    add("--key", metavar="ENTRY", help="with .safetensors: the entry to write (default: the only one that can be)")
+    parser.set_defaults(command=_consolidate, parser=parser)
+
+
 def _at_least(lowest: int) -> Any:
     def integer(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < lowest:
@@ -127,6 +143,16 @@ def _run(options: argparse.Namespace) -> int:
             return _launch(options, processes, directory.path)
     finally:
         directory.remove()
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    """``fabric consolidate``."""
+    from fabric.checkpoint.consolidate import consolidate, progress_line
+
+    progress = progress_line("fabric consolidate", sys.stderr)
+    output = consolidate(options.directory, options.output, key=options.key, progress=progress)
+    print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
+    return 0
 
 
 def _check_script(options: argparse.Namespace) -> None:

@@ -1,0 +1,205 @@
+"""One file of a sharded checkpoint.
+
+[Note: bounded memory] The tensors are assembled in a scratch file that is mapped into memory and has no name, so that
+the system can move them to the disk and nothing is left of it, however the process ends. What has to be in memory at
+once is one part of one tensor. The price is room on the disk for the checkpoint twice.
+"""
+
+import importlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from fabric.checkpoint.directory import sync_folder
+from fabric.checkpoint.full import FullCheckpoint
+from fabric.checkpoint.sharded import ShardedCheckpoint
+from fabric.checkpoint.state import METADATA_KEY
+from fabric.errors import CheckpointError, ConfigurationError, MissingDependencyError
+from fabric.tree import map_tensors
+
+__all__ = ["consolidate", "progress_line"]
+
+_ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
+_WEIGHTS_ONLY = ".safetensors"
+
+
+def consolidate(
+    directory: Path,
+    output: Path | None = None,
+    *,
+    key: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write the content of a sharded checkpoint to one file, in one process.
+
+    Args:
+        directory: the sharded checkpoint; it stays as it is.
+        output: the file, which is replaced if it exists; None for ``directory`` with ``.pt`` behind it. With the suffix
+            ``.safetensors`` the weights of one model are written, else all entries, as
+            :class:`fabric.checkpoint.FullCheckpoint` writes them.
+        key: for ``.safetensors``, which entry is the model; None for the only one that can be.
+        progress: told after each tensor how many bytes have been read, and how many there are.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        CheckpointNotFoundError: there is no sharded checkpoint at ``directory``.
+        CheckpointError: it is damaged, or the file cannot be written; what was there before is untouched.
+        ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
+            a file that holds all entries.
+        MissingDependencyError: ``.safetensors`` without that library.
+    """
+    directory = Path(directory)
+    output = Path(f"{os.path.abspath(directory)}.pt") if output is None else Path(output)
+    asked = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
+    weights_only = output.suffix == _WEIGHTS_ONLY
+    if weights_only:
+        _safetensors(asked)
+    elif key is not None:
+        raise ConfigurationError(
+            asked, "--key chooses the model for .safetensors; other files hold all entries", "-o without --key, or "
+            "a .safetensors file", f"fabric consolidate {directory} -o {output.with_suffix(_WEIGHTS_ONLY)} --key {key}"
+        )  # fmt: skip
+    described = ShardedCheckpoint().describe(directory)
+    if weights_only:
+        key = _model_entry(asked, described, key)
+        described = {key: described[key]}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    loaded = _read(asked, directory, described, output.parent, progress)
+    if key is None:
+        FullCheckpoint().save(loaded, output)
+    else:
+        _save_weights(asked, loaded[key], output)
+    return output
+
+
+def progress_line(command: str, stream: TextIO) -> Callable[[int, int], None]:
+    """A function for ``progress`` that shows it: one line that grows on a terminal, a line for each tenth elsewhere."""
+    start, end = ("\r", "") if stream.isatty() else ("", "\n")
+    shown = -1
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        tenths = 10 * done // max(1, total)
+        if tenths > shown or not end:
+            shown = tenths
+            last = "\n" if done == total else end
+            print(f"{start}{command}: read {done / 1e6:.1f} of {total / 1e6:.1f} MB", end=last, file=stream, flush=True)
+
+    return show
+
+
+def _read(
+    asked: str, directory: Path, described: dict[str, Any], scratch: Path, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    tensors: dict[int, Tensor] = {}  # by identity: what is one tensor in the checkpoint is one here
+    map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor) if tensor.is_meta else tensor, described)
+    total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
+    room = _scratch_tensors(asked, list(tensors.values()), scratch)
+    targets = dict(zip(tensors, room, strict=True))
+
+    def count(copied: int) -> None:
+        nonlocal done
+        done += copied
+        progress(done, total)
+
+    progress(0, total)
+    into = map_tensors(lambda tensor: targets[id(tensor)] if tensor.is_meta else tensor, described)
+    return ShardedCheckpoint().load(directory, into, progress=count)
+
+
+def _scratch_tensors(asked: str, like: list[Tensor], folder: Path) -> list[Tensor]:
+    """Tensors of the shapes and dtypes of ``like``, each with a storage of its own in a mapped file without a name."""
+    starts, size = [], 0
+    for tensor in like:
+        starts.append(size)
+        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    allocate = getattr(os, "posix_fallocate", None)
+    if size == 0 or allocate is None:
+        # Without room that is set aside, a full disk would kill this process when it writes into the mapping.
+        return [torch.empty(tensor.shape, dtype=tensor.dtype) for tensor in like]
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            allocate(file.fileno(), 0, size)
+            mapped = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise CheckpointError(
+            asked,
+            f"there is no room to assemble {size / 1e6:.0f} MB in {str(folder)!r}: {error}",
+            "a folder with room for the checkpoint twice",
+            f"fabric consolidate ... -o /a/larger/disk/{Path(folder).name}.pt",
+        ) from error
+    return [
+        torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.nbytes, offset=start).view(tensor.dtype).view(
+            tensor.shape
+        )
+        if tensor.nbytes
+        else torch.empty(tensor.shape, dtype=tensor.dtype)
+        for tensor, start in zip(like, starts, strict=True)
+    ]  # fmt: skip
+
+
+def _model_entry(asked: str, described: Mapping[str, Any], key: str | None) -> str:
+    """The name of the entry that holds a model's weights."""
+    models = [name for name, content in described.items() if name != METADATA_KEY and _is_model(content)]
+    if key in models or (key is None and len(models) == 1):
+        return models[0] if key is None else key
+    wrong = f"the entry {key!r} is not a model's state" if key in described else f"there is no entry {key!r}"
+    if key is None:
+        wrong = f"{len(models) or 'none'} of its entries can be a model"
+    valid = ", ".join(map(repr, models)) or "a checkpoint with an entry that maps names to tensors"
+    instead = f"--key {models[0]}" if models else f"fabric consolidate ... -o {Path('checkpoint.pt')}, for all entries"
+    raise ConfigurationError(asked, wrong, valid, instead)
+
+
+def _is_model(content: Any) -> bool:
+    """Whether names stand for tensors in it; beside them a module's state may hold extra values of its own."""
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        return False
+    values = list(content.values())
+    return any(isinstance(value, Tensor) for value in values) and not any(isinstance(v, Mapping | list) for v in values)
+
+
+def _save_weights(asked: str, weights: Mapping[str, Any], output: Path) -> None:
+    plain: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        if isinstance(tensor, Tensor):
+            # The format knows no shared memory; what is one tensor here is two there.
+            plain[name] = tensor.clone() if id(tensor) in seen else tensor
+            seen.add(id(tensor))
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+            temporary = os.path.join(folder, output.name)
+            _safetensors(asked).save_file(plain, temporary, metadata={"format": "pt"})
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, output)
+        sync_folder(output.parent)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CheckpointError(
+            asked,
+            f"{type(error).__name__}: {error}",
+            "a place that can be written to, with room for the file",
+            "another path; what was there before is untouched",
+        ) from error
+
+
+def _safetensors(asked: str) -> Any:
+    """The library, by name: it is optional, and whoever checks types may not have it."""
+    try:
+        return importlib.import_module("safetensors.torch")
+    except ImportError as error:
+        raise MissingDependencyError(
+            asked,
+            "safetensors is not installed",
+            "a .safetensors file with that library, or a .pt file, which needs nothing",
+            "pip install safetensors",
+        ) from error

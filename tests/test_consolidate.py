@@ -1,0 +1,212 @@
+"""``fabric consolidate``: one file of a sharded checkpoint, in a process of its own memory."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.checkpoint import FullCheckpoint
+from fabric.checkpoint.consolidate import consolidate
+from fabric.checkpoint.sharded import ShardedCheckpoint
+from fabric.checkpoint.state import with_metadata
+from fabric.cli import main
+from fabric.errors import CheckpointError, ConfigurationError, MissingDependencyError
+from fabric.seed import rng_state
+from tests.ranks import run_in_ranks
+from tests.test_checkpoint_sharded import assert_same, save_sharded
+
+pytestmark = pytest.mark.timeout(120)
+
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step-100"
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    weight = torch.randn(7, 5)
+    return {
+        "model": {"encoder": weight, "decoder": weight, "half": torch.ones(3, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "empty": torch.empty(0, 2),
+        "step": 17,
+    }
+
+
+def save(state: dict[str, Any], path: Path) -> None:
+    ShardedCheckpoint().save(with_metadata(state, {"world_size": 1, "rng": [rng_state()]}), path)
+
+
+def test_the_file_holds_what_the_folder_holds(path, state):
+    save(state, path)
+    output = consolidate(path)
+    assert output == path.with_name("step-100.pt")
+    loaded = FullCheckpoint().load(output)
+    assert_same(loaded, ShardedCheckpoint().load(path))
+    assert_same({name: loaded[name] for name in state}, state)
+    assert sorted(os.listdir(path.parent)) == ["step-100", "step-100.pt"]
+
+
+def test_tied_weights_are_in_the_file_once(path):
+    weight = torch.randn(10_000)
+    save({"model": {"encoder": weight, "decoder": weight}}, path)
+    assert consolidate(path).stat().st_size < 1.5 * weight.nbytes
+
+
+def test_what_ranks_saved_in_shards_is_whole_in_the_file(path, capsys):
+    saved = run_in_ranks(save_sharded, path)[0]
+    assert main(["consolidate", str(path), "-o", str(path.parent / "deep" / "one.pt")]) == 0
+    loaded = FullCheckpoint().load(path.parent / "deep" / "one.pt")
+    assert_same({name: loaded[name] for name in saved}, saved)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "read 0.0 of 0.0 MB" in shown.err
+    assert "wrote" in shown.err
+
+
+def test_fabric_loads_the_file(path):
+    model = nn.Linear(3, 2)
+    save({"model": model.state_dict(), "step": 5}, path)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with fabric:
+        fabric.launch()
+        other = fabric.setup(nn.Linear(3, 2))
+        into = {"model": other, "step": 0}
+        fabric.load(consolidate(path), into)
+    assert into["step"] == 5
+    assert_same(dict(other.state_dict()), dict(model.state_dict()))
+
+
+def test_progress_counts_each_stored_byte_once(path, state):
+    save(state, path)
+    seen: list[tuple[int, int]] = []
+    consolidate(path, progress=lambda done, total: seen.append((done, total)))
+    assert seen[0] == (0, 7 * 5 * 4 + 3 * 2 + 4)
+    assert seen[-1] == (seen[0][1],) * 2
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch
+from fabric.checkpoint.consolidate import consolidate
+from fabric.checkpoint.sharded import ShardedCheckpoint
+import torch.distributed.checkpoint
+def own_memory():
+    return {line.split()[0]: int(line.split()[1]) for line in open("/proc/self/status") if "kB" in line}["RssAnon:"]
+path = Path(sys.argv[1])
+ShardedCheckpoint().save({"small": torch.ones(1)}, path)
+consolidate(path)
+peak, before = 0, own_memory()
+def watch(done, total):
+    global peak
+    peak = max(peak, own_memory() - before)
+{save}
+before = own_memory()
+consolidate(path, progress=watch)
+peak = max(peak, own_memory() - before)
+print(peak)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and has posix_fallocate")
+def test_memory_is_that_of_a_few_tensors_and_not_of_the_checkpoint(path):
+    save_large = "ShardedCheckpoint().save({str(i): torch.ones(1 << 20) for i in range(24)}, path)"
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE.replace("{save}", save_large), str(path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=ONE_THREAD,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 32_000, "kB, of a checkpoint of 100,000 kB in tensors of 4,000 kB"
+
+
+# -- weights only -----------------------------------------------------------------------------------------------------
+
+
+def test_safetensors_hold_the_weights_of_the_model(path, state):
+    safetensors = pytest.importorskip("safetensors.torch")
+    save(state, path)
+    output = consolidate(path, path.parent / "weights.safetensors")
+    assert_same(safetensors.load_file(output), {name: state["model"][name] for name in sorted(state["model"])})
+    assert sorted(os.listdir(path.parent)) == ["step-100", "weights.safetensors"]
+
+
+def test_the_model_is_chosen_by_key_where_there_are_several(path, state):
+    pytest.importorskip("safetensors.torch")
+    save({**state, "critic": {"w": torch.ones(2)}}, path)
+    output = path.parent / "weights.safetensors"
+    with pytest.raises(ConfigurationError, match="2 of its entries can be a model") as raised:
+        consolidate(path, output)
+    assert raised.value.valid == "'model', 'critic'"
+    with pytest.raises(ConfigurationError, match="'optimizer' is not a model"):
+        consolidate(path, output, key="optimizer")
+    with pytest.raises(ConfigurationError, match="there is no entry 'actor'"):
+        consolidate(path, output, key="actor")
+    consolidate(path, output, key="critic")
+    assert output.stat().st_size < 1000
+
+
+def test_safetensors_without_the_library_names_the_command_that_installs_it(path, state):
+    save(state, path)
+    code = (
+        "import sys; sys.modules['safetensors'] = None; from fabric.cli import main;"
+        f"sys.exit(main(['consolidate', {str(path)!r}, '-o', {str(path.parent / 'w.safetensors')!r}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ONE_THREAD
+    )
+    assert done.returncode == 2
+    assert "pip install safetensors" in done.stderr
+    assert issubclass(MissingDependencyError, ImportError)
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_for_a_file_of_all_entries_is_an_error(path, state):
+    save(state, path)
+    with pytest.raises(ConfigurationError, match="safetensors"):
+        consolidate(path, key="model")
+
+
+@pytest.mark.parametrize("wrong", ["missing", "file", "empty"])
+def test_what_is_no_sharded_checkpoint_is_refused_in_four_parts(tmp_path, capsys, wrong):
+    if wrong == "file":
+        (tmp_path / wrong).touch()
+    elif wrong == "empty":
+        (tmp_path / wrong).mkdir()
+    assert main(["consolidate", str(tmp_path / wrong)]) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in (wrong, "Valid:", "Write:"))
+    assert not (tmp_path / f"{wrong}.pt").exists()
+
+
+def test_damage_leaves_the_file_of_an_earlier_run(path, state):
+    save(state, path)
+    output = consolidate(path)
+    before = output.read_bytes()
+    (shards,) = path.glob("data-*/*.distcp")
+    shards.write_bytes(shards.read_bytes()[: shards.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="damaged"):
+        consolidate(path)
+    assert output.read_bytes() == before
+    assert len(os.listdir(path.parent)) == 2
+
+
+def test_a_folder_as_the_output_is_an_error(path, state):
+    save(state, path)
+    with pytest.raises(CheckpointError, match="folder"):
+        consolidate(path, path)
