@@ -33,7 +33,13 @@ from fabric.checkpoint import CheckpointIO, FullCheckpoint
 from fabric.checkpoint.directory import MANIFEST, Staging
 from fabric.checkpoint.sharded import ShardedCheckpoint
 from fabric.checkpoint.state import read_metadata, with_metadata
-from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailedError,
+    UnsafeCheckpointError,
+)
 from fabric.tree import map_tensors
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -404,6 +410,12 @@ def test_removal_leaves_what_is_not_of_the_checkpoint(path, state):
     assert not path.exists()
 
 
+def test_what_the_file_system_refuses_is_an_error_of_ours(path, state):
+    path.touch()
+    with pytest.raises(CheckpointError, match="NotADirectoryError"):
+        io.save(state, path / "deeper" / "checkpoint")
+
+
 def test_what_is_not_plain_is_refused_before_anything_is_written(path):
     ring: list[Any] = []
     ring.append(ring)
@@ -596,3 +608,64 @@ def test_damage_that_one_rank_finds_keeps_all_from_changing_anything(path):
     for text, unchanged in run_in_ranks(load_damaged, path):
         assert text.startswith("CheckpointError")
         assert unchanged.all()
+
+
+def save_and_die(fabric: Fabric, path: Path) -> None:
+    """Saves once; in the second save rank 1 is killed when it opens the file for its shards."""
+    state = parts(*trained(fabric, seed=1))
+    io.save({**state, "step": 1}, path, communicator(fabric))
+    if fabric.global_rank == 1:
+        before = data(path)
+
+        def die(event: str, arguments: tuple[Any, ...]) -> None:
+            if event == "open" and "__1_0" in str(arguments[0]) and before.name not in str(arguments[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(die)
+    io.save({**state, "step": 2}, path, communicator(fabric))
+
+
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_data_and_nothing_after_the_next_save(path):
+    with pytest.raises(RankFailedError, match="rank 1"):
+        run_in_ranks(save_and_die, path)
+    assert io.load(path)["step"] == 1
+    io.save({"step": 3}, path)
+    assert len(list(path.iterdir())) == 2
+
+
+def save_in_replicas(fabric: Fabric, path: Path) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    torch.manual_seed(1)
+    net = Net()
+    fully_shard(net, mesh=mesh)
+    own = torch.full((2,), fabric.global_rank)
+    io.save({"model": get_model_state_dict(net), "own": own}, path, communicator(fabric))
+    return whole(get_model_state_dict(net))
+
+
+def test_of_replicas_and_whole_tensors_the_lowest_rank_writes(path):
+    saved = run_in_ranks(save_in_replicas, path, ranks=4)[0]
+    loaded = io.load(path)
+    assert_same(loaded["model"], saved)
+    assert_same(loaded["own"], torch.zeros(2, dtype=torch.int64))
+    filled = {file.name for file in data(path).glob("*.distcp") if file.stat().st_size}
+    assert filled == {"__0_0.distcp", "__1_0.distcp"}
+
+
+def load_without_agreement(fabric: Fabric, path: Path) -> tuple[Any, str]:
+    """Every rank for itself; then into a model that has no values yet."""
+    net = Net()
+    fully_shard(net, mesh=init_device_mesh("cpu", (fabric.world_size,)))
+    state = get_model_state_dict(net)
+    io.load(path, {"model": state})
+    with torch.device("meta"):
+        empty = Net()
+    fully_shard(empty, mesh=init_device_mesh("cpu", (fabric.world_size,)))
+    return whole(state), outcome(lambda: io.load(path, {"model": empty.state_dict()}))
+
+
+def test_ranks_may_load_shards_each_for_itself_but_not_into_nothing(path):
+    saved = run_in_ranks(save_sharded, path, ranks=1)[0]
+    for loaded, text in run_in_ranks(load_without_agreement, path):
+        assert_same(loaded, saved["model"])
+        assert "encoder.weight is a sharded meta tensor: module.to_empty(device=...) it first" in text

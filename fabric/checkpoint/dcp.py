@@ -28,7 +28,7 @@ from typing_extensions import override
 
 from fabric._compat import local_tensor
 from fabric.checkpoint.directory import sync_folder
-from fabric.checkpoint.unison import together
+from fabric.checkpoint.unison import reported, together
 from fabric.communicators import Communicator
 from fabric.errors import CheckpointError, UnsafeCheckpointError
 
@@ -104,11 +104,11 @@ def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, commu
         sync_folder(folder)
         return written
 
-    plans = communicator.gather_objects(together(communicator, asked, _reported(asked, plan)))
-    divided = together(communicator, asked, _reported(asked, lambda: divide(plans) if is_first else None))
+    plans = communicator.gather_objects(together(communicator, asked, reported(asked, plan)))
+    divided = together(communicator, asked, reported(asked, lambda: divide(plans) if is_first else None))
     own = communicator.broadcast_object(divided and divided[0], 0)[communicator.rank]
-    written = communicator.gather_objects(together(communicator, asked, _reported(asked, lambda: write(own))))
-    finish = _reported(asked, lambda: writer.finish(divided[1], written) if divided else None)
+    written = communicator.gather_objects(together(communicator, asked, reported(asked, lambda: write(own))))
+    finish = reported(asked, lambda: writer.finish(divided[1], written) if divided else None)
     together(communicator, asked, finish)
 
 
@@ -357,25 +357,6 @@ class _Part(io.RawIOBase):
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)
-
-
-def _reported(asked: str, action: Callable[[], Any]) -> Callable[[], Any]:
-    """The action, with what torch or the file system raise in it turned into an error that says what it was about."""
-
-    def reported() -> Any:
-        try:
-            return action()
-        except (RuntimeError, OSError, ValueError, TypeError, AssertionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                asked,
-                f"{type(error).__name__}: {error}",
-                "the same tensors on every rank, and a place that can be written to, with room for the old and the new",
-                "free space, another path, or other permissions; what was there before is untouched",
-            ) from error
-
-    return reported
 
 
 def _damaged(asked: str, wrong: str) -> CheckpointError:

@@ -58,7 +58,7 @@ def read_manifest(asked: str, path: Path) -> Manifest:
     if not holds_checkpoint(path):
         raise _absent(asked, path)
     name, version, checksum = None, None, None
-    with suppress(ValueError, AttributeError):
+    with suppress(ValueError, AttributeError, OSError):
         content = json.loads((path / MANIFEST).read_bytes())
         known = content.get("format") == _FORMAT
         name, version, checksum = content.get("data"), content.get("version") if known else None, content.get("crc32")
@@ -72,7 +72,7 @@ def read_manifest(asked: str, path: Path) -> Manifest:
     if not (isinstance(version, int) and isinstance(checksum, int) and isinstance(name, str) and _is_ours(name)):
         raise CheckpointError(
             asked,
-            f"its {MANIFEST} is damaged, or not one of fabric's",
+            f"its {MANIFEST} is damaged, cannot be read, or is not one of fabric's",
             "a folder that fabric wrote, complete",
             "an older checkpoint, or a fresh copy of this one",
         )
@@ -89,7 +89,8 @@ class Staging:
         folder: the sub-folder, absolute.
 
     Raises:
-        CheckpointError: ``path`` is a file, or the file system refuses.
+        CheckpointError: ``path`` is a file.
+        OSError: the file system refuses.
     """
 
     folder: Path
@@ -123,12 +124,15 @@ class Staging:
         content = {"format": _FORMAT, "version": _VERSION, "data": self.folder.name, "crc32": checksum}
         with atomic_write(self._path / MANIFEST) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
-        _clear_stale(self._path)
+        # The save is done, and what cannot be removed now is removed by the next one.
+        with suppress(OSError):
+            _clear_stale(self._path)
 
     def close(self) -> None:
         """Release the sub-folder, and remove it unless it was committed."""
         os.close(self._lock)
-        _clear_stale(self._path)
+        with suppress(OSError):
+            _clear_stale(self._path)
         if self._is_new and not holds_checkpoint(self._path):
             # Somebody may have put something else into it.
             with suppress(OSError):

@@ -14,7 +14,7 @@ from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.plain import check_plain
 from fabric.checkpoint.skeleton import MISSING, Place, find, fit_tensors, name_tensors, take_apart, written
 from fabric.checkpoint.state import METADATA_KEY
-from fabric.checkpoint.unison import together
+from fabric.checkpoint.unison import reported, together
 from fabric.communicators import Communicator
 from fabric.communicators.local import LocalCommunicator
 from fabric.errors import CheckpointError
@@ -58,9 +58,11 @@ class ShardedCheckpoint:
         asked = f"save a sharded checkpoint to {str(path)!r}"
         communicator = communicator or _alone()
         skeleton, tensors = together(communicator, asked, lambda: _checked_parts(state))
-        names = communicator.broadcast_object(name_tensors(tensors) if communicator.rank == 0 else None, 0)
+        is_first = communicator.rank == 0
+        named = together(communicator, asked, lambda: name_tensors(tensors) if is_first else None)
+        names: dict[Place, str] = communicator.broadcast_object(named, 0)
         together(communicator, asked, lambda: _check_agreement(asked, names, tensors, communicator.rank))
-        staging = together(communicator, asked, lambda: Staging(path) if communicator.rank == 0 else None)
+        staging = together(communicator, asked, reported(asked, lambda: Staging(path) if is_first else None))
         try:
             folder = communicator.broadcast_object(staging and staging.folder, 0)
             write_tensors(asked, {names[place]: tensors[place] for place in _firsts(names)}, folder, communicator)
@@ -70,7 +72,7 @@ class ShardedCheckpoint:
                     FullCheckpoint().save({"skeleton": skeleton, "tensors": names}, folder / _SKELETON)
                     staging.commit(file_checksum(folder / LAYOUT))
 
-            together(communicator, asked, commit)
+            together(communicator, asked, reported(asked, commit))
         finally:
             if staging is not None:
                 staging.close()

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError
+from fabric.errors import CheckpointError, FabricError
 
-__all__ = ["together"]
+__all__ = ["reported", "together"]
 
 T = TypeVar("T")
 
@@ -42,3 +42,28 @@ def together(communicator: Communicator, asked: str, action: Callable[[], T]) ->
                 f"see the error of rank {rank}",
             )
     return result
+
+
+def reported(asked: str, action: Callable[[], T]) -> Callable[[], T]:
+    """``action``, with what torch and the file system raise in it turned into an error that says what it was about.
+
+    For the parts of a save before its commit: the error says that what was there before is untouched.
+
+    Raises:
+        CheckpointError: by the function that is returned.
+    """
+
+    def reporting() -> T:
+        try:
+            return action()
+        except FabricError:
+            raise
+        except (RuntimeError, OSError, ValueError, TypeError, AssertionError) as error:
+            raise CheckpointError(
+                asked,
+                f"{type(error).__name__}: {error}",
+                "the same tensors on every rank, and a place that can be written to, with room for the old and the new",
+                "free space, another path, or other permissions; what was there before is untouched",
+            ) from error
+
+    return reporting
