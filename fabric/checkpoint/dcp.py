@@ -13,6 +13,7 @@ What is imported inside functions here takes a second to import, and only those 
 import io
 import os
 import pickle
+import struct
 import zipfile
 import zlib
 from collections import Counter
@@ -58,7 +59,7 @@ _RECORDS = frozenset(
 )
 # What reading records that were never written, or were changed since, can raise.
 _DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
-           MemoryError, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
+           MemoryError, OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
 
 
 def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, communicator: Communicator) -> None:
@@ -131,15 +132,13 @@ def read_layout(asked: str, folder: Path, checksum: int) -> "Metadata":
     """
     try:
         content = (folder / LAYOUT).read_bytes()
-        record = _InertUnpickler(asked, content).load()
-        layout = _metadata(record)
+        if zlib.crc32(content) != checksum:
+            raise _damaged(asked, f"the checksum of {LAYOUT} does not match")
+        return _metadata(_InertUnpickler(asked, content).load())
     except CheckpointError:
         raise
     except _DAMAGE as error:
         raise _damaged(asked, f"{LAYOUT} cannot be read ({type(error).__name__}: {error})") from error
-    if zlib.crc32(content) != checksum:
-        raise _damaged(asked, f"the checksum of {LAYOUT} does not match")
-    return layout
 
 
 def plan_reading(
@@ -315,6 +314,9 @@ def _check_records(asked: str, folder: Path, layout: "Metadata", indices: Iterab
 
 def _record_problem(part: io.BufferedReader, layout: "Metadata", index: "MetadataIndex") -> str:
     with zipfile.ZipFile(part) as archive:
+        # torch never compresses, and a small record could swell to any size.
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            return "it is compressed"
         if archive.testzip() is not None:
             return "a checksum does not match"
     part.seek(0)
