@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,6 +36,7 @@ from fabric.strategies.fsdp_options import (
     parse_sharding_strategy,
     policy_of_precision,
 )
+from fabric.strategies.materialise import Nursery, has_meta
 from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
 from fabric.tree import map_tensors
 
@@ -44,6 +45,9 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["FSDPStrategy"]
+
+M = TypeVar("M", bound=nn.Module)
+_OF_THIS_PROCESS = frozenset(["_doors", "_nursery", "_synced", "_sharded_as"])
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -166,7 +170,7 @@ class FSDPStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # On the way to a rank.
-        return {name: value for name, value in vars(self).items() if name not in ("_doors", "_synced", "_sharded_as")}
+        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
@@ -178,17 +182,40 @@ class FSDPStrategy(ParallelStrategy):
         self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         # What became of each parameter that was sharded, for as long as something still holds it.
         self._sharded_as = WeakTensorKeyDictionary()
+        self._nursery = Nursery()
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     @override
+    def module_init_context(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+        """A context in which modules are built without memory; :meth:`setup_module` gives each rank its shards.
+
+        The values, and the state of torch's generator afterwards, are those of the same build on the CPU, in the dtype
+        of the precision. They are computed one tensor at a time, so that no rank ever holds the whole model. Every rank
+        computes them, which takes the same seed on all.
+
+        Args:
+            empty_init: skip what the common layers draw, for a model that a checkpoint fills.
+        """
+        return self._nursery.building(self.runtime.precision.param_dtype, empty_init)
+
+    @override
+    def module_to_device(self, module: M) -> M:
+        # What has no memory yet gets it in setup_module, where the rest of such a module moves as well.
+        return module if has_meta(module) else super().module_to_device(module)
+
+    @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = uncompiled(module)
+        blank = self._nursery.blank(root)
         units = find_units(root, self.auto_wrap_policy)
         _refuse_scalars(root)
+        blank.check(self.runtime.communicator)
         whole = dict(root.named_parameters())
         _recompute_activations(root, self.activation_checkpointing)
         self._shard(root, units)
+        blank.fill(self.runtime.communicator, self._home)
+        self._nursery.forget(root)
         for name, parameter in root.named_parameters():
             self._sharded_as[whole[name]] = parameter
         self._doors[root] = Doors(root, units, _sharded_type(), self.global_rank)
@@ -302,6 +329,10 @@ class FSDPStrategy(ParallelStrategy):
             fully_shard(unit, mp_policy=inner, **options)
         fully_shard(root, mp_policy=policy, **options)
         _prefetch_in_backward(root, units, self.backward_prefetch)
+
+    def _home(self, tensor: torch.Tensor) -> torch.device:
+        offloaded = self.cpu_offload is not None and local_tensor(tensor) is not tensor
+        return torch.device("cpu") if offloaded else self.root_device
 
     def _resharding(self) -> dict[str, bool]:
         # What torch does of itself is to free all units but the root, which the backward pass needs first.
