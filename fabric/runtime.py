@@ -15,6 +15,7 @@ from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
+_LET_GO = 0.02  # seconds
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 

@@ -1,5 +1,6 @@
 """What a process does that was not forked from the launching one: make itself like it, then be a rank."""
 
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,7 @@ from fabric.errors import UsageError
 from fabric.launchers._rank import Seat, run_function
 from fabric.launchers._transport import Call
 
-__all__ = ["Orders", "is_importing_main", "obey", "refuse_while_importing_main"]
+__all__ = ["Orders", "is_importing_main", "obey", "obey_and_leave", "refuse_while_importing_main"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,22 @@ def obey(lifeline_fd: int, answers_fd: int) -> None:
         sys.exit(1)
     _resemble(orders)
     sys.exit(run_function(orders.seat, lifeline, answers, _loader(orders)))
+
+
+def obey_and_leave(lifeline_fd: int, answers_fd: int) -> None:
+    """Be a rank in an interpreter of its own, and leave as a forked rank does: without tearing the interpreter down.
+
+    A thread of gloo that frees its last collective while the interpreter is torn down aborts the process.
+    """
+    code: str | int | None = 1
+    try:
+        obey(lifeline_fd, answers_fd)
+    except SystemExit as leaving:
+        code = leaving.code
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code if isinstance(code, int) else 0)
 
 
 def is_importing_main() -> bool:

@@ -209,7 +209,7 @@ def _start(crew: Crew, call: Call, spec: LaunchSpec, start: Callable[[Connection
 
 def _start_spawned(lifeline: Connection, answers: Connection) -> RankProcess:
     fds = [lifeline.fileno(), answers.fileno()]
-    statement = f"from fabric.launchers._fresh import obey; obey({fds[0]}, {fds[1]})"
+    statement = f"from fabric.launchers._fresh import obey_and_leave; obey_and_leave({fds[0]}, {fds[1]})"
     return subprocess.Popen(fresh_interpreter(statement), pass_fds=fds, stdin=subprocess.DEVNULL)
 
 
