@@ -16,6 +16,7 @@ __all__ = [
     "check_function",
     "check_hook",
     "check_loggers",
+    "check_materialised",
     "check_module",
     "check_optimizers",
     "check_scheduler",
@@ -78,6 +79,20 @@ def check_module(module: Any, known: Collection[nn.Module]) -> None:
             "it is no torch.nn.Module",
             "setup(module, *optimizers), setup_module(module), setup_optimizers(*optimizers)",
             "model, optimizer = fabric.setup(model, optimizer)",
+        )
+
+
+def check_materialised(module: nn.Module, sharded: bool) -> None:
+    """A module whose parameters have values, or get them from a strategy that shards them first."""
+    if sharded:
+        return
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if meta := [name for name, tensor in tensors if tensor.is_meta]:
+        raise ConfigurationError(
+            f"setup({type(module).__name__})",
+            f"these have no values, being on the meta device: {', '.join(meta)}",
+            'modules with values; ones on the meta device under strategy="fsdp", from fabric.init_module()',
+            "with fabric.init_module(): model = Model(), in place of torch.device('meta')",
         )
 
 

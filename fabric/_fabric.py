@@ -313,6 +313,7 @@ class Fabric:
         """
         session = self._running("setup")
         _checks.check_module(module, session.originals)
+        _checks.check_materialised(module, self.strategy.shards_modules)
         _checks.check_optimizers(optimizers, session.optimizers, [module])
         self.strategy.check_optimizers(optimizers, module)
         _checks.check_scheduler(scheduler, optimizers)
@@ -325,6 +326,7 @@ class Fabric:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
         session = self._running("setup_module")
         _checks.check_module(module, session.originals)
+        _checks.check_materialised(module, self.strategy.shards_modules)
         return session.setup_module(module, move_to_device)
 
     @overload
@@ -409,6 +411,9 @@ class Fabric:
 
     def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
+
+        Under a strategy that shards, they are built without memory and get their values, shard by shard, in ``setup``:
+        those of the whole build on the CPU with the same seed.
 
         Args:
             empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
