@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fabric.deferred.base import RANK0, Evaluation
+from fabric.deferred.base import BUILT_WHOLE, Evaluation
 from fabric.deferred.recorder import Recorder
 from fabric.errors import ConfigurationError, UsageError
 
@@ -143,7 +143,7 @@ class Recording:
                 f"values of {', '.join(unknown)}",
                 "these meta tensors were not made in the deferred() context of this recording, so nothing fills them",
                 "tensors made inside the context, and real ones",
-                f"build the whole module inside the context, or use {RANK0}",
+                f"build the whole module inside the context, or have {BUILT_WHOLE}",
             )
         changed = [name for name, tensor in tensors.items() if self._recorder.changed_since(tensor)]
         if changed:

@@ -22,10 +22,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fabric.errors import UsageError
 from fabric.tree import flatten, unflatten
 
-__all__ = ["RANK0", "Evaluation", "Operation", "Outside", "Slot", "Tape"]
+__all__ = ["BUILT_WHOLE", "Evaluation", "Operation", "Outside", "Slot", "Tape"]
 
 _TRIM_AFTER = 16 * 2**20  # bytes of results
-RANK0 = 'fabric.init_module(source="rank0"), which builds the module in the memory of rank 0'
+BUILT_WHOLE = "the module built outside of fabric.init_module(), which takes memory for all of it on every rank"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Outside:
                 f"a deferred parameter or buffer was filled from a real tensor of shape {tuple(self.tensor.shape)}",
                 "that tensor was changed in place afterwards, before its values were used",
                 "real tensors that stay as they were while the module was built",
-                f"pass a clone of it, or use {RANK0}",
+                f"pass a clone of it, or have {BUILT_WHOLE}",
             )
         return self.tensor
 

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.deferred.base import RANK0, Evaluation, Operation, Outside, Slot, Tape
+from fabric.deferred.base import BUILT_WHOLE, Evaluation, Operation, Outside, Slot, Tape
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors, unflatten
 
@@ -271,7 +271,7 @@ class Recorder:
             f"{what} of {whose}, while the module is built without memory",
             _NO_MEMORY,
             "operations that give tensors, and single numbers read with .item(), .tolist() or in a condition",
-            RANK0,
+            BUILT_WHOLE,
         )
 
     @contextmanager
