@@ -181,8 +181,9 @@ def test_a_missing_file_is_named_with_similar_ones(tmp_path, state):
 def test_folders_and_missing_folders_are_refused(tmp_path, method):
     with pytest.raises(CheckpointError, match="folder"):
         method(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+    with pytest.raises(CheckpointNotFoundError, match="does not exist") as raised:
         method(tmp_path / "nowhere" / "file.pt")
+    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
 
 
 def test_remove_deletes_the_file(path, state):

@@ -127,8 +127,12 @@ def _require_file(asked: str, path: Path) -> None:
         raise CheckpointError(asked, "it is a folder", "a file that fabric.save wrote", _alternatives(Path(path), "*"))
     folder = Path(path).parent
     if not folder.is_dir():
-        raise CheckpointNotFoundError(asked, f"its folder {str(folder)!r} does not exist", "", "a path that exists")
-    raise CheckpointNotFoundError(asked, "there is no such file", "", _alternatives(folder, Path(path).name))
+        raise CheckpointNotFoundError(
+            asked, f"its folder {str(folder)!r} does not exist", "a file that fabric.save wrote", "a path that exists"
+        )
+    raise CheckpointNotFoundError(
+        asked, "there is no such file", "a file that fabric.save wrote", _alternatives(folder, Path(path).name)
+    )
 
 
 def _alternatives(folder: Path, name: str) -> str:
