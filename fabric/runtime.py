@@ -80,7 +80,7 @@ class Runtime:
             self._store = self._own_keys(default_store())
         else:
             self._connect()
-        self._communicator = ProcessGroupCommunicator(None, self.device)
+        self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
 
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""

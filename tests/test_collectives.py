@@ -70,6 +70,23 @@ class Counting(Communicator):
         self.calls.append(("broadcast_object", None))
         return self.inner.broadcast_object(value, src)
 
+    def all_to_all(self, buffer):
+        assert buffer.is_contiguous()
+        self.calls.append(("all_to_all", buffer.dtype))
+        return self.inner.all_to_all(buffer)
+
+    def scatter(self, rows, output, src):
+        return self.inner.scatter(rows, output, src)
+
+    def gather(self, buffer, dst):
+        return self.inner.gather(buffer, dst)
+
+    def send(self, buffer, dst):
+        self.inner.send(buffer, dst)
+
+    def recv(self, buffer, src):
+        return self.inner.recv(buffer, src)
+
     def barrier(self, name):
         self.inner.barrier(name)
 

@@ -1,12 +1,17 @@
 """A communicator means the same over one process and over several."""
 
+import functools
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric.communicators import LocalCommunicator, ProcessGroupCommunicator, Reduce
+from fabric._compat import default_store
+from fabric.communicators import Announcement, LocalCommunicator, ProcessGroupCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.strategies import DDPStrategy
 
 CPU = torch.device("cpu")
 
@@ -31,15 +36,27 @@ def of_one_process(run):
     return results
 
 
+def ones_of(op, values):
+    """The values in a dtype that the reduction has a meaning for."""
+    return values.long() if op in (Reduce.BAND, Reduce.BOR, Reduce.BXOR) else values
+
+
 def every_collective(communicator):
     rank, size = communicator.rank, communicator.size
-    results = {op.name: communicator.all_reduce(torch.arange(3.0) + rank + 1, op) for op in Reduce}
+    results = {op.name: communicator.all_reduce(ones_of(op, torch.arange(3.0) + rank + 1), op) for op in Reduce}
     results["gather"] = communicator.all_gather(torch.full((2,), rank))
     results["gather 0-dim"] = communicator.all_gather(torch.tensor(rank))
     for op in Reduce:
         rows = torch.arange(2.0 * size).view(size, 2) + rank
-        results[f"scatter {op.name}"] = communicator.reduce_scatter(rows, op)
+        results[f"scatter {op.name}"] = communicator.reduce_scatter(ones_of(op, rows), op)
     results["broadcast"] = [communicator.broadcast(torch.tensor([rank]), src) for src in range(size)]
+    rows = torch.arange(2 * size).view(size, 2) + 100 * rank
+    results["all to all"] = communicator.all_to_all(rows)
+    last = size - 1
+    results["scatter"] = communicator.scatter(rows if rank == last else None, torch.empty(2, dtype=rows.dtype), last)
+    gathered = communicator.gather(rows[0], last)
+    results["gather to last"] = torch.empty(0) if gathered is None else gathered
+    communicator.announce(Announcement("test", lambda: 1 / 0))  # pyright: ignore[reportArgumentType] - never called
     results["objects"] = communicator.gather_objects({"rank": rank})
     results["object"] = [communicator.broadcast_object(f"of {rank}", src) for src in range(size)]
     communicator.barrier("test")
@@ -67,11 +84,19 @@ def test_every_collective_over_several_processes(size):
         Reduce.MIN: lambda x: x.amin(0),
         Reduce.MAX: lambda x: x.amax(0),
         Reduce.PRODUCT: lambda x: x.prod(0),
+        Reduce.BAND: lambda x: functools.reduce(torch.bitwise_and, x.long()),
+        Reduce.BOR: lambda x: functools.reduce(torch.bitwise_or, x.long()),
+        Reduce.BXOR: lambda x: functools.reduce(torch.bitwise_xor, x.long()),
     }
+    assert reductions.keys() == set(Reduce)
     for rank, result in enumerate(results):
         for op, reduce in reductions.items():
             torch.testing.assert_close(result[op.name], reduce(inputs))
             torch.testing.assert_close(result[f"scatter {op.name}"], reduce(rows)[rank])
+        mine = [2 * rank, 2 * rank + 1]
+        assert result["all to all"].tolist() == [[100 * j + one for one in mine] for j in range(size)]
+        assert result["scatter"].tolist() == [100 * (size - 1) + one for one in mine]
+        assert result["gather to last"].tolist() == ([[100 * j, 100 * j + 1] for j in range(size)] * (rank == size - 1))
         assert result["gather"].tolist() == [[one, one] for one in range(size)]
         assert result["gather 0-dim"].tolist() == list(range(size))
         assert [int(value) for value in result["broadcast"]] == list(range(size))
@@ -86,6 +111,12 @@ def refusals(communicator):
         "negative src": lambda: communicator.broadcast_object(1, -1),
         "src that is no number": lambda: communicator.check_src("0"),
         "src that is a boolean": lambda: communicator.check_src(False),
+        "scatter from nobody": lambda: communicator.scatter(None, torch.ones(1), size),
+        "gather to nobody": lambda: communicator.gather(torch.ones(1), -1),
+        "send to nobody": lambda: communicator.send(torch.ones(1), size),
+        "recv from nobody": lambda: communicator.recv(torch.ones(1), -1),
+        "send to itself": lambda: communicator.send(torch.ones(1), communicator.rank),
+        "recv from itself": lambda: communicator.recv(torch.ones(1), communicator.rank),
         "no members": lambda: communicator.new_group([]),
         "members twice": lambda: communicator.new_group([0, 0]),
         "members from elsewhere": lambda: communicator.new_group([0, size]),
@@ -150,6 +181,57 @@ def test_groups_are_parts_of_the_job_with_ranks_of_their_own():
     assert [one["late"] for one in (first, second, third)] == [2.0, None, 2.0]
 
 
+def messages(communicator):
+    """Rank 0 sends to all others and in a ring, two messages each; dtypes and shapes differ."""
+    rank, size = communicator.rank, communicator.size
+    received = []
+    if rank == 0:
+        for peer in range(1, size):
+            communicator.send(torch.full((peer,), 10 * peer), peer)
+            communicator.send(torch.tensor(0.5 * peer + 1j), peer)
+    else:
+        received += [communicator.recv(torch.empty(rank, dtype=torch.long), 0).tolist()]
+        received += [communicator.recv(torch.empty((), dtype=torch.complex64), 0).item()]
+    token = torch.tensor([rank])
+    if rank == 0:
+        communicator.send(token, 1)
+        received += [communicator.recv(token.clone(), size - 1).item()]
+    else:
+        received += [communicator.recv(token.clone(), rank - 1).item()]
+        communicator.send(token, (rank + 1) % size)
+    return received
+
+
+def messages_in_groups(fabric):
+    world = fabric.strategy.runtime.communicator
+    group = world.new_group([1, 2])
+    return messages(world), messages(group) if group else None
+
+
+@pytest.mark.timeout(60)
+def test_messages_between_two_ranks_keep_their_order_in_groups_too():
+    first, second, third = launch(3, messages_in_groups)
+    assert [one[0] for one in (first, second, third)] == [[2], [[10], 0.5 + 1j, 0], [[20, 20], 1 + 1j, 1]]
+    assert [one[1] for one in (first, second, third)] == [None, [1], [[10], 0.5 + 1j, 0]]
+
+
+def late_in_a_group(fabric):
+    group = fabric.strategy.runtime.communicator.new_group([0, 1])
+    if fabric.global_rank == 1:
+        default_store().wait(["gave up"], timedelta(seconds=30))
+        return "stayed"
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out"):
+        group.all_reduce(torch.ones(1), Reduce.SUM)
+    default_store().set("gave up", "yes")
+    return "gave up"
+
+
+@pytest.mark.timeout(60)
+def test_a_group_has_the_timeout_of_the_strategy():
+    strategy = DDPStrategy(start_method="forkserver", timeout=timedelta(seconds=2))
+    assert Fabric(devices=2, strategy=strategy).launch(late_in_a_group) == "gave up"
+
+
 def test_a_group_of_the_one_process_is_itself():
     group = LocalCommunicator(CPU).new_group([0])
     assert (group.rank, group.size) == (0, 1)
@@ -203,9 +285,5 @@ def missing_at_barrier(fabric):
 
 @pytest.mark.timeout(60)
 def test_a_barrier_that_fails_is_named():
-    from datetime import timedelta
-
-    from fabric.strategies import DDPStrategy
-
     strategy = DDPStrategy(start_method="forkserver", timeout=timedelta(seconds=2))
     assert Fabric(devices=2, strategy=strategy).launch(missing_at_barrier) == "named"

@@ -1,26 +1,48 @@
 """How ranks talk: tensors only, one call a collective."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["Communicator", "Reduce"]
+__all__ = ["Announcement", "Communicator", "Reduce"]
 
 
 class Reduce(Enum):
-    """What a reduction does to the values of the ranks; the mean is the sum divided by the number of ranks."""
+    """What a reduction does to the values of the ranks; the mean is the sum divided by the number of ranks.
+
+    The bitwise ones are for integers and booleans.
+    """
 
     MEAN = "mean"
     SUM = "sum"
     MIN = "min"
     MAX = "max"
     PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement:
+    """One operation of the user, which may cost several collectives or none; see :meth:`Communicator.announce`.
+
+    Attributes:
+        operation: its name, ``"all_reduce"`` for one.
+        describe: a text of everything in which the ranks have to agree: the reduction, the rank of a source or
+            destination, the structure of the collection with the shape and dtype of each leaf. Empty where nothing has
+            to agree, as on the ranks that only receive.
+    """
+
+    operation: str
+    describe: Callable[[], str]
 
 
 class Communicator(ABC):
@@ -30,7 +52,9 @@ class Communicator(ABC):
     dtype that the backend carries (booleans travel as uint8). Reductions and broadcasts write into it. What users pass
     in is made a buffer, and what comes out is given its structure back, in :mod:`fabric.collectives`.
 
-    Every method is a collective: every rank of the group must call it, in the same order.
+    Every method is a collective, but for :meth:`send` and :meth:`recv`, which two ranks call, :meth:`announce` and
+    :meth:`close`: every rank of the group must call it, in the same order. Ranks are ranks in the group, from 0 to
+    ``size - 1``.
 
     Attributes:
         rank: rank of this process in the group.
@@ -55,8 +79,34 @@ class Communicator(ABC):
         """Reduce ``buffer`` of shape ``(size, *s)`` over the ranks; a new tensor of shape ``s``, this rank's row."""
 
     @abstractmethod
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        """Send row i of ``buffer`` of shape ``(size, *s)`` to rank i.
+
+        A new tensor of that shape, whose row j came from rank j.
+        """
+
+    @abstractmethod
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
-        """Overwrite ``buffer`` with that of rank ``src`` of the group, of the same shape and dtype, and return it."""
+        """Overwrite ``buffer`` with that of rank ``src``, of the same shape and dtype, and return it."""
+
+    @abstractmethod
+    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
+        """Write this rank's row of rank ``src``'s ``rows`` into ``output`` and return it.
+
+        ``rows`` has shape ``(size, *output.shape)`` on ``src`` and is None elsewhere.
+        """
+
+    @abstractmethod
+    def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
+        """A new tensor of shape ``(size, *buffer.shape)`` on rank ``dst``, as by :meth:`all_gather`; None elsewhere."""
+
+    @abstractmethod
+    def send(self, buffer: Tensor, dst: int) -> None:
+        """Send ``buffer`` to another rank, which has to call :meth:`recv`; messages of a pair of ranks keep order."""
+
+    @abstractmethod
+    def recv(self, buffer: Tensor, src: int) -> Tensor:
+        """Overwrite ``buffer`` with what another rank sends, of the same shape and dtype, and return it."""
 
     @abstractmethod
     def barrier(self, name: str) -> None:
@@ -81,15 +131,23 @@ class Communicator(ABC):
             UsageError: this is a part of the job, which torch lets make no groups without the rest.
         """
 
-    def check_src(self, src: int) -> None:
+    def announce(self, call: Announcement) -> None:
+        """Be told of the user's operation that begins, before anything moves; called once for each."""
+
+    def check_src(self, src: int, operation: str = "broadcast") -> None:
         """Raise a ConfigurationError unless ``src`` is the rank of a member of this group."""
         if not self._is_rank(src):
-            raise ConfigurationError(
-                f"broadcast(..., src={src}) on rank {self.rank}",
-                f"there is no rank {src} in a group of {self.size}",
-                f"src from 0 to {self.size - 1}",
-                "src=0 to send from the first rank",
-            )
+            self._refuse_rank(operation, "src", src)
+
+    def check_dst(self, dst: int, operation: str = "gather") -> None:
+        """Raise a ConfigurationError unless ``dst`` is the rank of a member of this group."""
+        if not self._is_rank(dst):
+            self._refuse_rank(operation, "dst", dst)
+
+    def check_peer(self, peer: int, operation: str, argument: str) -> None:
+        """Raise a ConfigurationError unless ``peer`` is the rank of another member of this group."""
+        if not self._is_rank(peer) or peer == self.rank:
+            self._refuse_rank(operation, argument, peer)
 
     def check_members(self, ranks: Sequence[int]) -> None:
         """Raise a ConfigurationError unless ``ranks`` are different ranks of this group, one at least."""
@@ -103,6 +161,15 @@ class Communicator(ABC):
 
     def _is_rank(self, rank: object) -> bool:
         return isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < self.size
+
+    def _refuse_rank(self, operation: str, argument: str, rank: object) -> NoReturn:
+        itself = rank == self.rank and self._is_rank(rank)
+        raise ConfigurationError(
+            f"{operation}(..., {argument}={rank!r}) on rank {self.rank}",
+            "a rank does not talk to itself" if itself else f"there is no rank {rank!r} in a group of {self.size}",
+            f"{argument} from 0 to {self.size - 1}" + (f", but {self.rank}" if itself else ""),
+            "the value itself, which is here already" if itself else f"{argument}=0 for the first rank",
+        )
 
     @abstractmethod
     def close(self) -> None:

@@ -31,9 +31,32 @@ class LocalCommunicator(Communicator):
         return buffer[0].clone()
 
     @override
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        return buffer.clone()
+
+    @override
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
         self.check_src(src)
         return buffer
+
+    @override
+    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
+        self.check_src(src, "scatter")
+        assert rows is not None, "this is rank src"
+        return output.copy_(rows[0])
+
+    @override
+    def gather(self, buffer: Tensor, dst: int) -> Tensor:
+        self.check_dst(dst)
+        return buffer.clone().unsqueeze(0)
+
+    @override
+    def send(self, buffer: Tensor, dst: int) -> None:
+        self._refuse_rank("send", "dst", dst)
+
+    @override
+    def recv(self, buffer: Tensor, src: int) -> Tensor:
+        self._refuse_rank("recv", "src", src)
 
     @override
     def barrier(self, name: str) -> None:

@@ -1,7 +1,10 @@
 """A group of processes that talk through torch.distributed."""
 
 import pickle
+from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -21,7 +24,12 @@ _OPS = {
     Reduce.MIN: dist.ReduceOp.MIN,
     Reduce.MAX: dist.ReduceOp.MAX,
     Reduce.PRODUCT: dist.ReduceOp.PRODUCT,
+    Reduce.BAND: dist.ReduceOp.BAND,
+    Reduce.BOR: dist.ReduceOp.BOR,
+    Reduce.BXOR: dist.ReduceOp.BXOR,
 }
+# nccl has none of these: there the ranks gather, and each reduces for itself.
+_BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -31,17 +39,23 @@ class ProcessGroupCommunicator(Communicator):
         group: the group; None is the default one, which has to exist.
         device: device of this process. Buffers live there under nccl and its like, and on the CPU under gloo, whatever
             the device: gloo carries only some operations for CUDA tensors.
+        timeout: how long a collective of the groups made by :meth:`new_group` may wait; None is torch's default.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None = None) -> None:
         self._group, self._owns_group = group, False
-        self._own_device = device
+        self._own_device, self._timeout = device, timeout
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self.device = torch.device("cpu") if self._is_gloo else device
 
     @override
     def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
+        if op in _BITWISE and not self._is_gloo:
+            return buffer.copy_(reduce(_BITWISE[op], self.all_gather(buffer).unbind()))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 
@@ -60,9 +74,42 @@ class ProcessGroupCommunicator(Communicator):
         return output.div_(self.size) if op is Reduce.MEAN else output
 
     @override
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        output = torch.empty_like(buffer)
+        dist.all_to_all_single(output, buffer, group=self._group)
+        return output
+
+    @override
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
         self.check_src(src)
         dist.broadcast(buffer, group_src=src, group=self._group)
+        return buffer
+
+    @override
+    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
+        self.check_src(src, "scatter")
+        dist.scatter(output, None if rows is None else list(rows), group_src=src, group=self._group)
+        return output
+
+    @override
+    def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
+        self.check_dst(dst)
+        if buffer.is_complex():  # torch shows them to the backend as real numbers everywhere but here
+            gathered = self.gather(torch.view_as_real(buffer), dst)
+            return None if gathered is None else torch.view_as_complex(gathered)
+        output = buffer.new_empty((self.size, *buffer.shape)) if self.rank == dst else None
+        dist.gather(buffer, None if output is None else list(output), group_dst=dst, group=self._group)
+        return output
+
+    @override
+    def send(self, buffer: Tensor, dst: int) -> None:
+        self.check_peer(dst, "send", "dst")
+        dist.send(buffer, group_dst=dst, group=self._group, tag=_next(self._sent, dst))
+
+    @override
+    def recv(self, buffer: Tensor, src: int) -> Tensor:
+        self.check_peer(src, "recv", "src")
+        dist.recv(buffer, group_src=src, group=self._group, tag=_next(self._received, src))
         return buffer
 
     @override
@@ -103,10 +150,10 @@ class ProcessGroupCommunicator(Communicator):
                 "new_group(...) of the communicator over the whole job, on every rank",
             )
         members = [dist.get_global_rank(self._group, rank) for rank in ranks] if self._group else ranks
-        group = dist.new_group(sorted(members))
+        group = dist.new_group(sorted(members), timeout=self._timeout)
         if not isinstance(group, dist.ProcessGroup):  # torch's marker for "not a member"
             return None
-        communicator = ProcessGroupCommunicator(group, self._own_device)
+        communicator = ProcessGroupCommunicator(group, self._own_device, self._timeout)
         communicator._owns_group = True
         return communicator
 
@@ -115,6 +162,13 @@ class ProcessGroupCommunicator(Communicator):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
+
+
+def _next(messages: Counter[int], peer: int) -> int:
+    """The number of the next message of a pair of ranks, as its tag: no message is taken for another."""
+    number = messages[peer]
+    messages[peer] = (number + 1) % 2**31
+    return number
 
 
 def _pickled(value: Any) -> bytes | str:

@@ -313,7 +313,7 @@ class Strategy(ABC):
             return self.runtime.communicator
         if isinstance(group, Communicator):
             return group
-        return ProcessGroupCommunicator(group, self.root_device)
+        return ProcessGroupCommunicator(group, self.root_device, self.timeout)
 
     def _own_runtime(self) -> Runtime:
         environment = self.cluster_environment
