@@ -40,8 +40,9 @@ def fresh_interpreter(statement: str) -> list[str]:
 def fork_server(owner: int) -> "ForkServer":
     """The one server of the process ``owner``, which is ``os.getpid()``: a forked child must not use its parent's."""
     assert owner == os.getpid()
-    # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself.
-    return ForkServer(preload=("torch", "torch._dynamo", "fabric.launchers._fresh"))
+    # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly
+    # every function of a rank is handed a Fabric.
+    return ForkServer(preload=("torch", "torch._dynamo", "fabric.launchers._fresh", "fabric._fabric"))
 
 
 class ServedRank:

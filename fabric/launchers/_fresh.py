@@ -31,6 +31,8 @@ class Orders:
         authkey: with which multiprocessing's managers recognise a process of the family.
         main: from where to import ``__main__``, when the call refers to it by name; see ``main_source``.
         call: the pickled call.
+        converses: whether the function is handed the answer pipe, on which the launching process writes too, as its
+            first argument.
     """
 
     seat: Seat
@@ -41,9 +43,12 @@ class Orders:
     authkey: bytes
     main: tuple[str, str] | None
     call: bytes
+    converses: bool = False
 
     @classmethod
-    def like_this_process(cls, *, seat: Seat, main: tuple[str, str] | None, call: bytes) -> "Orders":
+    def like_this_process(
+        cls, *, seat: Seat, main: tuple[str, str] | None, call: bytes, converses: bool = False
+    ) -> "Orders":
         """Orders to resemble the process that calls this."""
         return cls(
             seat=seat,
@@ -54,20 +59,21 @@ class Orders:
             authkey=bytes(multiprocessing.current_process().authkey),
             main=main,
             call=call,
+            converses=converses,
         )
 
 
 def obey(lifeline_fd: int, answers_fd: int) -> None:
     """Read the orders from the lifeline, carry them out, and leave with the exit code of the rank."""
     lifeline = Connection(lifeline_fd, writable=False)
-    answers = Connection(answers_fd, readable=False)
     try:
         orders = lifeline.recv()
     except EOFError:
         # The parent has gone, or gave the launch up, before it came to this rank.
         sys.exit(1)
+    answers = Connection(answers_fd, readable=orders.converses)
     _resemble(orders)
-    sys.exit(run_function(orders.seat, lifeline, answers, _loader(orders)))
+    sys.exit(run_function(orders.seat, lifeline, answers, _loader(orders, answers)))
 
 
 def obey_and_leave(lifeline_fd: int, answers_fd: int) -> None:
@@ -120,11 +126,13 @@ def _resemble(orders: Orders) -> None:
         random.seed()
 
 
-def _loader(orders: Orders) -> Callable[[], Call]:
+def _loader(orders: Orders, answers: Connection) -> Callable[[], Call]:
     def load() -> Call:
         if orders.main is not None:
             _import_main(*orders.main)
-        return pickle.loads(orders.call)  # noqa: S301 (our own parent wrote it, on a pipe that nobody else holds)
+        # Our own parent wrote it, on a pipe that nobody else holds.
+        fn, args, kwargs = pickle.loads(orders.call)  # noqa: S301
+        return fn, [answers, *args] if orders.converses else args, kwargs
 
     return load
 

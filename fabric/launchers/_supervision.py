@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from fabric.errors import RankFailedError
 from fabric.launchers._failures import Failure, RunDirectory
 
-__all__ = ["Crew", "JobInterrupted", "Member", "RankProcess", "signal_name"]
+__all__ = ["Crew", "JobInterrupted", "Member", "RankProcess", "describe_exit", "explain_exit", "signal_name"]
 
 # Seconds: for the other errors to arrive; for the ranks that remain to tell theirs; for ``finally`` blocks after a
 # failure and after an interruption; for the system to reap a killed process; from a signal to one that means insisting.
@@ -263,8 +263,8 @@ class Crew:
             # To leave early is no error by itself for a script: show what it did to the first of the others.
             text = next((other.text for *_, other in suspects if other is not None), "")
         code = 1 if member.exit_code is None else member.exit_code
-        asked = f"rank {member.rank} of {len(self.members)} {_describe(code, bool(failure))}"
-        return RankFailedError(asked, rank=member.rank, exit_code=code, traceback=text, wrong=_explain(code))
+        asked = f"rank {member.rank} of {len(self.members)} {describe_exit(code, bool(failure))}"
+        return RankFailedError(asked, rank=member.rank, exit_code=code, traceback=text, wrong=explain_exit(code))
 
 
 def _suspicion(failure: Failure | None, left_early: bool) -> int:
@@ -288,7 +288,8 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def _describe(code: int, raised: bool) -> str:
+def describe_exit(code: int, raised: bool = False) -> str:
+    """How a rank ended, for a sentence that begins with its name."""
     if code < 0:
         return f"was killed by {signal_name(-code)} (exit code {code})"
     if code == 128 + signal.SIGTERM:
@@ -298,7 +299,8 @@ def _describe(code: int, raised: bool) -> str:
     return f"left with exit code {code}"
 
 
-def _explain(code: int) -> str:
+def explain_exit(code: int) -> str:
+    """What that usually means; empty where there is no more to say."""
     if code == 0:
         return "it ended early, without an error, while the other ranks still needed it"
     if code == -signal.SIGKILL:

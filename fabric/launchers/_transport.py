@@ -31,7 +31,9 @@ def main_source() -> tuple[str, str] | None:
     return None if path is None else ("path", path)
 
 
-def pack_call(call: Call, *, main_is_importable: bool, by_value: bool | None = None) -> tuple[bytes, bool]:
+def pack_call(
+    call: Call, *, main_is_importable: bool, by_value: bool | None = None, by_name: bool = True
+) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
     What lives in importable modules travels by name, and so does what a script defines: the ranks import the script, as
@@ -42,6 +44,7 @@ def pack_call(call: Call, *, main_is_importable: bool, by_value: bool | None = N
         call: function, positional and keyword arguments.
         main_is_importable: whether a rank could import ``__main__`` instead.
         by_value: whether ``cloudpickle`` may be used; None finds out whether it is installed.
+        by_name: whether the standard library's ``pickle`` may be tried first.
 
     Returns:
         The bytes, and whether ``__main__`` has to be imported before they are loaded.
@@ -51,7 +54,7 @@ def pack_call(call: Call, *, main_is_importable: bool, by_value: bool | None = N
         ArgumentTypeError: a part of the call cannot be pickled; the text names it.
     """
     by_value = has_cloudpickle() if by_value is None else by_value
-    plain = _attempt(pickle.dumps, call)
+    plain = _attempt(pickle.dumps, call) if by_name else None
     # Anything that travels by name holds the name of its module, so without this text nothing refers to __main__.
     if isinstance(plain, bytes) and b"__main__" not in plain:
         return plain, False
@@ -75,10 +78,10 @@ def dump_result(value: Any) -> bytes:
         return payload
     name, part, error = _culprit("result", value, _dump_by_value)
     raise ArgumentTypeError(
-        "the function given to launch() has to return something that can travel to the launching process",
+        "what the function returned in a rank has to travel to the launching process",
         f"{name} is a {type(part).__qualname__}, which cannot be pickled: {error}",
         "numbers, texts, tensors, state dicts, and collections of them",
-        "return the values that you need, or launch(..., return_result=False)",
+        "return the values that you need; or None, or launch(..., return_result=False)",
     ) from error
 
 

@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NoReturn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.launchers._failures import RunDirectory
 from fabric.launchers._forkserver import fork_server, fresh_interpreter
 from fabric.launchers._fresh import Orders, refuse_while_importing_main
 from fabric.launchers._rank import Seat, run_function
@@ -19,7 +21,7 @@ from fabric.launchers._transport import Call, load_result, main_source, pack_cal
 from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables
 from fabric.world import World
 
-__all__ = ["ProcessLauncher", "initialised_backend"]
+__all__ = ["ProcessLauncher", "initialised_backend", "seat_of"]
 
 StartMethod = Literal["spawn", "fork", "forkserver"]
 
@@ -142,21 +144,26 @@ class _Forked:
         return self._process.exitcode
 
 
-def _seat(crew: Crew, spec: LaunchSpec, rank: int, threads: int | None = None) -> Seat:
-    world = World(
-        rank=rank,
-        local_rank=rank,
-        world_size=spec.num_processes,
-        local_world_size=spec.num_processes,
-        store=crew.directory.store,
+def _seat(crew: Crew, spec: LaunchSpec, rank: int) -> Seat:
+    return seat_of(
+        rank,
+        spec.num_processes,
+        crew.directory,
+        answers=spec.wants_result_of(rank),
+        interruptible=crew.interruptible,
     )
-    variables = rank_variables(os.environ, spec.num_processes, available_cores(), sys.platform)
+
+
+def seat_of(rank: int, size: int, directory: RunDirectory, *, answers: bool, interruptible: bool) -> Seat:
+    """The seat of a rank in a job of ``size`` processes on this node; see :class:`Seat` for the rest."""
+    world = World(rank=rank, local_rank=rank, world_size=size, local_world_size=size, store=directory.store)
+    variables = rank_variables(os.environ, size, available_cores(), sys.platform)
     return Seat(
         world=world,
         variables=world.to_env() | variables,
-        threads=_threads(variables["OMP_NUM_THREADS"]) if threads is None else threads,
-        answers=spec.wants_result_of(rank),
-        interruptible=crew.interruptible,
+        threads=_threads(variables["OMP_NUM_THREADS"]),
+        answers=answers,
+        interruptible=interruptible,
     )
 
 
@@ -176,7 +183,7 @@ def _fork(crew: Crew, call: Call, spec: LaunchSpec) -> None:
             ours = [lifeline, answers, *(member.lifeline for member in crew.members)]
             ours += [member.answers for member in crew.members if member.answers is not None]
             process = context.Process(
-                target=_forked_rank, args=(_seat(crew, spec, rank, threads=1), theirs, sending, call, ours)
+                target=_forked_rank, args=(replace(_seat(crew, spec, rank), threads=1), theirs, sending, call, ours)
             )
             with theirs, sending:
                 process.start()
