@@ -24,7 +24,7 @@ LAYERS = [
     ["module"],
     ["_checks", "_session"],
     ["_fabric"],
-    ["cli", "legacy", "__init__"],
+    ["cli", "legacy", "testing", "__init__"],
     ["__main__"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

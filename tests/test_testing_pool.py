@@ -1,0 +1,182 @@
+"""The pool of ranks: calls, what comes back, and what a failing rank does to it."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from fabric import Fabric
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
+from fabric.testing import PerRank, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout=60) as pool:
+        yield pool
+
+
+@dataclass
+class Point:
+    """A class that only this module knows."""
+
+    x: int
+
+
+class Odd(Exception):
+    """One that does not travel."""
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError
+
+
+def total(fabric: Fabric, x: Any) -> Any:
+    return fabric.all_reduce(x, reduce_op="sum")
+
+
+def test_every_rank_makes_the_call_and_results_come_by_rank(pool: RankPool) -> None:
+    factor = 10
+    assert pool.run(lambda fabric, x: fabric.global_rank * factor + x, PerRank([1, 2])) == [1, 12]
+    assert pool.run(total, PerRank([1, 2])) == [3, 3]
+    assert pool.run(partial(total, x=4)) == [8, 8]
+    assert pool.run(total, x=PerRank([2, 5])) == [7, 7]
+
+
+def test_tensors_arrive_with_the_strides_they_have(pool: RankPool) -> None:
+    views = PerRank([torch.arange(6.0)[::2], torch.zeros(3, 3)[:, 1]])
+    assert pool.run(lambda fabric, x: (x.stride(), x.sum().item()), views) == [((2,), 6.0), ((3,), 0.0)]
+
+
+def test_classes_of_a_test_module_travel_both_ways(pool: RankPool) -> None:
+    points = pool.run(lambda fabric, point: Point(point.x + fabric.global_rank), Point(1))
+    assert points == [Point(1), Point(2)]
+
+
+def test_calls_begin_with_the_same_random_state(pool: RankPool) -> None:
+    pool.run(lambda fabric: torch.rand(fabric.global_rank + 1))
+    draws = [pool.run(lambda fabric: torch.rand(1).item()) for _ in range(2)]
+    assert len({one for draw in draws for one in draw}) == 1
+
+
+def test_processes_are_kept_from_call_to_call(pool: RankPool) -> None:
+    assert pool.run(lambda fabric: os.getpid()) == pool.run(lambda fabric: os.getpid())
+
+
+def fail(fabric: Fabric, how: str) -> None:
+    """Rank 1 goes wrong while rank 0 waits for it."""
+    if fabric.global_rank == 1:
+        if how == "raise":
+            raise ValueError("one is wrong")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(3)
+        while True:
+            time.sleep(0.01)
+    fabric.barrier("of rank 0")
+
+
+@pytest.mark.parametrize(
+    ("how", "did", "code"),
+    [
+        ("raise", "raised ValueError: one is wrong", 1),
+        ("kill", "was killed by SIGKILL", -signal.SIGKILL),
+        ("exit", "left with exit code 3", 3),
+        ("hang", "did not return within 0.5 s", -signal.SIGKILL),
+    ],
+)
+def test_a_failing_rank_is_named_and_the_next_call_works(pool: RankPool, how: str, did: str, code: int) -> None:
+    before = pool.run(lambda fabric: os.getpid())
+    with pytest.raises(RankFailedError, match=did) as caught:
+        pool.run(fail, how, timeout=0.5 if how == "hang" else 30)
+    assert (caught.value.rank, caught.value.exit_code) == (1, code)
+    assert "fail: rank 1 of 2" in str(caught.value)
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert pool.run(total, 1) == [2, 2]
+
+
+def test_the_error_of_a_rank_is_the_cause_with_its_traceback(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        pool.run(fail, "raise")
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert 'raise ValueError("one is wrong")' in caught.value.traceback
+
+
+def test_the_error_of_a_hang_says_where_each_rank_was(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        pool.run(fail, "hang", timeout=0.5)
+    text = str(caught.value)
+    assert "in fail" in text
+    assert "in barrier" in text
+    assert "rank 0 did not return" in text
+    assert "_forkserver" not in text
+
+
+def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"):
+        pool.run(lambda fabric: fabric.global_rank and fabric.barrier(), timeout=0.5)
+
+
+def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(pool: RankPool) -> None:
+    def unpicklable(fabric: Fabric) -> None:
+        if fabric.global_rank == 0:
+            raise ConnectionError("lost the other")
+        raise Odd("by itself")
+
+    with pytest.raises(RankFailedError, match="rank 1 of 2 raised") as caught:
+        pool.run(unpicklable)
+    assert "by itself" in str(caught.value)
+    assert "rank 0 raised ConnectionError" in str(caught.value)
+
+
+def test_what_cannot_travel_is_an_error_before_any_rank_is_asked(pool: RankPool) -> None:
+    with pytest.raises(ArgumentTypeError, match="cannot be pickled"):
+        pool.run(total, (one for one in "ab"))
+    with pytest.raises(ConfigurationError, match="there are 3 values"):
+        pool.run(total, PerRank([1, 2, 3]))
+    with pytest.raises(ArgumentTypeError, match="not a function"):
+        pool.run(3)  # type: ignore[arg-type]
+    assert pool.run(total, 1) == [2, 2]
+
+
+def test_a_result_that_cannot_travel_is_the_error_of_its_rank(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError, match="cannot be pickled"):
+        pool.run(lambda fabric: (one for one in "ab"))
+
+
+def test_a_closed_pool_leaves_nothing_behind_and_refuses_calls() -> None:
+    with RankPool(1) as pool:
+        [(pid, store)] = pool.run(lambda fabric: (os.getpid(), os.environ["FABRIC_STORE"]))
+    assert not psutil.pid_exists(pid)
+    assert not Path(store.removeprefix("file://")).parent.exists()
+    with pytest.raises(UsageError, match="closed"):
+        pool.run(total, 1)
+    pool.close()
+
+
+def test_a_pool_that_is_dropped_ends_its_processes() -> None:
+    pool = RankPool(1)
+    [pid] = pool.run(lambda fabric: os.getpid())
+    del pool
+    assert not psutil.pid_exists(pid)
+
+
+def test_options_of_fabric_reach_every_rank() -> None:
+    with RankPool(1, strategy="single_device", precision="bf16-true") as pool:
+        assert pool.run(lambda fabric: (fabric.strategy.name, fabric.precision.name)) == [
+            ("single_device", "bf16-true")
+        ]
+
+
+@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"world_size": 2, "timeout": 0}, {"world_size": True}])
+def test_a_pool_that_cannot_be_is_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        RankPool(**wrong)
