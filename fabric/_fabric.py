@@ -66,6 +66,9 @@ class Fabric:
         environment: where a process learns its rank; None detects torchrun, SLURM and MPI, ``"none"`` detects nothing.
         launcher: how processes come to exist: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
             :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
+        check_collectives: whether the ranks compare every collective before anything moves, so that one that differs
+            or is missing raises :class:`fabric.errors.CollectiveMismatchError` with the lines where each rank called;
+            the environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
 
@@ -84,6 +87,7 @@ class Fabric:
         precision: Precision | str | int | None = None,
         environment: Environment | str | None = None,
         launcher: Launcher | str | None = None,
+        check_collectives: bool = False,
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
@@ -95,6 +99,7 @@ class Fabric:
             precision=precision,
             environment=environment,
             launcher=launcher,
+            check_collectives=check_collectives,
         )
         self._origin = _origin(self._plan)
         self._callbacks = _checks.as_list(callbacks)
@@ -177,6 +182,8 @@ class Fabric:
         ]
         if plan.world is not None:
             lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
+        if plan.check_collectives:
+            lines.append("collectives  checked")
         if plan.strategy.drives_all_devices:
             lines.append(f"replicas     {len(plan.devices)} of each module, in this process")
         if self._session is not None:

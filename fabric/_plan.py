@@ -30,6 +30,7 @@ RUN_OPTIONS = {
     "num_nodes": "FABRIC_NUM_NODES",
     "precision": "FABRIC_PRECISION",
 }
+CHECK = "FABRIC_CHECK"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +46,7 @@ class Plan:
         environment: what made the processes, where something did.
         world: the place of this process; None when the processes are still to be made.
         launcher: how they come to exist.
+        check_collectives: whether the ranks compare their collectives before anything moves.
     """
 
     accelerator: Accelerator
@@ -55,6 +57,7 @@ class Plan:
     environment: Environment | None
     world: World | None
     launcher: Launcher
+    check_collectives: bool = False
 
     @property
     def processes_per_node(self) -> int:
@@ -77,6 +80,7 @@ def resolve(
     precision: Precision | str | int | None = None,
     environment: Environment | str | None = None,
     launcher: Launcher | str | None = None,
+    check_collectives: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan for one job; arguments as for ``Fabric``.
@@ -89,6 +93,7 @@ def resolve(
         precision: name, alias, row or None.
         environment: object, None to detect one, or ``"none"`` to detect nothing.
         launcher: name, object or None.
+        check_collectives: True, or False to leave it to ``FABRIC_CHECK``.
         env: environment variables; None for those of this process.
 
     Raises:
@@ -126,7 +131,19 @@ def resolve(
         launcher=_choose_launcher(
             launcher, chosen, hardware, len(where), world, found, by_name=isinstance(strategy, str)
         ),
+        check_collectives=check_collectives or _check_is_on(env.get(CHECK, "")),
     )
+
+
+def _check_is_on(value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(
+            f"{CHECK}={value} in the environment",
+            "it is neither on nor off",
+            "1 to compare the collectives of all ranks before anything moves, 0 not to",
+            f"export {CHECK}=1",
+        )
+    return value == "1"
 
 
 def _with_run_options(env: Mapping[str, str], **given: Any) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Session:
             connected=self.strategy.connects_processes,
             backend=self.strategy.process_group_backend,
             timeout=self.strategy.timeout,
+            check_collectives=plan.check_collectives,
         )
         self.strategy.setup_environment(self.runtime)
         self.scaler: LossScaler | None = None

@@ -9,6 +9,7 @@ The tree::
     ├── MissingDependencyError (ImportError) an optional extra that is not installed
     ├── NonFiniteGradientError (RuntimeError) a gradient norm that is infinite or not a number
     ├── RankFailedError (RuntimeError)       a process of the job raised, exited or was killed
+    ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one does not come
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
         └── UnsafeCheckpointError            loading it would run code
@@ -23,6 +24,7 @@ __all__ = [
     "ArgumentTypeError",
     "CheckpointError",
     "CheckpointNotFoundError",
+    "CollectiveMismatchError",
     "ConfigurationError",
     "FabricError",
     "MissingDependencyError",
@@ -100,6 +102,10 @@ class RankFailedError(FabricError, RuntimeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.asked, self.rank, self.exit_code, self.traceback, self.wrong), self.__dict__
+
+
+class CollectiveMismatchError(FabricError, RuntimeError):
+    """Checked mode: the ranks of a group do not make the same call, or one of them does not come; nothing was sent."""
 
 
 class CheckpointError(FabricError, RuntimeError):

@@ -8,7 +8,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from fabric._compat import abort_process_group, default_store
 from fabric.accelerators import Accelerator
-from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
+from fabric.communicators import (
+    CheckedCommunicator,
+    Communicator,
+    Ledger,
+    LocalCommunicator,
+    ProcessGroupCommunicator,
+)
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.world import World
@@ -31,6 +37,7 @@ class Runtime:
         connected: whether the processes of the job talk, that is, whether a process group is needed.
         backend: process-group backend; None for the accelerator's own.
         timeout: how long a collective may wait.
+        check_collectives: whether ranks compare their collectives before anything moves.
     """
 
     def __init__(
@@ -43,12 +50,14 @@ class Runtime:
         connected: bool,
         backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
+        check_collectives: bool = False,
     ) -> None:
         self.world, self.accelerator, self.precision = world, accelerator, precision
         self.devices = devices
         # A scheduler may show each process only its own device.
         self.device = devices[world.local_rank % len(devices)]
         self._connected, self._backend, self._timeout = connected, backend, timeout
+        self._checks = check_collectives
         self._communicator: Communicator | None = None
         self._store: dist.Store | None = None
         self._owns_group = False
@@ -79,8 +88,20 @@ class Runtime:
             self._check_group()
             self._store = self._own_keys(default_store())
         else:
-            self._connect()
+            self._store = self._connect()
         self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
+        if self._checks and self.world.world_size > 1:
+            store = dist.PrefixStore("checks", self._store)
+            ledger = Ledger(store, self.world.rank, self.world.world_size, self._timeout)
+            self._communicator = CheckedCommunicator(self._communicator, ledger)
+
+    def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
+        """The collectives over a process group of torch, checked where all are; not a collective."""
+        inner = ProcessGroupCommunicator(group, self.device, self._timeout)
+        whole = self.communicator
+        if isinstance(whole, CheckedCommunicator):
+            return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
+        return inner
 
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
@@ -96,8 +117,10 @@ class Runtime:
 
     def abort(self) -> None:
         """Let go of the other processes without waiting for them, on the way out of an exception."""
-        if self._communicator is not None and self._owns_group and dist.is_initialized():
-            abort_process_group()
+        if self._communicator is not None:
+            self._communicator.close()
+            if self._owns_group and dist.is_initialized():
+                abort_process_group()
         self._communicator = self._store = None
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
@@ -135,20 +158,21 @@ class Runtime:
                 "check for a branch on the rank around the loop over the loader",
             ) from error
 
-    def _connect(self) -> None:
+    def _connect(self) -> dist.Store:
         world = self.world
         backend = self._backend or self.accelerator.default_backend
-        self._store = self._own_keys(self._find_store())
+        store = self._own_keys(self._find_store())
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("group", self._store),
+            store=dist.PrefixStore("group", store),
             rank=world.rank,
             world_size=world.world_size,
             timeout=self._timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
-        self._wait_for_all(self._store)
+        self._wait_for_all(store)
+        return store
 
     def _wait_for_all(self, store: dist.Store) -> None:
         """Return once every rank is connected: gloo fails on a rank whose peer has connected, finished and left."""

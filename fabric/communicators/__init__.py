@@ -1,7 +1,17 @@
 """How ranks talk."""
 
+from fabric.communicators._ledger import Ledger
 from fabric.communicators.base import Announcement, Communicator, Reduce
+from fabric.communicators.checked import CheckedCommunicator
 from fabric.communicators.local import LocalCommunicator
 from fabric.communicators.process_group import ProcessGroupCommunicator
 
-__all__ = ["Announcement", "Communicator", "LocalCommunicator", "ProcessGroupCommunicator", "Reduce"]
+__all__ = [
+    "Announcement",
+    "CheckedCommunicator",
+    "Communicator",
+    "Ledger",
+    "LocalCommunicator",
+    "ProcessGroupCommunicator",
+    "Reduce",
+]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fabric._compat import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
-from fabric.communicators import Communicator, ProcessGroupCommunicator
+from fabric.communicators import Communicator
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.initialization import created_on
@@ -313,7 +313,7 @@ class Strategy(ABC):
             return self.runtime.communicator
         if isinstance(group, Communicator):
             return group
-        return ProcessGroupCommunicator(group, self.root_device, self.timeout)
+        return self.runtime.communicator_over(group)
 
     def _own_runtime(self) -> Runtime:
         environment = self.cluster_environment

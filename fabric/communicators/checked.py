@@ -1,0 +1,188 @@
+"""A communicator that compares what its ranks call before anything moves."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fabric.communicators._calls import Call
+from fabric.communicators._ledger import Ledger
+from fabric.communicators.base import Announcement, Communicator, Reduce
+
+__all__ = ["CheckedCommunicator"]
+
+# Frames of these are not where the user called.
+_NOT_USERS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
+
+
+class CheckedCommunicator(Communicator):
+    """Any communicator, with a check before each collective that all ranks of the group make the same.
+
+    Each rank tells the others through a store what it is about to call: the operation, the reduction, the source, the
+    shape and dtype, the user's collection, and the line of the user's call. Where they disagree, every rank that
+    arrives raises; where a rank does not arrive, the others raise as soon as it has left, its process has ended, it
+    waits for them elsewhere, or the timeout is over. A message is checked in the same way between its two ranks, so
+    that :meth:`send` waits for its :meth:`recv`.
+
+    After the first such error the ranks are out of step, and every further call raises.
+
+    Every method but :meth:`announce` and :meth:`close` raises a
+    :class:`fabric.errors.CollectiveMismatchError` for a disagreement.
+
+    Args:
+        inner: what carries the data.
+        ledger: what the ranks of the job are calling, one for each process.
+        name: the same on all members, and different for each group that shares ledgers.
+        ranks: the members by their rank in the ledger, in the order of the group; None for all.
+    """
+
+    def __init__(
+        self, inner: Communicator, ledger: Ledger, name: str = "job", ranks: Sequence[int] | None = None
+    ) -> None:
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        self._inner, self._ledger, self._name = inner, ledger, name
+        self._ranks = tuple(range(inner.size) if ranks is None else ranks)
+        self._is_whole = ranks is None
+        self._announced: tuple[str, str, str] | None = None
+
+    def over(self, inner: Communicator, name: str, ranks: Sequence[int]) -> "CheckedCommunicator":
+        """The same checks for another group of ranks of this one; not a collective.
+
+        Args:
+            inner: what carries the data in that group.
+            name: the same on all its members, and of no other group.
+            ranks: its members by their rank here.
+        """
+        return CheckedCommunicator(inner, self._ledger, name, [self._ranks[rank] for rank in ranks])
+
+    @override
+    def announce(self, call: Announcement) -> None:
+        if self.size > 1:
+            self._announced = (call.operation, call.describe(), _call_site())
+        self._inner.announce(call)
+
+    @override
+    def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
+        self._meet("all_reduce", buffer, op=op.value)
+        return self._inner.all_reduce(buffer, op)
+
+    @override
+    def all_gather(self, buffer: Tensor) -> Tensor:
+        self._meet("all_gather", buffer)
+        return self._inner.all_gather(buffer)
+
+    @override
+    def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
+        self._meet("reduce_scatter", buffer, op=op.value)
+        return self._inner.reduce_scatter(buffer, op)
+
+    @override
+    def all_to_all(self, buffer: Tensor) -> Tensor:
+        self._meet("all_to_all", buffer)
+        return self._inner.all_to_all(buffer)
+
+    @override
+    def broadcast(self, buffer: Tensor, src: int) -> Tensor:
+        self._meet("broadcast", buffer, src=src)
+        return self._inner.broadcast(buffer, src)
+
+    @override
+    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
+        self._meet("scatter", output, src=src)
+        return self._inner.scatter(rows, output, src)
+
+    @override
+    def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
+        self._meet("gather", buffer, dst=dst)
+        return self._inner.gather(buffer, dst)
+
+    @override
+    def send(self, buffer: Tensor, dst: int) -> None:
+        self.check_peer(dst, "send", "dst")
+        self._meet_peer(f"send to rank {dst}", buffer, self.rank, dst)
+        self._inner.send(buffer, dst)
+
+    @override
+    def recv(self, buffer: Tensor, src: int) -> Tensor:
+        self.check_peer(src, "recv", "src")
+        self._meet_peer(f"recv from rank {src}", buffer, src, self.rank)
+        return self._inner.recv(buffer, src)
+
+    @override
+    def barrier(self, name: str) -> None:
+        self._meet("barrier", name=repr(name))
+        self._inner.barrier(name)
+
+    @override
+    def broadcast_object(self, value: Any, src: int) -> Any:
+        self._meet("broadcast_object", src=src)
+        return self._inner.broadcast_object(value, src)
+
+    @override
+    def gather_objects(self, value: Any) -> list[Any]:
+        self._meet("gather_objects")
+        return self._inner.gather_objects(value)
+
+    @override
+    def new_group(self, ranks: Sequence[int]) -> "CheckedCommunicator | None":
+        self.check_members(ranks)
+        members = sorted(ranks)
+        number = self._meet("new_group", ranks=members)
+        inner = self._inner.new_group(members)
+        return None if inner is None else self.over(inner, f"{self._name}/{number}", members)
+
+    @override
+    def close(self) -> None:
+        """Release what this owns; that of all ranks also tells the other ranks that this one makes no further calls."""
+        if self._is_whole:
+            self._ledger.leave(_reason())
+        self._inner.close()
+
+    def _meet(self, operation: str, buffer: Tensor | None = None, **arguments: object) -> int:
+        announced, self._announced = self._announced, None
+        facts = {"operation": operation}
+        data, where = "", None
+        if announced is not None:
+            facts["operation"], data, where = announced
+            facts["collective"] = operation
+        facts |= {name: str(value) for name, value in arguments.items()} | _facts_of(buffer)
+        call = Call(facts["operation"], where or _call_site(), facts, data)
+        return self._ledger.meet(self._name, self._ranks, call)
+
+    def _meet_peer(self, operation: str, buffer: Tensor, src: int, dst: int) -> None:
+        """As :meth:`_meet` for a message, whose two ranks call different operations."""
+        announced, self._announced = self._announced, None
+        _, data, where = announced or ("", "", _call_site())
+        pair = (self._ranks[src], self._ranks[dst])
+        self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, _facts_of(buffer), data))
+
+
+def _facts_of(buffer: Tensor | None) -> dict[str, str]:
+    return (
+        {} if buffer is None else {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}
+    )
+
+
+def _call_site() -> str:
+    """File and line of the innermost frame that is neither fabric's nor torch's."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    if frame is None:  # autograd runs the backward pass of an accelerator in a thread of its own
+        return "a backward pass"
+    return f"{frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
+
+
+def _reason() -> str:
+    error = sys.exception() or getattr(sys, "last_value", None)
+    return "it has finished" if error is None else f"it raised {type(error).__name__}: {error}"
