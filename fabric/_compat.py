@@ -23,6 +23,7 @@ __all__ = [
     "local_tensor",
     "max_over_shards",
     "reduce_scatter_into",
+    "unbind_apart",
     "uncompiled",
     "unscale_and_check",
 ]
@@ -146,3 +147,13 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
 def default_store() -> dist.Store:
     """The store through which the default process group was made; torch has no public name for it."""
     return dist.distributed_c10d._get_default_store()
+
+
+def unbind_apart(tensor: Tensor) -> list[Tensor]:
+    """The rows of a tensor without a gradient: they share its storage, but autograd takes each for one of its own.
+
+    Rows from ``torch.unbind`` count changes in place together: changing one would forbid the backward pass through
+    another. ``torch.unsafe_split`` gives parts that do not, but keeps the dimension; torch has no ``unsafe_unbind``.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return list(tensor.unbind())

@@ -16,13 +16,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from fabric import _checks
+from fabric import _checks, collectives
 from fabric._compat import uncompiled
 from fabric._plan import Plan, resolve
 from fabric._session import Session
 from fabric.accelerators import Accelerator
 from fabric.clipping import check_clipping, clip_gradients
-from fabric.collectives import all_gather, all_reduce, parse_reduce_op
+from fabric.collectives import parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader
 from fabric.environments import Environment
@@ -551,13 +551,14 @@ class Fabric:
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number of a collection over processes; nothing is changed in place.
 
-        Collective over the group. See :func:`fabric.collectives.all_reduce` for structure, dtypes and gradients.
+        Collective over the group. Sum and mean are differentiable. See :func:`fabric.collectives.all_reduce`.
 
         Args:
             data: any collection of tensors and Python numbers, the same structure and shapes on all processes.
             group: the processes; None for all of the job.
-            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a torch ``ReduceOp``.
-                Integers have no mean; booleans only ``"min"`` (all) and ``"max"`` (any).
+            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
+                ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
+                (any) and the bitwise ones.
 
         Returns:
             The same collection; tensors as new tensors on their device, numbers as numbers.
@@ -565,9 +566,30 @@ class Fabric:
         Raises:
             ConfigurationError: an unknown reduction, or one without meaning for a leaf, which is named.
         """
-        return all_reduce(self._communicator("all_reduce", group), data, parse_reduce_op(reduce_op))
+        return collectives.all_reduce(self._communicator("all_reduce", group), data, parse_reduce_op(reduce_op))
 
-    def all_gather(self, data: Any, group: Group = None, sync_grads: bool = False) -> Any:
+    def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+        """Reduce every tensor of a collection over processes, of which each keeps its own row.
+
+        Collective over the group. Sum and mean are differentiable. See :func:`fabric.collectives.reduce_scatter`.
+
+        Args:
+            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes, the same on all
+                of them. Python numbers have no rows and are refused.
+            group: the processes; None for all of the job.
+            reduce_op: as for :meth:`all_reduce`.
+
+        Returns:
+            The same collection, with tensors of shape ``s``: what :meth:`all_reduce` would have in row ``rank``.
+
+        Raises:
+            ConfigurationError: as for :meth:`all_reduce`; or a leaf has not ``size`` rows.
+        """
+        return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, parse_reduce_op(reduce_op))
+
+    def all_gather(
+        self, data: Any, group: Group = None, sync_grads: bool = False, ragged: bool = False, concat: bool = False
+    ) -> Any:
         """Collect every tensor and number of a collection from all processes, in the order of ranks.
 
         Collective over the group.
@@ -576,21 +598,173 @@ class Fabric:
             data: any collection, the same structure and shapes on all processes.
             group: the processes; None for all of the job.
             sync_grads: whether gradients flow back to the process that a part came from.
+            ragged: whether the length of tensors along dim 0 may be another on each process.
+            concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
 
         Returns:
-            The same collection: tensors of shape ``s`` as ``(world_size, *s)``, on one process too; numbers as lists.
+            The same collection: tensors of shape ``s`` as ``(size, *s)``, on one process too; numbers as lists. With
+            ``ragged`` tensors of shape ``(n, *s)`` as the list of ``size`` tensors, with ``concat`` as one of shape
+            ``(n_0 + n_1 + ..., *s)``.
+
+        Raises:
+            ConfigurationError: a leaf cannot travel; with ``ragged`` or ``concat`` processes differ in more than
+                lengths, which raises on all of them.
         """
-        return all_gather(self._communicator("all_gather", group), data, sync_grads=sync_grads)
+        communicator = self._communicator("all_gather", group)
+        if ragged or concat:
+            return collectives.all_gather_ragged(communicator, data, sync_grads=sync_grads, concat=concat)
+        return collectives.all_gather(communicator, data, sync_grads=sync_grads)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send any object from process ``src`` to all; tensors in it travel as tensors. Collective."""
+    def gather_for_metrics(self, data: Any) -> Any:
+        """Collect what was computed from a batch from all processes, each sample once, in the order of the data.
+
+        Collective. Called in the body of a loop over a set-up loader. An evaluation over n samples counts n: what was
+        repeated so that all processes get equally many (``uneven="pad"``) is dropped again.
+
+        Args:
+            data: any collection of tensors whose dim 0 counts the samples of this process's batch. Without automatic
+                batching (``batch_size=None``) each tensor is one sample.
+
+        Returns:
+            The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
+            order in which the loader's sampler, or batch sampler, yielded the m samples of this round.
+
+        Raises:
+            UsageError: this is no loop over a set-up loader, or nobody but the loader knows which samples it repeated.
+            ConfigurationError: dim 0 of a tensor is not the number of samples; or a leaf is a Python number.
+        """
+        return self._running("gather_for_metrics").gather_round(data)
+
+    def all_to_all(self, data: Any, group: Group = None) -> Any:
+        """Send row i of every tensor of a collection to process i. Differentiable.
+
+        Collective over the group. See :func:`fabric.collectives.all_to_all`.
+
+        Args:
+            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes, the same on all
+                of them. Python numbers have no rows and are refused.
+            group: the processes; None for all of the job.
+
+        Returns:
+            The same collection, with tensors of the same shape, whose row j came from process j.
+
+        Raises:
+            ConfigurationError: a leaf has not ``size`` rows, or cannot travel.
+        """
+        return collectives.all_to_all(self._communicator("all_to_all", group), data)
+
+    def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
+        """Send any object from one process to all; tensors in it travel as tensors.
+
+        Collective over the group. Differentiable: see :func:`fabric.collectives.broadcast`.
+
+        Args:
+            obj: the object; only that of rank ``src`` counts, the others may pass None.
+            src: rank of the sender in the group.
+            group: the processes; None for all of the job.
+
+        Raises:
+            ConfigurationError: there is no such rank, or a tensor cannot travel.
+            ArgumentTypeError: a leaf does not pickle.
+        """
         self._running("broadcast")
-        return self.strategy.broadcast(obj, src)
+        # Strategies of others need not know groups.
+        return self.strategy.broadcast(obj, src) if group is None else self.strategy.broadcast(obj, src, group)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process is here; ``name`` appears in the error when one does not come. Collective."""
+    def scatter(self, parts: Sequence[Any] | None = None, src: int = 0, group: Group = None) -> Any:
+        """Hand out one object or collection to each process.
+
+        Collective over the group. See :func:`fabric.collectives.scatter`.
+
+        Args:
+            parts: on rank ``src`` one for each rank; shapes and kinds may differ. Ignored elsewhere.
+            src: rank of the sender in the group.
+            group: the processes; None for all of the job.
+
+        Returns:
+            This process's part, detached; tensors that were on an accelerator are on this process's device.
+
+        Raises:
+            ConfigurationError: there is no such rank, not one part for each, or a tensor that cannot travel.
+            ArgumentTypeError: ``parts`` is no sequence, or a leaf does not pickle.
+        """
+        return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
+
+    def gather(self, obj: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
+        """Collect one object or collection from each process on one of them.
+
+        Collective over the group. See :func:`fabric.collectives.gather`.
+
+        Args:
+            obj: any object; shapes and kinds may differ between processes.
+            dst: rank of the receiver in the group.
+            group: the processes; None for all of the job.
+
+        Returns:
+            On rank ``dst`` the list by rank, detached; None elsewhere.
+
+        Raises:
+            ConfigurationError: there is no such rank, or a tensor cannot travel.
+            ArgumentTypeError: a leaf does not pickle.
+        """
+        return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
+
+    def send(self, obj: Any, dst: int, group: Group = None) -> None:
+        """Send any object or collection to another process, which has to call :meth:`recv`.
+
+        Not a collective: the two processes call it. Several messages arrive in the order in which they were sent.
+
+        Args:
+            obj: any object.
+            dst: rank of the receiver in the group.
+            group: the processes; None for all of the job.
+
+        Raises:
+            ConfigurationError: ``dst`` is no other rank, or a tensor cannot travel.
+            ArgumentTypeError: a leaf does not pickle.
+        """
+        collectives.send(self._communicator("send", group), obj, dst)
+
+    def recv(self, src: int, group: Group = None) -> Any:
+        """Receive what another process sends with :meth:`send`; waits for it.
+
+        Args:
+            src: rank of the sender in the group.
+            group: the processes; None for all of the job.
+
+        Returns:
+            The object, detached; tensors that were on an accelerator are on this process's device.
+
+        Raises:
+            ConfigurationError: ``src`` is no other rank. What the sender could not send raises here, too.
+        """
+        return collectives.recv(self._communicator("recv", group), src, self.device)
+
+    def barrier(self, name: str | None = None, group: Group = None) -> None:
+        """Wait until every process is here; ``name`` appears in the error when one does not come.
+
+        Collective over the group.
+        """
         self._running("barrier")
-        self.strategy.barrier(name)
+        # Strategies of others need not know groups.
+        self.strategy.barrier(name) if group is None else self.strategy.barrier(name, group)
+
+    def new_group(self, ranks: Sequence[int]) -> Communicator | None:
+        """A group of some processes, for the argument ``group`` of the collectives.
+
+        Collective: every process of the job must call it, also those outside.
+
+        Args:
+            ranks: global ranks of the members, in any order; in the group they are numbered in ascending order.
+
+        Returns:
+            The group; None on a process that is not a member. Since None stands for all processes elsewhere, only
+            members may call its collectives: ``if group is not None:``.
+
+        Raises:
+            ConfigurationError: these are not different ranks of the job.
+        """
+        return collectives.new_group(self._communicator("new_group"), ranks)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""

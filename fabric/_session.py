@@ -1,6 +1,6 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -13,14 +13,15 @@ from fabric._compat import uncompiled
 from fabric._plan import Plan
 from fabric.checkpoint import FullCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
-from fabric.collectives import all_reduce, parse_reduce_op
+from fabric.collectives import all_gather, all_gather_ragged, all_reduce, parse_reduce_op
 from fabric.communicators import Communicator
-from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
+from fabric.tree import flatten, unflatten
 from fabric.world import World
 
 __all__ = ["Session", "prepared_module"]
@@ -63,6 +64,7 @@ class Session:
         self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self._guards: WeakSet[ForwardGuard] = WeakSet()
         self._loaders_made = 0
+        self._underway: list[Callable[[], WholeRound]] = []
         self._node_group: Communicator | None = None
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
@@ -118,11 +120,37 @@ class Session:
             agree=self.runtime.agree,
             name=str(self._loaders_made),
             seed_workers=seed_workers,
+            underway=self._underway,
             **share,
         )
         self._loaders_made += 1
         self.loaders[made] = None
         return made
+
+    def gather_round(self, data: Any) -> Any:
+        """What all processes computed from the round that the current loop is in; see ``Fabric.gather_for_metrics``."""
+        communicator = self.runtime.communicator
+        leaves, structure = flatten(data)
+        whole = self._current_round(communicator.size)
+        whole.check(leaves, structure)
+        gather = all_gather_ragged if whole.kind == "batches" else all_gather
+        gathered = gather(communicator, leaves)
+        arranged = [
+            whole.arranged(parts) if isinstance(leaf, Tensor) else leaf
+            for leaf, parts in zip(leaves, gathered, strict=True)
+        ]
+        return unflatten(structure, arranged)
+
+    def _current_round(self, size: int) -> WholeRound:
+        asked, valid = "fabric.gather_for_metrics(...)", "the body of a loop over a loader that fabric deals"
+        if not self._underway:
+            instead = "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
+            raise UsageError(asked, "no loop over a set-up loader is going on", valid, instead)
+        whole = self._underway[-1]()
+        if whole.num_replicas != size:
+            wrong = f"this loader gives each of {size} processes all of the data, or what you dealt yourself"
+            raise UsageError(asked, wrong, valid, "the values as they are; or fabric.all_gather(x, concat=True)")
+        return whole
 
     def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""

@@ -171,11 +171,11 @@ def _without_sync(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", enable
 
 
 def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
-    """Wait until every process is here; arguments beyond one ``name`` are accepted and mean nothing. Collective."""
+    """Wait until every process is here; arguments of old are accepted and mean nothing. Collective."""
     name = args[0] if args else kwargs.get("name")
-    if len(args) > 1 or set(kwargs) - {"name"} or not isinstance(name, str | None):
+    if len(args) > 1 or set(kwargs) - {"name", "group"} or not isinstance(name, str | None):
         _deprecated("barrier(*args, **kwargs)", 'fabric.barrier() or fabric.barrier("name")')
-    ParallelStrategy.barrier(self, name if isinstance(name, str) else None)
+    ParallelStrategy.barrier(self, name if isinstance(name, str) else None, kwargs.get("group"))
 
 
 def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:

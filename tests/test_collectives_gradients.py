@@ -18,7 +18,7 @@ def local():
 
 def inputs(size):
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(3, 2, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(size)]
+    return [torch.randn(size, 2, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(size)]
 
 
 def local_loss(rank, reduced):
@@ -26,72 +26,96 @@ def local_loss(rank, reduced):
     return ((rank + 1.0) * reduced.sin() * (reduced + rank)).sum()
 
 
+OPS = ["sum", "mean", "gather", "ragged", "scatter sum", "scatter mean", "all_to_all", "broadcast"]
+
+
+def one_process(everyone, op):
+    """What each rank gets, in one process that holds the inputs of all."""
+    size = len(everyone)
+    if op in ("gather", "ragged"):
+        return [
+            torch.stack(everyone) if op == "gather" else torch.cat([x[: r + 1] for r, x in enumerate(everyone)])
+        ] * size
+    if op == "broadcast":
+        return [everyone[-1]] * size
+    if op == "all_to_all":
+        return [torch.stack([x[rank] for x in everyone]) for rank in range(size)]
+    joined = sum(everyone) / (size if op.endswith("mean") else 1)
+    return [joined[rank] for rank in range(size)] if op.startswith("scatter") else [joined] * size
+
+
 def reference(size, op):
-    """Gradients of the sum over ranks of each rank's local loss, in one process."""
+    """Gradients of the sum over ranks of each rank's local loss, and of a loss of these gradients, in one process."""
     everyone = inputs(size)
+    total = sum(local_loss(rank, result) for rank, result in enumerate(one_process(everyone, op)))
+    zeros = {"allow_unused": True, "materialize_grads": True}
+    first = torch.autograd.grad(total, everyone, create_graph=True, **zeros)
+    second = torch.autograd.grad(sum(one.square().sum() for one in first), everyone, **zeros)
+    return list(zip((one.detach() for one in first), second, strict=True))
+
+
+def collective(fabric, x, op, group=None):
+    communicator = fabric.strategy.communicator(group)
+    tree = {"x": x.t().contiguous().t(), "count": torch.ones(communicator.size, dtype=torch.float64)}
     if op == "gather":
-        joined = torch.stack(everyone)
+        result = fabric.all_gather(tree, group, sync_grads=True)
+    elif op == "ragged":
+        result = fabric.all_gather({**tree, "x": x[: communicator.rank + 1]}, group, sync_grads=True, concat=True)
+    elif op == "broadcast":
+        result = fabric.broadcast({**tree, "x": x}, communicator.size - 1, group)
+    elif op == "all_to_all":
+        result = fabric.all_to_all(tree, group)
+    elif op.startswith("scatter"):
+        result = fabric.reduce_scatter(tree, group, op.split()[1])
     else:
-        joined = sum(everyone) / (size if op == "mean" else 1)
-    total = sum(local_loss(rank, joined) for rank in range(size))
-    return torch.autograd.grad(total, everyone)
+        result = fabric.all_reduce(tree, group, op)
+    assert result["x"].requires_grad
+    assert not result["count"].requires_grad
+    return result["x"]
 
 
 def gradient(fabric, op, group=None):
     communicator = fabric.strategy.communicator(group)
     x = inputs(communicator.size)[communicator.rank]
-    tree = {"x": x.t(), "count": torch.ones(2, dtype=torch.float64)}
-    result = (
-        fabric.all_gather(tree, group, sync_grads=True)
-        if op == "gather"
-        else fabric.all_reduce(tree, group, reduce_op=op)
-    )
-    assert result["x"].requires_grad
-    assert not result["count"].requires_grad
-    local_loss(communicator.rank, result["x"].transpose(-1, -2)).backward()
-    return x.grad
+    loss = local_loss(communicator.rank, collective(fabric, x, op, group))
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    return first.detach(), second
 
 
-def gradients(fabric, op):
+def gradients(fabric):
     world = fabric.strategy.runtime.communicator
-    results = {"world": gradient(fabric, op)}
     group = world.new_group([1, 2]) if world.size == 3 else None
-    if group is not None:
-        results["group"] = gradient(fabric, op, group)
-    return results
+    return {op: (gradient(fabric, op), None if group is None else gradient(fabric, op, group)) for op in OPS}
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("op", ["sum", "mean", "gather"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_are_those_of_the_sum_of_all_local_losses(op, size):
+def test_gradients_and_theirs_are_those_of_the_sum_of_all_local_losses(size):
     one = Fabric(accelerator="cpu", devices=1)
-    results = [one.launch(gradients, op)] if size == 1 else launch(size, gradients, op)
-    for result, expected in zip(results, reference(size, op), strict=True):
-        torch.testing.assert_close(result["world"], expected, rtol=1e-12, atol=1e-12)
-    if size == 3:
-        for result, expected in zip(results[1:], reference(2, op), strict=True):
-            torch.testing.assert_close(result["group"], expected, rtol=1e-12, atol=1e-12)
+    results = [one.launch(gradients)] if size == 1 else launch(size, gradients)
+    for op in OPS:
+        for result, expected in zip(results, reference(size, op), strict=True):
+            torch.testing.assert_close(result[op][0], expected, rtol=1e-12, atol=1e-12, msg=f"{op}, {expected}")
+        for result, expected in zip(results[1:] if size == 3 else (), reference(2, op), strict=size == 3):
+            torch.testing.assert_close(result[op][1], expected, rtol=1e-12, atol=1e-12)
 
 
-def second_order(fabric, op):
-    x = inputs(2)[fabric.global_rank]
-    joined = fabric.all_gather(x, sync_grads=True) if op == "gather" else fabric.all_reduce(x, reduce_op=op)
-    (first,) = torch.autograd.grad(local_loss(fabric.global_rank, joined), x, create_graph=True)
-    first.square().sum().backward()
-    return x.grad
+def receiver_without_input(fabric):
+    x = torch.tensor([2.0, 3.0], requires_grad=True)
+    mine = fabric.global_rank == 0
+    result = fabric.broadcast({"x": x, "n": torch.ones(1)} if mine else None)
+    ((fabric.global_rank + 1.0) * result["x"].square()).sum().backward()
+    with torch.no_grad():
+        assert not fabric.broadcast(x).requires_grad
+    return x.grad, result["n"].requires_grad
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("op", ["sum", "mean", "gather"])
-def test_gradients_can_be_differentiated_again(op):
-    everyone = inputs(2)
-    joined = torch.stack(everyone) if op == "gather" else sum(everyone) / (2 if op == "mean" else 1)
-    total = sum(local_loss(rank, joined) for rank in range(2))
-    first = torch.autograd.grad(total, everyone, create_graph=True)
-    expected = torch.autograd.grad(sum(one.square().sum() for one in first), everyone)
-    for result, one in zip(launch(2, second_order, op), expected, strict=True):
-        torch.testing.assert_close(result, one, rtol=1e-12, atol=1e-12)
+def test_the_gradient_of_a_broadcast_arrives_at_the_source_when_the_others_pass_nothing():
+    first, second = launch(2, receiver_without_input)
+    assert (first[0].tolist(), second[0]) == ([12.0, 18.0], None)
+    assert first[1] is second[1] is False
 
 
 def test_gathering_without_gradients_detaches():

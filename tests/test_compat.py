@@ -179,6 +179,16 @@ def test_without_dtensors_their_module_is_not_imported():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
+def test_rows_that_are_apart_share_memory_and_nothing_else():
+    whole = torch.arange(3.0)
+    first, second, third = _compat.unbind_apart(whole)
+    loss = torch.ones((), requires_grad=True) * first
+    second.add_(5)
+    loss.backward()
+    assert whole.tolist() == [0.0, 6.0, 2.0]
+    assert (second._version, third._version, third._is_view()) == (1, 0, False)
+
+
 def test_every_name_has_a_test():
     names = [name for name in _compat.__all__ if name != "OneLevel"]
     with open(__file__) as file:

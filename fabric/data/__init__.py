@@ -1,7 +1,7 @@
 """Sharding a DataLoader over the ranks, moving its batches, and its position.
 
 ``base`` defines the terms, ``order`` says which indices a rank asks for, ``rounds`` deals iterable datasets, ``loader``
-is what the user gets back. This file puts them together.
+is what the user gets back, ``whole`` puts together what all ranks computed from a round. This file puts them together.
 """
 
 import copy
@@ -15,10 +15,11 @@ from fabric.data.base import Course
 from fabric.data.loader import FabricDataLoader
 from fabric.data.order import Agreement, Indices, Share, dealt_by_hand, streams_of
 from fabric.data.rounds import Rounds
+from fabric.data.whole import WholeRound
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 
-__all__ = ["FabricDataLoader", "prepare_dataloader"]
+__all__ = ["FabricDataLoader", "WholeRound", "prepare_dataloader"]
 
 Agree = Callable[[str, bytes], bytes]
 
@@ -34,6 +35,7 @@ def prepare_dataloader(
     agree: Agree | None = None,
     name: str = "0",
     seed_workers: bool = True,
+    underway: list[Callable[[], WholeRound]] | None = None,
 ) -> FabricDataLoader:
     """Deal a loader's samples to the ranks and move its batches; the user's loader stays as it is.
 
@@ -64,6 +66,7 @@ def prepare_dataloader(
             ``None``: the states are taken to be the same. Not called when nothing random is drawn.
         name: tells the loaders of a job apart in the keys; the same on all ranks, another for each loader.
         seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random states.
+        underway: where the iterations that are going on over the loaders of a job are noted.
 
     Raises:
         ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -87,7 +90,14 @@ def prepare_dataloader(
         course = _follow_indices(prepared, (rank, num_replicas) if shard else None, uneven, agree, name)
     if seed_workers and rank > 0 and loader.num_workers > 0 and not dealt:
         object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
-    return FabricDataLoader(prepared, original=loader, course=course, start=start, device=device)
+    return FabricDataLoader(
+        prepared,
+        original=loader,
+        course=course,
+        start=start,
+        device=device,
+        underway=[] if underway is None else underway,
+    )
 
 
 def _follow_indices(

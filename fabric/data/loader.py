@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabric.data.base import Course, Layout, Pass, Position
+from fabric.data.rounds import Rounds
+from fabric.data.whole import WholeRound, whole_round
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import Streams
 from fabric.tree import to_device
@@ -18,7 +20,19 @@ from fabric.tree import to_device
 __all__ = ["FabricDataLoader"]
 
 _OWN = frozenset(
-    ["loader", "original", "_course", "_start", "_move", "_epoch", "_targets", "_known", "_pending", "_seen"]
+    [
+        "loader",
+        "original",
+        "_course",
+        "_start",
+        "_move",
+        "_epoch",
+        "_targets",
+        "_known",
+        "_pending",
+        "_seen",
+        "_underway",
+    ]
 )
 
 
@@ -29,6 +43,12 @@ class _Seen:
 
     def __init__(self) -> None:
         self.current: Pass | None = None
+
+
+def _put_last(entries: list[Any], entry: Any) -> None:
+    if entry in entries:
+        entries.remove(entry)
+    entries.append(entry)
 
 
 class FabricDataLoader:
@@ -57,6 +77,7 @@ class FabricDataLoader:
         course: Course,
         start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
         device: torch.device | None,
+        underway: list[Callable[[], WholeRound]],
     ) -> None:
         """Called by :func:`~fabric.data.prepare_dataloader`, which decides all of this.
 
@@ -66,6 +87,8 @@ class FabricDataLoader:
             course: how its batches come about.
             start: runs the function that starts an iteration.
             device: where batches go; ``None`` leaves them where they are.
+            underway: each iteration that is going on has an entry here, which tells about the round that it is in; the
+                one that handed out a batch last is the last.
         """
         self.loader, self.original, self._course, self._start = loader, original, course, start
         pinned = bool(getattr(loader, "pin_memory", False))
@@ -78,6 +101,7 @@ class FabricDataLoader:
         self._epoch = 0
         self._pending: Position | None = None
         self._seen = _Seen()
+        self._underway = underway
 
     def __iter__(self) -> Iterator[Any]:
         self._adopt_epoch()
@@ -239,12 +263,22 @@ class FabricDataLoader:
         return batches
 
     def _handed_out(self, current: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        seen = self._seen
-        for batch in batches:
-            current.received += 1
-            seen.current = current
-            yield batch
-        current.finished = True
+        seen, underway = self._seen, self._underway
+
+        def told() -> WholeRound:
+            return whole_round(self._course, current, self.loader.batch_size, isinstance(self.loader.dataset, Rounds))
+
+        try:
+            for batch in batches:
+                current.received += 1
+                seen.current = current
+                if not underway or underway[-1] is not told:
+                    _put_last(underway, told)
+                yield batch
+            current.finished = True
+        finally:
+            if told in underway:
+                underway.remove(told)
 
     def _next_pass(self) -> Pass:
         position, self._pending = self._pending, None

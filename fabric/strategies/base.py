@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fabric._compat import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
-from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
+from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
@@ -270,14 +270,15 @@ class Strategy(ABC):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
-        """Reduce every tensor of a collection over processes; what is not a tensor comes back unchanged.
+        """Reduce every tensor of a collection over processes; numbers come back unchanged.
 
         Collective over the group. See :func:`fabric.collectives.all_reduce`.
 
         Args:
             collection: any collection; tensors of any shape.
             group: the processes; None for all of the job.
-            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a torch ``ReduceOp``.
+            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
+                ``"bxor"`` or a torch ``ReduceOp``.
 
         Returns:
             A new collection of the same structure, shapes and dtypes.
@@ -295,13 +296,16 @@ class Strategy(ABC):
         """
         return all_gather(self.communicator(group), tensor, sync_grads=sync_grads)
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Send any object from process ``src`` to all; tensors as tensors. Collective."""
-        return broadcast(self.runtime.communicator, obj, src, self.root_device)
+    def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
+        """Send any object from rank ``src`` of a group to all of it; tensors as tensors. Collective over the group."""
+        return broadcast(self.communicator(group), obj, src, self.root_device)
 
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every process is here; ``name`` appears in the error when one does not come. Collective."""
-        self.runtime.communicator.barrier(name or "unnamed")
+    def barrier(self, name: str | None = None, group: Group = None) -> None:
+        """Wait until every process is here; ``name`` appears in the error when one does not come.
+
+        Collective over the group.
+        """
+        barrier(self.communicator(group), name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""

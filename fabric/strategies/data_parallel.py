@@ -1,7 +1,7 @@
 """One process that drives several devices: a replica of the module on each, with a part of the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ _REDUCTIONS: Mapping[Reduce, Callable[[Tensor], Tensor]] = {
     Reduce.MIN: lambda tensor: tensor.amin(0),
     Reduce.MAX: lambda tensor: tensor.amax(0),
     Reduce.PRODUCT: lambda tensor: tensor.prod(0, dtype=tensor.dtype),
+    Reduce.BAND: lambda tensor: reduce(torch.bitwise_and, tensor.unbind()),
+    Reduce.BOR: lambda tensor: reduce(torch.bitwise_or, tensor.unbind()),
+    Reduce.BXOR: lambda tensor: reduce(torch.bitwise_xor, tensor.unbind()),
 }
 
 
