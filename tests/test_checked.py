@@ -36,11 +36,11 @@ def call(operation="all_reduce", data="", where="train.py:1", **facts):
     ("calls", "told"),
     [
         ([call(op="sum"), call(op="sum", where="train.py:9")], ""),
-        ([call(op="sum"), call(op="max"), call(op="sum")], "op: sum on ranks 0, 2, max on rank 1"),
-        ([call(shape="(2,)"), call("barrier")], "operation: all_reduce on rank 0, barrier on rank 1"),
-        ([call(src="0"), call()], "src: 0 on rank 0, none on rank 1"),
+        ([call(op="sum"), call(op="max"), call(op="sum")], "op: sum on ranks 0, 2; max on rank 1"),
+        ([call(shape="(2,)"), call("barrier")], "operation: all_reduce on rank 0; barrier on rank 1"),
+        ([call(src="0"), call()], "src: 0 on rank 0; none on rank 1"),
         ([call(data="{'a'}"), call(data=""), call(data="{'a'}")], ""),
-        ([call(data="{'a'}"), call(data="{'b'}")], "data: {'a'} on rank 0, {'b'} on rank 1"),
+        ([call(data="{'a'}"), call(data="{'b'}")], "data: {'a'} on rank 0; {'b'} on rank 1"),
     ],
 )
 def test_a_difference_names_the_fact_and_the_ranks(calls, told):
@@ -121,6 +121,21 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
     assert found > 20
 
 
+def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
+    schedule = [("training", (0, 1)), ("saving", (0, 1))] * 20
+    store = dist.HashStore()
+    both = Ledger(store, 0, 2, SHORT)
+    turns = threading.Thread(target=lambda: [both.meet(*one, call()) for one in schedule[1::2]], daemon=True)
+    one_by_one = Ledger(store, 1, 2, SHORT)
+    other = threading.Thread(target=lambda: [one_by_one.meet(*one, call()) for one in schedule[::-1]], daemon=True)
+    turns.start()
+    other.start()
+    assert [both.meet(*one, call()) for one in schedule[::2]] == list(range(1, 21))
+    for thread in (turns, other):
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
 def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_told_so():
     pairs = [(0, 1), (1, 2), (0, 2)]
     raised = ledger_of_each_rank([[(pairs[0], "a")], [(pairs[1], "a")], [(pairs[2], "a")]])
@@ -193,33 +208,33 @@ MISMATCHES = {
     "reduce op": (
         lambda c: c.all_reduce(torch.ones(1), Reduce.MAX),
         lambda c: c.all_reduce(torch.ones(1), Reduce.SUM),
-        "op: sum on ranks 0, 2, max on rank 1",
+        "op: sum on ranks 0, 2; max on rank 1",
     ),
     "shape": (
         lambda c: c.all_gather(torch.ones(1)),
         lambda c: c.all_gather(torch.ones(2, 3)),
-        "shape: (2, 3) on ranks 0, 2, (1,) on rank 1",
+        "shape: (2, 3) on ranks 0, 2; (1,) on rank 1",
     ),
     "dtype": (
         lambda c: c.reduce_scatter(torch.ones(3, 1), Reduce.SUM),
         lambda c: c.reduce_scatter(torch.ones(3, 1, dtype=torch.int32), Reduce.SUM),
-        "dtype: int32 on ranks 0, 2, float32 on rank 1",
+        "dtype: int32 on ranks 0, 2; float32 on rank 1",
     ),
     "src": (
         lambda c: c.broadcast(torch.ones(1), 1),
         lambda c: c.broadcast(torch.ones(1), 0),
-        "src: 0 on ranks 0, 2, 1 on rank 1",
+        "src: 0 on ranks 0, 2; 1 on rank 1",
     ),
     "dst": (lambda c: c.gather(torch.ones(1), 1), lambda c: c.gather(torch.ones(1), 0), "dst: 0 on ranks 0, 2"),
     "order": (
         lambda c: (c.barrier("second"), c.barrier("first")),
         lambda c: (c.barrier("first"), c.barrier("second")),
-        "name: 'first' on ranks 0, 2, 'second' on rank 1",
+        "name: 'first' on ranks 0, 2; 'second' on rank 1",
     ),
     "missing call": (
         lambda c: c.all_to_all(torch.ones(3)),
         lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
-        "operation: broadcast_object on ranks 0, 2, all_to_all on rank 1",
+        "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
     "missing last call": (lambda c: c.close(), lambda c: c.barrier("x"), "rank 1 does not come: it has finished"),
     "tree keys": (
@@ -235,7 +250,7 @@ MISMATCHES = {
     "members": (
         lambda c: in_a_group(c, [0, 1]),
         lambda c: in_a_group(c, [0, 2]),
-        "ranks: [0, 2] on ranks 0, 2, [0, 1] on rank 1",
+        "ranks: [0, 2] on ranks 0, 2; [0, 1] on rank 1",
     ),
     "group": (
         lambda c: groups_in_another_order(c, True),
@@ -245,12 +260,12 @@ MISMATCHES = {
     "both send": (
         lambda c: c.send(torch.ones(1), 0),
         lambda c: c.send(torch.ones(1), 1) if c.rank == 0 else c.barrier("x"),
-        "send to rank 1",
+        "rank 0: send(from=0, to=1, float32 (1,))",
     ),
     "message": (
         lambda c: c.recv(torch.ones(2), 0),
         lambda c: c.send(torch.ones(1), 1) if c.rank == 0 else c.recv(torch.ones(1), 1),
-        "shape: (1,) on rank 0, (2,) on rank 1",
+        "shape: (1,) on rank 0; (2,) on rank 1",
     ),
 }
 

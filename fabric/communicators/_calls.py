@@ -1,11 +1,14 @@
 """What one rank calls, and where the calls of several ranks differ."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 __all__ = ["Call", "difference", "in_words", "table"]
 
+_SHOWN = 160  # characters of what is passed that are shown with a call
 _WINDOW = 60  # characters of a long text that are shown around the first difference
+_NAMED = 8  # ranks that are named one by one
+_SHOWN_OTHERWISE = ("operation", "collective", "dtype", "shape")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,12 @@ class Call:
     data: str = ""
 
     def __str__(self) -> str:
-        shown = [f"{name}={value}" for name, value in self.facts.items() if name not in ("operation", "dtype", "shape")]
-        passed = self.data or " ".join(self.facts[name] for name in ("dtype", "shape") if name in self.facts)
-        return f"{self.operation}({', '.join(shown)}){passed and f' of {passed}'} at {self.where}"
+        passed = self.data if len(self.data) <= _SHOWN else f"{self.data[:_SHOWN]}..."
+        if not passed:
+            arguments = [f"{name}={value}" for name, value in self.facts.items() if name not in _SHOWN_OTHERWISE]
+            buffer = [self.facts[name] for name in ("dtype", "shape") if name in self.facts]
+            passed = ", ".join([*arguments, *([" ".join(buffer)] if buffer else [])])
+        return f"{self.operation}({passed}) at {self.where}"
 
 
 def difference(calls: Mapping[int, Call]) -> str:
@@ -47,7 +53,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     told = {rank: call.data for rank, call in calls.items() if call.data}
     if len(set(told.values())) > 1:
         lines.insert(0, f"data: {_by_value(_around_the_difference(told))}")
-    return "; ".join(lines)
+    return "\n    ".join(lines)
 
 
 def table(lines: Mapping[int, object]) -> str:
@@ -55,16 +61,19 @@ def table(lines: Mapping[int, object]) -> str:
     return "".join(f"\n    rank {rank}: {line}" for rank, line in sorted(lines.items()))
 
 
-def in_words(ranks: list[int]) -> str:
+def in_words(ranks: Collection[int]) -> str:
     """``rank 1``, or ``ranks 1, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) > _NAMED:
+        names[_NAMED // 2 : -1] = [f"... ({len(names)} of them)"]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def _by_value(values: Mapping[int, str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         ranks.setdefault(value, []).append(rank)
-    return ", ".join(f"{value} on {in_words(having)}" for value, having in ranks.items())
+    return "; ".join(f"{value} on {in_words(having)}" for value, having in ranks.items())
 
 
 def _around_the_difference(texts: Mapping[int, str]) -> dict[int, str]:

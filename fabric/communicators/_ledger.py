@@ -6,12 +6,14 @@ its own call number n there, and compares. It moves on when all are there and ag
 found further on must have agreed: it saw this rank's entry first. So nobody has to keep an entry for a rank that is
 slow to read it, groups run ahead of each other freely, and each rank waits for all members of one group at a time. A
 circle of ranks that wait for each other, in whatever groups, is then a deadlock, and the only kind there is: every
-other wait ends, or ends at a rank that has left.
+other wait ends, or ends at a rank that has left. (A rank that waits in several threads may still come by any of them,
+and counts as one that computes.)
 """
 
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +36,23 @@ _ANSWER_WITHIN = 0.3  # seconds, in which other ranks come and tell what they pa
 _INLINE = 120  # characters of what is passed that an entry holds itself; of more it holds the beginning and a digest
 _BRIEF = "... #"
 
+_COME = "a call that every rank of the group reaches"
+_LOOK = (
+    "the call outside of any branch on the rank and of loops that differ in length; see what ended the rank named here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A call that a rank has begun, in a group of these ranks."""
+
+    group: str
+    members: tuple[int, ...]
+    call: Call
+
+    def __str__(self) -> str:
+        return f"{self.call}, with {in_words(self.members)}"
+
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
@@ -42,48 +61,41 @@ class _Entry:
     Attributes:
         number: how many calls it has begun, in all groups.
         begun: how many in each group.
-        group: that of its latest call.
-        members: of that group.
-        call: its latest.
+        places: its latest call; of a rank that waits in several threads, that of each.
         left: why it makes no further calls; empty while it does.
-        done: whether the latest call was found to agree; only told when it leaves.
     """
 
     number: int = 0
     begun: Mapping[str, int] = field(default_factory=dict)
-    group: str = ""
-    members: tuple[int, ...] = ()
-    call: Call | None = None
+    places: tuple[_Place, ...] = ()
     left: str = ""
-    done: bool = True
-
-    def stands_in(self, group: str) -> int:
-        """How many calls of the group it has begun."""
-        return self.begun.get(group, 0)
-
-    def in_call(self, group: str, count: int) -> bool:
-        """Whether its latest call is this one, rather than one after it."""
-        return self.group == group and self.stands_in(group) == count
 
     def to_json(self) -> str:
-        """The entry as text; most entries are written once a call, so it is short."""
-        call = self.call
-        told = None if call is None else [call.operation, call.where, call.facts, call.data]
-        return json.dumps([self.number, self.begun, self.group, self.members, told, self.left, self.done])
+        """The entry as text; one is written at each call, so it is short."""
+        places = [[p.group, p.members, p.call.operation, p.call.where, p.call.facts, p.call.data] for p in self.places]
+        return json.dumps([self.number, self.begun, places, self.left], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: bytes) -> "_Entry":
         """The entry that became this text."""
-        number, begun, group, members, told, left, done = json.loads(text)
-        return cls(number, begun, group, tuple(members), None if told is None else Call(*told), left, done)
+        number, begun, places, left = json.loads(text)
+        return cls(
+            number, begun, tuple(_Place(group, tuple(ranks), Call(*call)) for group, ranks, *call in places), left
+        )
 
-    def waits_for(self, other: "_Entry") -> bool:
-        """Whether a member of its latest call, with the entry ``other``, has not begun it."""
-        return other.stands_in(self.group) < self.stands_in(self.group)
+    def count(self, group: str) -> int:
+        """How many calls of the group it has begun."""
+        return self.begun.get(group, 0)
+
+    def call_in(self, group: str, count: int) -> Call | None:
+        """Its call of this number in the group; None when it has not begun it, or is past it."""
+        if self.count(group) != count:
+            return None
+        return next((place.call for place in self.places if place.group == group), None)
 
 
 class Ledger:
-    """One process's view of what the ranks of a job call; used by one thread at a time.
+    """One process's view of what the ranks of a job call.
 
     Args:
         store: shared by the ranks of the job, and used for nothing else.
@@ -95,8 +107,9 @@ class Ledger:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self._store, self.rank, self.size = store, rank, size
         self._timeout = timeout.total_seconds()
+        self._lock = threading.Lock()
         self._own = _Entry()
-        self._begun: dict[str, int] = {}
+        self._latest: _Place | None = None
         self._present: set[int] = set()
         store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
         self._write(self._own)
@@ -107,68 +120,72 @@ class Ledger:
         Raises:
             CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or does not come.
         """
-        if self._own.left:
-            self._refuse(call)
-        count = self._begun[group] = self._begun.get(group, 0) + 1
-        if len(members) > 1:
-            entry = _Entry(self._own.number + 1, self._begun, group, tuple(members), _brief(call), done=False)
-            self._own = entry
-            self._write(entry)
-            try:
-                self._wait(call, count)
-            except dist.DistError as error:
-                self._stop(call, f"the store of the job is gone: {error}", "a store that outlives the calls", _LOOK)
-            self._own = replace(entry, done=True)
+        place = _Place(group, tuple(members), _brief(call))
+        with self._lock:
+            own = self._own
+            if own.left:
+                self._refuse(call)
+            count = own.count(group) + 1
+            self._own = own = replace(own, begun={**own.begun, group: count})
+            if len(members) == 1:
+                return count
+            self._latest = place
+            self._write(replace(own, number=own.number + 1, places=(*own.places, place)))
+        try:
+            self._wait(place, count, call)
+        except dist.DistError as error:
+            self._stop(call, f"the store of the job is gone: {error}", "a store that outlives the calls", _LOOK)
+        with self._lock:  # not written: the next call tells it
+            self._own = replace(self._own, places=tuple(one for one in self._own.places if one is not place))
         return count
 
     def leave(self, reason: str) -> None:
         """Tell the others that this rank makes no further calls; only the first reason counts."""
-        if self._own.left:
-            return
-        self._own = replace(self._own, left=reason)
-        # The store goes with the process that hosts it; then nobody is left who could read this.
-        with suppress(dist.DistError):
-            self._write(self._own)
+        with self._lock:
+            if self._own.left:
+                return
+            latest = "" if self._latest is None else f"; its latest call was {self._latest}"
+            # The store goes with the process that hosts it; then nobody is left who could read this.
+            with suppress(dist.DistError):
+                self._write(replace(self._own, left=reason + latest))
 
-    def _wait(self, call: Call, count: int) -> None:
+    def _wait(self, place: _Place, count: int, call: Call) -> None:
         started, pause = time.monotonic(), _FIRST_PAUSE
         search = started + _SEARCH_EVERY
         while True:
-            entries = self._read(self._own.members)
-            here = {r: entry for r, entry in entries.items() if entry.in_call(self._own.group, count)}
-            if any(entry.call != self._own.call for entry in here.values()) and difference(_calls_of(here)):
-                self._disagree(call, count)
-            gave_up = [r for r, entry in here.items() if entry.left and not entry.done]
-            missing = [r for r in entries if entries[r].stands_in(self._own.group) < count]
+            entries = self._read(place.members)
+            calls = _calls(entries, place.group, count)
+            if any(other != place.call for other in calls.values()) and difference(calls):
+                self._disagree(place, count, call)
+            missing = [r for r, entry in entries.items() if entry.count(place.group) < count]
+            gave_up = [r for r in calls if entries[r].left]
             now = time.monotonic()
             if gave_up or (missing and now > search):
-                self._search(call, missing)
+                self._search(call, place, count, missing)
                 search = now + _SEARCH_EVERY
-            for r in gave_up:
-                self._stop(call, f"rank {r} gave up in the same call: {entries[r].left}", _COME, _LOOK)
+            if gave_up:
+                self._stop(call, f"rank {gave_up[0]} gave up: {entries[gave_up[0]].left}", _COME, _LOOK)
             if not missing:
                 return
             if now - started > self._timeout:
-                self._stop(call, *self._late(missing))
+                self._stop(call, self._late(missing), _COME, _LOOK)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _disagree(self, call: Call, count: int) -> NoReturn:
+    def _disagree(self, place: _Place, count: int, call: Call) -> NoReturn:
         """Raise for calls that differ, with those of the ranks that come within a moment and what they pass in full."""
         self._store.set(f"data/{self.rank}", call.data)
-        until, calls = time.monotonic() + _ANSWER_WITHIN, dict[int, Call]()
+        until, calls = time.monotonic() + _ANSWER_WITHIN, {}
         while True:
-            entries = self._read(self._own.members)
-            here = _calls_of({r: entry for r, entry in entries.items() if entry.in_call(self._own.group, count)})
-            calls = {r: self._in_full(r, here[r]) for r in here} | {self.rank: call}
-            told = len(here) == len(entries) and not any(_is_brief(one) for one in calls.values())
+            here = _calls(self._read(place.members), place.group, count)
+            calls = {r: self._in_full(r, other) for r, other in here.items()} | {self.rank: call}
+            told = len(calls) == len(place.members) and not any(map(_is_brief, calls.values()))
             if told or time.monotonic() > until:
                 break
             time.sleep(_FIRST_PAUSE)
         self._stop(
             call,
-            f"the ranks of {self._named(self._own)} make different calls:{table(calls)}\n"
-            f"  They differ in {difference(calls)}",
+            f"{in_words(place.members)} make different calls:{table(calls)}\n  They differ in {difference(calls)}",
             "the same calls in the same order on every rank of a group, on data of one structure, shapes and dtypes",
             "no branch on the rank around a collective; on the ranks named here, the call that the others make",
         )
@@ -179,7 +196,7 @@ class Ledger:
         told = _is_brief(call) and self._store.check([key])
         return replace(call, data=self._store.get(key).decode()) if told else call
 
-    def _search(self, call: Call, missing: Collection[int]) -> None:
+    def _search(self, call: Call, place: _Place, count: int, missing: Collection[int]) -> None:
         """Raise if a member that is not here will not come."""
         ended = {r: process for r in missing if (process := self._ended(r))}
         # Read after that, so that what a rank wrote before it ended is seen.
@@ -189,38 +206,30 @@ class Ledger:
             again = self._read(circle)
             # Entries that stand still from one reading to the next were all true at one moment between the two.
             if all(again[r].number == entries[r].number for r in circle):
-                self._stop(call, *self._deadlock(entries, circle))
+                after = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
+                lines = {r: f"{entries[r].places[0]}, waits for rank {after[r]}" for r in circle}
+                self._stop(
+                    call,
+                    f"ranks wait for each other in different calls:{table(lines)}",
+                    "calls of several groups, and messages, in an order in which every rank can get to each of them",
+                    "the same order on all ranks that share groups; of two ranks, one sends while the other receives",
+                )
         for r in missing:
             entry = entries[r]
-            if self._own.waits_for(entry) and (entry.left or r in ended):
-                reason = entry.left or f"its process ({ended[r]}) has ended"
-                self._stop(call, f"rank {r} does not come: {reason}; {self._latest(entry)}", _COME, _LOOK)
+            if entry.count(place.group) < count and entry.left:
+                self._stop(call, f"rank {r} does not come: {entry.left}", _COME, _LOOK)
+            if entry.count(place.group) < count and r in ended:
+                wrong = f"rank {r} does not come: its process ({ended[r]}) has ended; {_latest(entry)}"
+                self._stop(call, wrong, _COME, _LOOK)
 
-    def _deadlock(self, entries: Mapping[int, _Entry], circle: Sequence[int]) -> tuple[str, str, str]:
-        after = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
-        lines = {r: f"{entries[r].call} in {self._named(entries[r])}, waits for rank {after[r]}" for r in circle}
-        return (
-            f"the ranks wait for each other in different calls:{table(lines)}",
-            "calls of different groups, and messages, in an order in which every rank can get to each of them",
-            "the calls in the same order on all ranks that share a group; one rank sends while the other receives",
-        )
-
-    def _late(self, missing: Collection[int]) -> tuple[str, str, str]:
+    def _late(self, missing: Collection[int]) -> str:
         entries = self._read(missing)
-        lines = {r: self._latest(entries[r]) for r in missing}
-        return f"after {self._timeout:g} s {in_words(list(missing))} did not come:{table(lines)}", _COME, _LOOK
-
-    def _latest(self, entry: _Entry) -> str:
-        if not entry.number:
-            return "it has made no checked call (are calls checked on every rank?)"
-        return f"its latest call was {entry.call} in {self._named(entry)}"
-
-    def _named(self, entry: _Entry) -> str:
-        return "the job" if len(entry.members) == self.size else f"the group of ranks {list(entry.members)}"
+        lines = {r: _latest(entry) for r, entry in entries.items()}
+        return f"after {self._timeout:g} s {in_words(missing)} did not come:{table(lines)}"
 
     def _stop(self, call: Call, wrong: str, valid: str, instead: str) -> NoReturn:
         """Raise, and make no further calls: the ranks are out of step from here on."""
-        self.leave(f"it raised CollectiveMismatchError in {call}: {wrong.splitlines()[0]}")
+        self.leave(f"it raised CollectiveMismatchError: {wrong.splitlines()[0].rstrip(':')}")
         raise CollectiveMismatchError(f"{call} (rank {self.rank} of {self.size})", wrong, valid, instead)
 
     def _refuse(self, call: Call) -> NoReturn:
@@ -246,24 +255,21 @@ class Ledger:
         return ""
 
     def _write(self, entry: _Entry) -> None:
+        self._own = entry
         self._store.set(f"entry/{self.rank}", entry.to_json())
 
     def _read(self, ranks: Collection[int]) -> dict[int, _Entry]:
-        entries = {r: _Entry() if r != self.rank else self._own for r in ranks}
-        self._present |= {r for r in ranks if r not in self._present and self._store.check([f"entry/{r}"])}
-        others = [r for r in ranks if r in self._present and r != self.rank]
-        texts = self._store.multi_get([f"entry/{r}" for r in others]) if others else []
-        return entries | {r: _Entry.from_json(text) for r, text in zip(others, texts, strict=True)}
+        others = [r for r in ranks if r != self.rank]
+        self._present |= {r for r in others if r not in self._present and self._store.check([f"entry/{r}"])}
+        there = [r for r in others if r in self._present]
+        texts = self._store.multi_get([f"entry/{r}" for r in there]) if there else []
+        read = {r: _Entry.from_json(text) for r, text in zip(there, texts, strict=True)}
+        return {r: self._own if r == self.rank else read.get(r, _Entry()) for r in ranks}
 
 
-_COME = "a call that every rank of the group reaches"
-_LOOK = (
-    "the call outside of any branch on the rank and of loops that differ in length; see what ended the rank named here"
-)
-
-
-def _calls_of(entries: Mapping[int, _Entry]) -> dict[int, Call]:
-    return {r: entry.call for r, entry in entries.items() if entry.call is not None}
+def _calls(entries: Mapping[int, _Entry], group: str, count: int) -> dict[int, Call]:
+    """The calls of the ranks that are in call number ``count`` of the group."""
+    return {r: call for r, entry in entries.items() if (call := entry.call_in(group, count)) is not None}
 
 
 def _circle(entries: Mapping[int, _Entry], start: int) -> list[int]:
@@ -271,15 +277,28 @@ def _circle(entries: Mapping[int, _Entry], start: int) -> list[int]:
     paths, seen = [[start]], {start}
     while paths:
         path = paths.pop(0)
-        entry = entries[path[-1]]
-        for r in entry.members:
-            if r != path[-1] and entry.waits_for(entries[r]):
-                if r == start:
-                    return path
-                if r not in seen:
-                    seen.add(r)
-                    paths.append([*path, r])
+        for r in _waits_for(entries, path[-1]):
+            if r == start:
+                return path
+            if r not in seen:
+                seen.add(r)
+                paths.append([*path, r])
     return []
+
+
+def _waits_for(entries: Mapping[int, _Entry], rank: int) -> list[int]:
+    """The members of the rank's call who have not begun it."""
+    entry = entries[rank]
+    if len(entry.places) != 1:
+        return []
+    group, count = entry.places[0].group, entry.count(entry.places[0].group)
+    return [r for r in entry.places[0].members if entries[r].count(group) < count]
+
+
+def _latest(entry: _Entry) -> str:
+    if not entry.places:
+        return "it has made no checked call (are calls checked on every rank?)"
+    return f"its latest call was {entry.places[-1]}"
 
 
 def _brief(call: Call) -> Call:
@@ -291,7 +310,7 @@ def _brief(call: Call) -> Call:
 
 
 def _is_brief(call: Call) -> bool:
-    return _BRIEF in call.data[_INLINE:]
+    return call.data.startswith(_BRIEF, _INLINE)
 
 
 @cache

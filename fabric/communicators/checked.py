@@ -109,13 +109,13 @@ class CheckedCommunicator(Communicator):
     @override
     def send(self, buffer: Tensor, dst: int) -> None:
         self.check_peer(dst, "send", "dst")
-        self._meet_peer(f"send to rank {dst}", buffer, self.rank, dst)
+        self._meet_peer("send", buffer, self.rank, dst)
         self._inner.send(buffer, dst)
 
     @override
     def recv(self, buffer: Tensor, src: int) -> Tensor:
         self.check_peer(src, "recv", "src")
-        self._meet_peer(f"recv from rank {src}", buffer, src, self.rank)
+        self._meet_peer("recv", buffer, src, self.rank)
         return self._inner.recv(buffer, src)
 
     @override
@@ -163,8 +163,9 @@ class CheckedCommunicator(Communicator):
         """As :meth:`_meet` for a message, whose two ranks call different operations."""
         announced, self._announced = self._announced, None
         _, data, where = announced or ("", "", _call_site())
+        facts = {"from": str(src), "to": str(dst)} | _facts_of(buffer)
         pair = (self._ranks[src], self._ranks[dst])
-        self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, _facts_of(buffer), data))
+        self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, facts, data))
 
 
 def _facts_of(buffer: Tensor | None) -> dict[str, str]:
