@@ -25,6 +25,7 @@ __all__ = [
     "reduce_scatter_into",
     "unbind_apart",
     "uncompiled",
+    "unreduced_parameters",
     "unscale_and_check",
 ]
 
@@ -142,6 +143,24 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 def compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called, which leaves its mark under a private name only."""
     return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
+    """Sharded parameters of which a backward pass without synchronisation has left a whole gradient on this rank.
+
+    FSDP2 keeps it with the parameter's private record until a backward pass with synchronisation, and tells nobody.
+    """
+    found = []
+    for part in module.modules():
+        if not hasattr(part, "set_requires_gradient_sync"):
+            continue
+        state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter up to torch 2.11
+        for record in (record for group in groups if group is not None for record in group.fsdp_params):
+            whole = getattr(record, "_unsharded_param", None)
+            if record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None:
+                found.append(record.sharded_param)
+    return found
 
 
 def default_store() -> dist.Store:

@@ -71,6 +71,8 @@ class Fabric:
             the environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
+        check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
+            drift apart; see :mod:`fabric.first_steps`. It issues no collective and costs nothing after these steps.
 
     Raises:
         ConfigurationError: a value or a combination that cannot work; no process has been started.
@@ -90,6 +92,7 @@ class Fabric:
         check_collectives: bool = False,
         callbacks: Any = None,
         loggers: Any = None,
+        check_training: bool = True,
     ) -> None:
         self._plan: Plan = resolve(
             accelerator=accelerator,
@@ -105,6 +108,7 @@ class Fabric:
         self._callbacks = _checks.as_list(callbacks)
         self._loggers = _checks.as_list(loggers)
         _checks.check_loggers(self._loggers)
+        self._check_training = check_training
         self._seed: dict[str, Any] | None = None
         self._enter_process()
 
@@ -477,6 +481,8 @@ class Fabric:
         tensor.backward(*args, **kwargs)
         if self._guarded and session is not None:
             session.after_backward()
+        if session is not None and session.first_steps:
+            session.watch_first_steps()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
@@ -927,7 +933,7 @@ class Fabric:
             _checks.refuse_after_teardown(asked)
         if world is None or (world.world_size > 1 and asked != "launch"):
             _checks.refuse_before_launch(asked, self.world_size)
-        self._session = Session(self._plan, world)
+        self._session = Session(self._plan, world, check_training=self._check_training)
         atexit.register(self._at_exit)
         return self._session
 

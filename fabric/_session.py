@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._compat import uncompiled
 from fabric._plan import Plan
@@ -17,6 +18,7 @@ from fabric.collectives import all_gather, all_gather_ragged, all_reduce, parse_
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
+from fabric.first_steps import FirstSteps
 from fabric.forward_guard import ForwardGuard
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
@@ -37,9 +39,10 @@ class Session:
     Args:
         plan: what was decided.
         world: the place of this process.
+        check_training: whether to watch the first steps of each optimizer.
     """
 
-    def __init__(self, plan: Plan, world: World) -> None:
+    def __init__(self, plan: Plan, world: World, *, check_training: bool = True) -> None:
         self._plan, self.strategy = plan, plan.strategy
         self.runtime = Runtime(
             world=world,
@@ -63,8 +66,12 @@ class Session:
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self._guards: WeakSet[ForwardGuard] = WeakSet()
-        self._loaders_made = 0
         self._underway: list[Callable[[], WholeRound]] = []
+        self._loaders_made = self._optimizers_made = 0
+        self._check_training = check_training
+        self.first_steps: list[FirstSteps] = []
+        # Sharded parameters take turns with whole ones in the module: what was there at setup counts.
+        self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
@@ -74,7 +81,7 @@ class Session:
             self.strategy.module_to_device(module)
         prepared = self.strategy.setup_module(module)
         guard = None
-        if self.strategy.syncs_in_forward and prepared is not module:
+        if self.strategy.syncs_in_forward:
             guard = ForwardGuard(module, prepared, self.strategy, self.runtime.world.rank)
             self._guards.add(guard)
         model = FabricModule(
@@ -87,6 +94,9 @@ class Session:
             casts=not self.strategy.casts_in_forward,
         )
         self.originals.add(uncompiled(module))
+        if self._check_training and self.strategy.shards_modules:
+            for parameter in uncompiled(module).parameters():
+                self._owned[parameter] = None
         self.modules[model] = None
         return model
 
@@ -97,6 +107,9 @@ class Session:
                 # torch's own loading puts state where its parameters are now.
                 optimizer.load_state_dict(optimizer.state_dict())
             self.strategy.setup_optimizer(optimizer)
+            if self._check_training:
+                # Before the scaler, which takes gradients away from a step that is to be skipped.
+                self._watch_first_steps(optimizer)
             if self.scaler is not None:
                 self.scaler.register(optimizer)
             self.optimizers[optimizer] = None
@@ -167,6 +180,14 @@ class Session:
             )
         pairs.add(module)
 
+    def watch_first_steps(self) -> None:
+        """Note that a backward pass is over, and let go of the optimizers that have been watched long enough."""
+        for watch in list(self.first_steps):
+            watch.after_backward()
+            if watch.finished:
+                watch.close()
+                self.first_steps.remove(watch)
+
     def after_backward(self) -> None:
         """Tell the guards that a backward pass is over."""
         for guard in self._guards:
@@ -234,8 +255,20 @@ class Session:
             stack.callback(self.strategy.teardown)
             if self.scaler is not None:
                 stack.callback(self.scaler.close)
-            for guard in self._guards:
-                stack.callback(guard.close)
+            for closed in (*self._guards, *self.first_steps):
+                stack.callback(closed.close)
+
+    def _watch_first_steps(self, optimizer: Optimizer) -> None:
+        watch = FirstSteps(
+            optimizer, self._optimizers_made, lambda: list(self.modules), self._owns, self.strategy, self.runtime
+        )
+        self._optimizers_made += 1
+        self.first_steps.append(watch)
+
+    def _owns(self, parameter: Tensor) -> bool:
+        return parameter in self._owned or any(
+            parameter is own for module in self.originals for own in module.parameters()
+        )
 
     def _first_to_last(self, local: bool) -> Communicator:
         """All processes of the job or, if ``local``, of this node. Collective when first asked for one of several."""

@@ -9,6 +9,9 @@ beside a forward pass through the front door, without gradients, and under ``no_
 The front door is watched as well: torch synchronises in the first backward pass after a forward pass, so that the
 gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
 model, uses nothing up.
+
+A parameter that was frozen when the module was set up is no part of the synchronisation. Once it is to be trained, its
+gradients would stay local: the next forward pass with gradients is an error.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,10 +42,20 @@ class ForwardGuard:
         self.inside = False
         self._sync_prepared = False
         self._reached = False
+        self.left_local = False
+        """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        if strategy.is_distributed:
+            self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
         self._module, self._prepared, self._strategy, self._rank = module, prepared, strategy, rank
         self._handles = [
             child.register_forward_hook(_DoorHook(self, f"{path}(...)")) for path, child in _callable_parts(module)
         ]
+
+    def entering(self) -> None:
+        """Note that a forward pass through the front door, with gradients, is about to begin."""
+        if self._frozen and any(parameter.requires_grad for _, parameter in self._frozen):
+            self._refuse_unfrozen()
 
     def entered(self, output: Any) -> None:
         """Note a forward pass through the front door, with gradients, that returned ``output``."""
@@ -92,8 +105,15 @@ class ForwardGuard:
         map_tensors(watch, output)
 
     def _on_front_gradient(self, grad: Tensor) -> None:
+        if self._sync_prepared and not self._strategy.backward_syncs(self._prepared):
+            raise UsageError(
+                f"backward through {type(self._module).__name__} inside of no_backward_sync on rank {self._rank}",
+                "its forward pass was outside of it, and has prepared a synchronisation that takes place all the same",
+                "forward and backward in the same no_backward_sync",
+                "with fabric.no_backward_sync(model): fabric.backward(loss_function(model(batch), target))",
+            )
         if self._sync_prepared:
-            self._reached = True
+            self._reached, self.left_local = True, False
         elif self._strategy.backward_syncs(self._prepared):
             raise UsageError(
                 f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",
@@ -103,7 +123,10 @@ class ForwardGuard:
             )
 
     def _on_gradient(self, door: str, grad: Tensor) -> None:
-        if self._sync_prepared or not self._strategy.backward_syncs(self._prepared):
+        if self._sync_prepared:
+            return
+        if not self._strategy.backward_syncs(self._prepared):
+            self.left_local = True
             return
         raise UsageError(
             f"backward through {door} of {type(self._module).__name__} on rank {self._rank}",
@@ -111,6 +134,16 @@ class ForwardGuard:
             "returned prepared it",
             "a forward pass model(...), or a method marked as one; forward and backward in the same no_backward_sync",
             'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
+        )
+
+    def _refuse_unfrozen(self) -> None:
+        names = [name for name, parameter in self._frozen if parameter.requires_grad]
+        raise UsageError(
+            f"a forward pass of {type(self._module).__name__} on rank {self._rank}",
+            f"these were frozen when it was set up, and their gradients would not be synchronised: {', '.join(names)}",
+            "parameters that are to be trained at any time require a gradient during setup()",
+            "model.requires_grad_(True) before fabric.setup(model), then parameter.requires_grad_(False) for some, "
+            'with strategy="ddp_find_unused_parameters_true"',
         )
 
 

@@ -228,6 +228,8 @@ def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # notes are no part of a graph, and would break it
             return forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            guard.entering()
         guard.inside = True
         try:
             output = forward(*args, **kwargs)

@@ -158,6 +158,17 @@ class Runtime:
                 "check for a branch on the rank around the loop over the loader",
             ) from error
 
+    def post(self, key: str, value: bytes) -> None:
+        """Leave a value for other ranks that :meth:`peek` at ``key``; the latest counts. No collective."""
+        if self._store is not None:
+            self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
+
+    def peek(self, key: str) -> bytes | None:
+        """What some rank left at ``key``; None when nothing is there yet. No collective, waits for nobody."""
+        if self._store is None or not self._store.check([key]):
+            return None
+        return self._store.get(key)
+
     def _connect(self) -> dist.Store:
         world = self.world
         backend = self._backend or self.accelerator.default_backend

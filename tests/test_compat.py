@@ -189,6 +189,22 @@ def test_rows_that_are_apart_share_memory_and_nothing_else():
     assert (second._version, third._version, third._is_view()) == (1, 0, False)
 
 
+def test_a_whole_gradient_that_was_not_reduced_is_known(group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    for module in (model[0], model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+    model(torch.ones(1, 4)).sum().backward()
+    assert _compat.unreduced_parameters(model) == []
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(1, 4)).sum().backward()
+    assert {id(each) for each in _compat.unreduced_parameters(model)} == {id(each) for each in model.parameters()}
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 4)).sum().backward()
+    assert _compat.unreduced_parameters(model) == []
+
+
 def test_every_name_has_a_test():
     names = [name for name in _compat.__all__ if name != "OneLevel"]
     with open(__file__) as file:

@@ -22,6 +22,7 @@ LAYERS = [
     ["_plan"],
     ["forward_guard"],
     ["module"],
+    ["first_steps"],
     ["_checks", "_session"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],

@@ -192,6 +192,11 @@ class Strategy(ABC):
         """Whether ranks hold different gradients when they step, as shards or as replicas that drift."""
         return False
 
+    @property
+    def expects_unused(self) -> bool:
+        """Whether it was said that some parameters may take no part in the loss."""
+        return False
+
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     def module_to_device(self, module: M) -> M:
@@ -262,6 +267,18 @@ class Strategy(ABC):
     def backward_syncs(self, module: nn.Module) -> bool:
         """Whether a backward pass through this prepared module, now, would synchronise gradients."""
         return False
+
+    def needs_all_gradients(self, module: nn.Module) -> bool:
+        """Whether gradients of this prepared module are right only if all its parameters got one."""
+        return False
+
+    def replicated(self, module: nn.Module) -> dict[str, Tensor]:
+        """Parameters of this prepared module, by the user's names, that are to be equal on all ranks after a step."""
+        return {}
+
+    def unreduced(self, module: nn.Module) -> list[Tensor]:
+        """Parameters of this prepared module whose gradients were computed, and not yet put where a step sees them."""
+        return []
 
     def block_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Older name of :meth:`no_backward_sync`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -96,7 +96,8 @@ class DDPStrategy(ParallelStrategy):
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs
-        self._wrappers: WeakSet[DistributedDataParallel] = WeakSet()
+        # The names that DistributedDataParallel numbers: what is frozen later keeps its number.
+        self._wrappers: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
         self._batchnorms = SyncedBatchNorms()
         self._averaging: list[RemovableHandle] = []
 
@@ -104,6 +105,11 @@ class DDPStrategy(ParallelStrategy):
     @override
     def gradients_differ(self) -> bool:
         return self.model_averaging_period is not None
+
+    @property
+    @override
+    def expects_unused(self) -> bool:
+        return bool(self.ddp_kwargs.get("find_unused_parameters") or self.ddp_kwargs.get("static_graph"))
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
@@ -129,7 +135,7 @@ class DDPStrategy(ParallelStrategy):
             wrapper.register_comm_hook(self._state_of_hook(), hook)
         # Last in its attributes, so that it goes after the reducer when the wrapper is freed.
         object.__setattr__(wrapper, "_fabric_group", _KeepsGroup(wrapper.process_group))
-        self._wrappers.add(wrapper)
+        self._wrappers[wrapper] = list(_synchronised(wrapper))
         return wrapper
 
     @override
@@ -171,9 +177,19 @@ class DDPStrategy(ParallelStrategy):
         return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
 
     @override
+    def needs_all_gradients(self, module: nn.Module) -> bool:
+        return isinstance(module, DistributedDataParallel) and not self.expects_unused
+
+    @override
+    def replicated(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        if not self.is_distributed or self.gradients_differ or not isinstance(module, DistributedDataParallel):
+            return {}
+        return _synchronised(module)
+
+    @override
     def explain(self, exception: BaseException) -> None:
-        for wrapper in self._wrappers:
-            name_unused_parameters(exception, wrapper.module)
+        for wrapper, names in self._wrappers.items():
+            name_unused_parameters(exception, type(uncompiled(wrapper.module)).__name__, names)
 
     @override
     def teardown(self) -> None:
@@ -192,7 +208,7 @@ class DDPStrategy(ParallelStrategy):
         return state
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, _wrappers=WeakSet())
+        vars(self).update(state, _wrappers=WeakKeyDictionary())
 
     def _state_of_hook(self) -> Any:
         if isinstance(self.ddp_comm_state, _Packed):
@@ -228,6 +244,15 @@ class _KeepsGroup:
 
     def __reduce__(self) -> tuple[type["_KeepsGroup"], tuple[()]]:
         return _KeepsGroup, ()
+
+
+def _synchronised(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """The trained parameters but those that a user has told torch to leave alone, by the user's names."""
+    inner = wrapper.module
+    prefix = "" if uncompiled(inner) is inner else "_orig_mod."
+    ignored = {name.removeprefix(prefix) for name in wrapper.parameters_to_ignore}
+    named = uncompiled(inner).named_parameters()
+    return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
 @contextmanager

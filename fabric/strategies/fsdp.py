@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._compat import full_tensor, local_tensor, uncompiled
+from fabric._compat import full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -294,6 +294,10 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def backward_syncs(self, module: nn.Module) -> bool:
         return self._synced.get(uncompiled(module), False)
+
+    @override
+    def unreduced(self, module: nn.Module) -> list[torch.Tensor]:
+        return unreduced_parameters(uncompiled(module))
 
     @contextmanager
     def _without_sync(self, root: Any) -> Iterator[None]:
