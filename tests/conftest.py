@@ -8,6 +8,8 @@ import psutil
 import pytest
 import torch
 
+pytest_plugins = ["fabric.testing.plugin"]
+
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:

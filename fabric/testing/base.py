@@ -7,11 +7,25 @@ one of threads; what is written for the one runs in the other.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
+from fabric.tree import map_tensors
 
-__all__ = ["PerRank", "Report", "World", "check_call", "check_world", "failure", "name_of", "own_part"]
+__all__ = [
+    "Pair",
+    "PerRank",
+    "Record",
+    "Report",
+    "World",
+    "check_call",
+    "check_world",
+    "failure",
+    "name_of",
+    "own_part",
+]
 
 
 class World(Protocol):
@@ -38,7 +52,31 @@ class PerRank:
     values: Sequence[Any]
 
     def __repr__(self) -> str:
-        return f"PerRank({list(self.values)!r})"
+        # What hypothesis prints: strides are often what matters, and torch does not show them.
+        return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
+
+
+class Pair(NamedTuple):
+    """A namedtuple for generated collections."""
+
+    first: Any
+    second: Any
+
+
+@dataclass
+class Record:
+    """A dataclass for generated collections."""
+
+    left: Any
+    right: Any
+
+
+class _Shown:
+    def __init__(self, tensor: Tensor) -> None:
+        self._text = repr(tensor) if tensor.is_contiguous() else f"{tensor!r} of strides {tensor.stride()}"
+
+    def __repr__(self) -> str:
+        return self._text
 
 
 def own_part(argument: Any, rank: int) -> Any:

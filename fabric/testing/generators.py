@@ -1,0 +1,289 @@
+"""Hypothesis strategies for what collectives take: sizes, groups, dtypes, shapes, layouts, collections, values by rank.
+
+Everything is drawn once, in the process that runs the test, and handed to the ranks: a strategy that each rank drew
+from would let them disagree by accident. Needs hypothesis: ``pip install "torch-fabric[testing]"``.
+
+Values are *exact* unless asked otherwise: every partial sum of up to eight of them, in any order, is a value of the
+dtype, also of a 16-bit float, so that a law may ask for equality bit for bit. Floats are quarters from -4 to 4,
+integers cover an eighth of their range.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric.errors import MissingDependencyError
+from fabric.testing.base import Pair, PerRank, Record
+
+try:
+    from hypothesis import strategies as st
+except ImportError as error:
+    raise MissingDependencyError(
+        "import fabric.testing.generators",
+        "hypothesis is not installed",
+        "worlds and oracles, which need none",
+        'pip install "torch-fabric[testing]"',
+    ) from error
+
+__all__ = [
+    "COMPLEX",
+    "DTYPES",
+    "FLOATS",
+    "INTEGERS",
+    "LAYOUTS",
+    "REDUCE_OPS",
+    "dtypes",
+    "groups",
+    "lay_out",
+    "numbers",
+    "partitions",
+    "per_rank",
+    "per_rank_tensors",
+    "per_rank_trees",
+    "reduce_ops",
+    "shapes",
+    "tensor_of",
+    "tensors",
+    "trees",
+    "world_sizes",
+]
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
+REDUCE_OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
+
+_OF_OP = {
+    "sum": (*FLOATS, *INTEGERS, *COMPLEX),
+    "mean": (*FLOATS, *COMPLEX),
+    "min": (*FLOATS, *INTEGERS, torch.bool),
+    "max": (*FLOATS, *INTEGERS, torch.bool),
+    "product": (*FLOATS, *INTEGERS),
+    **dict.fromkeys(("band", "bor", "bxor"), (*INTEGERS, torch.bool)),
+}
+_KINDS = {float: torch.float64, int: torch.int64, bool: torch.bool}
+
+
+def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
+    """Numbers of ranks; small ones are simpler."""
+    return st.integers(min_size, max_size)
+
+
+def groups(world_size: int, min_size: int = 1) -> st.SearchStrategy[list[int]]:
+    """Different ranks of a world, in ascending order."""
+    ranks = st.integers(0, world_size - 1)
+    return st.lists(ranks, min_size=min_size, max_size=world_size, unique=True).map(sorted)
+
+
+def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
+    """Groups that share the ranks of a world among them, none left out."""
+
+    def grouped(labels: list[int]) -> list[list[int]]:
+        return [[rank for rank, own in enumerate(labels) if own == label] for label in sorted(set(labels))]
+
+    return st.lists(st.integers(0, world_size - 1), min_size=world_size, max_size=world_size).map(grouped)
+
+
+def dtypes(reduce_op: str | None = None) -> st.SearchStrategy[torch.dtype]:
+    """Dtypes that collectives carry; with a reduction those that it has a meaning for."""
+    return st.sampled_from(DTYPES if reduce_op is None else _OF_OP[reduce_op])
+
+
+def reduce_ops(dtype: torch.dtype | None = None) -> st.SearchStrategy[str]:
+    """Names of reductions; with a dtype those that have a meaning for it."""
+    return st.sampled_from([op for op in REDUCE_OPS if dtype is None or dtype in _OF_OP[op]])
+
+
+def shapes(
+    max_dims: int = 3, max_side: int = 3, *, min_dims: int = 0, min_side: int = 0
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of tensors, among them ``()`` and those without elements."""
+    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+
+
+def tensors(
+    dtype: Any = torch.float32, shape: Any = None, layout: Any = None, *, exact: bool = True
+) -> st.SearchStrategy[Tensor]:
+    """Tensors.
+
+    Args:
+        dtype: the dtype, or a strategy for it.
+        shape: the shape, or a strategy for it; None for :func:`shapes`.
+        layout: one of ``LAYOUTS``, or a strategy for it; None for any; see :func:`lay_out`.
+        exact: whether sums are exact, see the note at the top; else any finite floats of up to 1,000.
+    """
+    return _blanks(dtype, shape, layout, exact).flatmap(lambda blank: blank.values())
+
+
+def numbers(kinds: Sequence[type] = (float, int, bool), *, exact: bool = True) -> st.SearchStrategy[Any]:
+    """Python numbers of these types."""
+    return st.sampled_from(kinds).flatmap(lambda kind: _elements(_KINDS[kind], exact))
+
+
+def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
+    """Collections of leaves: dicts, lists, tuples, namedtuples and dataclasses, nested, a lone leaf, empty ones."""
+    keys = st.sampled_from(["a", "b", "c", 0, 1])
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(keys, inner, max_size=3),
+            st.tuples(inner, inner),
+            st.builds(Pair, inner, inner),
+            st.builds(Record, inner, inner),
+        ),
+        max_leaves=max_leaves,
+    )
+
+
+def per_rank(values: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[PerRank]:
+    """A value for each rank, drawn independently."""
+    return st.lists(values, min_size=size, max_size=size).map(PerRank)
+
+
+@st.composite
+def per_rank_tensors(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    size: int,
+    dtype: Any = torch.float32,
+    shape: Any = None,
+    layout: Any = None,
+    *,
+    exact: bool = True,
+    ragged: bool = False,
+) -> PerRank:
+    """Tensors of one dtype and shape, with values and a layout of its own for each rank.
+
+    Args:
+        draw: hypothesis's.
+        size: number of ranks.
+        dtype: as for :func:`tensors`, and so are the next three.
+        shape: the shape.
+        layout: the layout.
+        exact: whether sums are exact.
+        ragged: whether the length along dim 0 may differ between ranks; the shape needs one dimension at least.
+    """
+    common = draw(shapes(min_dims=int(ragged)) if shape is None else _strategy(shape))
+    kind = draw(_strategy(dtype))
+    own = st.integers(0, 3).map(lambda length: (length, *common[1:])) if ragged else common
+    return PerRank([draw(tensors(kind, own, layout, exact=exact)) for _ in range(size)])
+
+
+@st.composite
+def per_rank_trees(
+    draw: Callable[[st.SearchStrategy[Any]], Any],
+    size: int,
+    reduce_op: str | None = None,
+    *,
+    with_numbers: bool = True,
+    max_leaves: int = 5,
+    exact: bool = True,
+) -> PerRank:
+    """Collections of one structure, with shapes and dtypes in common, and values of its own for each rank.
+
+    The ranks fill their dicts in different orders.
+
+    Args:
+        draw: hypothesis's.
+        size: number of ranks.
+        reduce_op: leave out dtypes that this reduction has no meaning for.
+        with_numbers: whether some leaves are Python numbers.
+        max_leaves: about how many leaves.
+        exact: whether sums are exact.
+    """
+    leaves: st.SearchStrategy[Any] = _blanks(dtypes(reduce_op), None, None, exact)
+    kinds = [kind for kind, dtype in _KINDS.items() if reduce_op is None or dtype in _OF_OP[reduce_op]]
+    if with_numbers and kinds:
+        leaves = leaves | st.sampled_from(kinds).map(lambda kind: _Blank(_KINDS[kind], None, "", exact))
+    blueprint = draw(trees(leaves, max_leaves))
+    return PerRank([_filled(draw, blueprint) for _ in range(size)])
+
+
+def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
+    """The tensor of these values, as many as the shape has elements, in one of ``LAYOUTS``; see :func:`lay_out`."""
+    return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
+
+
+def lay_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in another place in memory, where that can be; elements between them are poison.
+
+    Args:
+        tensor: any tensor.
+        layout: ``"contiguous"``; ``"strided"``, every second element; ``"transposed"``, first and last dimension
+            swapped in memory; ``"offset"``, one element into the storage; ``"expanded"``, one row repeated with a
+            stride of 0, which takes the values of the first row.
+    """
+    if layout == "strided":
+        base = _poison((*tensor.shape, 2), tensor)
+        return base[..., 0].copy_(tensor)
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "offset":
+        return _poison((tensor.numel() + 1,), tensor)[1:].view(tensor.shape).copy_(tensor)
+    if layout == "expanded" and tensor.dim() > 0 and tensor.shape[0] > 1:
+        return tensor[:1].expand(tensor.shape)
+    return tensor
+
+
+class _Blank:
+    """A leaf without values; no dataclass, since those are collections."""
+
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None, layout: str, exact: bool) -> None:
+        self.dtype, self.shape, self.layout, self.exact = dtype, shape, layout, exact
+
+    def values(self) -> st.SearchStrategy[Any]:
+        elements = _elements(self.dtype, self.exact)
+        if self.shape is None:  # a Python number
+            return elements
+        count = torch.Size(self.shape).numel()
+        # Built by a call of a public function, which is what hypothesis prints of a failing example.
+        return st.builds(
+            tensor_of,
+            st.lists(elements, min_size=count, max_size=count),
+            dtype=st.just(self.dtype),
+            shape=st.just(self.shape),
+            layout=st.just(self.layout),
+        )
+
+
+def _blanks(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[_Blank]:
+    layouts = st.sampled_from(LAYOUTS) if layout is None else _strategy(layout)
+    sides = shapes() if shape is None else _strategy(shape)
+    return st.builds(_Blank, _strategy(dtype), sides, layouts, st.just(exact))
+
+
+def _filled(draw: Callable[[st.SearchStrategy[Any]], Any], blueprint: Any) -> Any:
+    if isinstance(blueprint, _Blank):
+        return draw(blueprint.values())
+    if isinstance(blueprint, dict):
+        return {key: _filled(draw, blueprint[key]) for key in draw(st.permutations(list(blueprint)))}
+    if isinstance(blueprint, Record):
+        return Record(_filled(draw, blueprint.left), _filled(draw, blueprint.right))
+    parts = [_filled(draw, part) for part in blueprint]
+    return Pair(*parts) if isinstance(blueprint, Pair) else type(blueprint)(parts)
+
+
+def _elements(dtype: torch.dtype, exact: bool) -> st.SearchStrategy[Any]:
+    if dtype is torch.bool:
+        return st.booleans()
+    if dtype.is_complex:
+        parts = _elements(torch.float32, exact)
+        return st.builds(complex, parts, parts)
+    if not dtype.is_floating_point:
+        limits = torch.iinfo(dtype)
+        return st.integers(-(-limits.min // 8), limits.max // 8)
+    if exact:
+        return st.integers(-16, 16).map(lambda quarters: quarters / 4)
+    return st.floats(-1000.0, 1000.0, width={2: 16, 4: 32}.get(dtype.itemsize, 64))  # type: ignore[arg-type]
+
+
+def _strategy(value: Any) -> st.SearchStrategy[Any]:
+    return value if isinstance(value, st.SearchStrategy) else st.just(value)
+
+
+def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.full(shape, 1 if like.dtype is torch.bool else 77, dtype=like.dtype)

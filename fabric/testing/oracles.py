@@ -1,0 +1,160 @@
+"""What every collective means, in plain Python and torch, on a list of what each rank passes.
+
+Each oracle takes the values of all ranks, in rank order, and returns what each rank gets, in rank order: what
+``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))`` should return is
+``oracles.all_reduce(values, "sum")``. There are no processes here and nothing of :mod:`fabric.collectives`, so that the
+two have no mistake in common.
+
+A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of such values; other leaves come
+back as the rank passed them. Integers wrap around as they do in their dtype. Tensors may require gradients, see
+:func:`gradients`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "gradients",
+    "in_groups",
+    "reduce_scatter",
+    "scatter",
+]
+
+_NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda rows: rows.sum(0),
+    "mean": lambda rows: rows.sum(0) / rows.shape[0],
+    "avg": lambda rows: rows.sum(0) / rows.shape[0],
+    "min": lambda rows: rows.amin(0),
+    "max": lambda rows: rows.amax(0),
+    "product": lambda rows: rows.prod(0),
+    "band": lambda rows: reduce(torch.bitwise_and, rows.unbind()),
+    "bor": lambda rows: reduce(torch.bitwise_or, rows.unbind()),
+    "bxor": lambda rows: reduce(torch.bitwise_xor, rows.unbind()),
+}
+
+
+def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
+    """The reduction over ranks, of each leaf for itself, on every rank.
+
+    Args:
+        values: what each rank passes, of equal structure, shapes and dtypes.
+        reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
+            ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and rounded once.
+    """
+    return [_zip(lambda own, leaves: _reduced(leaves, reduce_op), value, values) for value in values]
+
+
+def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = False) -> list[Any]:
+    """The values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
+
+    Args:
+        values: what each rank passes.
+        ragged: tensors as a list by rank, whose lengths along dim 0 may differ.
+        concat: tensors as one, along dim 0.
+    """
+
+    def collected(own: Any, leaves: list[Any]) -> Any:
+        if not isinstance(own, Tensor) or ragged:
+            return list(leaves)
+        return torch.cat(leaves) if concat else torch.stack(leaves)
+
+    return [_zip(collected, value, values) for value in values]
+
+
+def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
+    """Row ``r`` of the reduction on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
+    return [
+        _zip(lambda own, leaves, rank=rank: _reduced([leaf[rank] for leaf in leaves], reduce_op), value, values)
+        for rank, value in enumerate(values)
+    ]
+
+
+def all_to_all(values: Sequence[Any]) -> list[Any]:
+    """On rank ``r`` row ``r`` of every rank: tensors of shape ``(size, *s)`` keep it."""
+    return [
+        _zip(lambda own, leaves, rank=rank: torch.stack([leaf[rank] for leaf in leaves]), value, values)
+        for rank, value in enumerate(values)
+    ]
+
+
+def broadcast(values: Sequence[Any], src: int = 0) -> list[Any]:
+    """The value of rank ``src`` on every rank."""
+    return [values[src] for _ in values]
+
+
+def scatter(values: Sequence[Any], src: int = 0) -> list[Any]:
+    """Part ``r`` of what rank ``src`` passes, a sequence of one part for each rank, on rank ``r``."""
+    return [values[src][rank] for rank in range(len(values))]
+
+
+def gather(values: Sequence[Any], dst: int = 0) -> list[Any]:
+    """The list of all values on rank ``dst``, None elsewhere."""
+    return [list(values) if rank == dst else None for rank in range(len(values))]
+
+
+def in_groups(
+    oracle: Callable[..., list[Any]], values: Sequence[Any], groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+) -> list[Any]:
+    """An oracle in each of several groups of different ranks; None on a rank that is in none of them."""
+    results: list[Any] = [None for _ in values]
+    for group in groups:
+        members = sorted(group)
+        for rank, result in zip(members, oracle([values[rank] for rank in members], *args, **kwargs), strict=True):
+            results[rank] = result
+    return results
+
+
+def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient that reaches the input of each rank: that of the sum over ranks of each rank's loss.
+
+    Args:
+        losses: from the inputs of all ranks the loss of each rank, shape ``()``, with the oracles for collectives.
+        inputs: one for each rank; left as they are.
+    """
+    leaves = [value.detach().clone().requires_grad_() for value in inputs]
+    total = torch.stack([loss.reshape(()) for loss in losses(leaves)]).sum()
+    found = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+
+
+def _zip(function: Callable[[Any, list[Any]], Any], own: Any, trees: Sequence[Any]) -> Any:
+    """The structure of ``own`` with ``function(leaf of own, the leaves of all trees there)`` in place of each leaf."""
+    if isinstance(own, dict):
+        return {key: _zip(function, value, [tree[key] for tree in trees]) for key, value in own.items()}
+    if isinstance(own, list | tuple):
+        parts = [_zip(function, value, [tree[i] for tree in trees]) for i, value in enumerate(own)]
+        return type(own)(*parts) if hasattr(own, "_fields") else type(own)(parts)
+    if dataclasses.is_dataclass(own) and not isinstance(own, type):
+        names = [field.name for field in dataclasses.fields(own)]
+        parts = {n: _zip(function, getattr(own, n), [getattr(tree, n) for tree in trees]) for n in names}
+        return dataclasses.replace(own, **parts)
+    return function(own, list(trees)) if isinstance(own, Tensor) or type(own) in _NUMBERS else own
+
+
+def _reduced(leaves: list[Any], reduce_op: str) -> Any:
+    reduction = _REDUCTIONS[reduce_op.lower()]
+    if isinstance(leaves[0], Tensor):
+        rows = torch.stack(leaves)
+        return reduction(rows.to(_wide(rows.dtype))).to(rows.dtype)
+    kind = type(leaves[0])
+    return kind(reduction(torch.tensor(leaves, dtype=_NUMBERS[kind])).item())
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """In which to compute: what is lost on the way back is what the dtype itself loses."""
+    if dtype.is_floating_point and dtype.itemsize < 4:
+        return torch.float32
+    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
+        return dtype
+    return torch.int64

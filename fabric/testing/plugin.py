@@ -1,0 +1,31 @@
+"""The pytest fixture ``rank_pool``.
+
+Put ``pytest_plugins = ["fabric.testing.plugin"]`` into the ``conftest.py`` at the root of the tests, or pass
+``-p fabric.testing.plugin``.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from fabric.testing.pool import RankPool
+
+__all__ = ["rank_pool"]
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+    """A function from a number of ranks to the pool of that size, which the whole session shares.
+
+    A pool starts its processes when it is first asked to run something, and they end with the session.
+    """
+    pools: dict[int, RankPool] = {}
+    with ExitStack() as stack:
+
+        def pool_of(size: int) -> RankPool:
+            if size not in pools:
+                pools[size] = stack.enter_context(RankPool(size))
+            return pools[size]
+
+        yield pool_of
