@@ -8,6 +8,7 @@ dtype, also of a 16-bit float, so that a law may ask for equality bit for bit. F
 integers cover an eighth of their range.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -167,10 +168,14 @@ def per_rank_tensors(
         exact: whether sums are exact.
         ragged: whether the length along dim 0 may differ between ranks; the shape needs one dimension at least.
     """
-    common = draw(shapes(min_dims=int(ragged)) if shape is None else _strategy(shape))
-    kind = draw(_strategy(dtype))
-    own = st.integers(0, 3).map(lambda length: (length, *common[1:])) if ragged else common
-    return PerRank([draw(tensors(kind, own, layout, exact=exact)) for _ in range(size)])
+    common = draw(_sides(shape, min_dims=int(ragged)))
+    kind, layouts = draw(_strategy(dtype)), _layouts(layout)
+
+    def of_one_rank() -> Tensor:
+        own = (draw(_LENGTHS), *common[1:]) if ragged else common
+        return draw(_tensors(kind, own, draw(layouts), exact))
+
+    return PerRank([of_one_rank() for _ in range(size)])
 
 
 @st.composite
@@ -195,17 +200,17 @@ def per_rank_trees(
         max_leaves: about how many leaves.
         exact: whether sums are exact.
     """
-    leaves: st.SearchStrategy[Any] = _blanks(dtypes(reduce_op), None, None, exact)
-    kinds = [kind for kind, dtype in _KINDS.items() if reduce_op is None or dtype in _OF_OP[reduce_op]]
-    if with_numbers and kinds:
-        leaves = leaves | st.sampled_from(kinds).map(lambda kind: _Blank(_KINDS[kind], None, "", exact))
-    blueprint = draw(trees(leaves, max_leaves))
+    blueprint = draw(_blueprints(reduce_op, with_numbers, max_leaves, exact))
     return PerRank([_filled(draw, blueprint) for _ in range(size)])
 
 
 def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
     """The tensor of these values, as many as the shape has elements, in one of ``LAYOUTS``; see :func:`lay_out`."""
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
+
+
+_SHAPES = (shapes(), shapes(min_dims=1))
+_ANY_LAYOUT, _LENGTHS = st.sampled_from(LAYOUTS), st.integers(0, 3)
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
@@ -236,24 +241,37 @@ class _Blank:
         self.dtype, self.shape, self.layout, self.exact = dtype, shape, layout, exact
 
     def values(self) -> st.SearchStrategy[Any]:
-        elements = _elements(self.dtype, self.exact)
         if self.shape is None:  # a Python number
-            return elements
-        count = torch.Size(self.shape).numel()
-        # Built by a call of a public function, which is what hypothesis prints of a failing example.
-        return st.builds(
-            tensor_of,
-            st.lists(elements, min_size=count, max_size=count),
-            dtype=st.just(self.dtype),
-            shape=st.just(self.shape),
-            layout=st.just(self.layout),
-        )
+            return _elements(self.dtype, self.exact)
+        return _tensors(self.dtype, self.shape, self.layout, self.exact)
+
+
+# Kept: hypothesis spends more time on making a strategy than on drawing from it.
+@functools.lru_cache(maxsize=4096)
+def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool) -> st.SearchStrategy[Tensor]:
+    count = torch.Size(shape).numel()
+    # Built by a call of a public function, which is what hypothesis prints of a failing example.
+    return st.builds(
+        tensor_of,
+        st.lists(_elements(dtype, exact), min_size=count, max_size=count),
+        dtype=st.just(dtype),
+        shape=st.just(shape),
+        layout=st.just(layout),
+    )
 
 
 def _blanks(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[_Blank]:
-    layouts = st.sampled_from(LAYOUTS) if layout is None else _strategy(layout)
-    sides = shapes() if shape is None else _strategy(shape)
-    return st.builds(_Blank, _strategy(dtype), sides, layouts, st.just(exact))
+    parts = st.tuples(_strategy(dtype), _sides(shape), _layouts(layout))
+    return parts.map(lambda drawn: _Blank(*drawn, exact))
+
+
+@functools.lru_cache
+def _blueprints(reduce_op: str | None, with_numbers: bool, max_leaves: int, exact: bool) -> st.SearchStrategy[Any]:
+    leaves: st.SearchStrategy[Any] = _blanks(dtypes(reduce_op), None, None, exact)
+    kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
+    if with_numbers and kinds:
+        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _Blank(dtype, None, "", exact))
+    return trees(leaves, max_leaves)
 
 
 def _filled(draw: Callable[[st.SearchStrategy[Any]], Any], blueprint: Any) -> Any:
@@ -267,6 +285,7 @@ def _filled(draw: Callable[[st.SearchStrategy[Any]], Any], blueprint: Any) -> An
     return Pair(*parts) if isinstance(blueprint, Pair) else type(blueprint)(parts)
 
 
+@functools.cache
 def _elements(dtype: torch.dtype, exact: bool) -> st.SearchStrategy[Any]:
     if dtype is torch.bool:
         return st.booleans()
@@ -283,6 +302,14 @@ def _elements(dtype: torch.dtype, exact: bool) -> st.SearchStrategy[Any]:
 
 def _strategy(value: Any) -> st.SearchStrategy[Any]:
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
+
+
+def _sides(shape: Any, min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
+    return _SHAPES[min_dims] if shape is None else _strategy(shape)
+
+
+def _layouts(layout: Any) -> st.SearchStrategy[str]:
+    return _ANY_LAYOUT if layout is None else _strategy(layout)
 
 
 def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
