@@ -105,6 +105,16 @@ def test_two_processes_give_the_same_losses_however_they_are_launched(
     assert itself == [pytest.approx(record, abs=1e-5) for record in plain]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
+    tmp_path: Path, plain: list[dict[str, float]], strategy: str
+) -> None:
+    found = losses(tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2, "--strategy", strategy)
+
+    assert found[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(
     tmp_path: Path, devices: int

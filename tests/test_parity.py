@@ -1,9 +1,13 @@
 """Every strategy, number of ranks, precision and accumulation gives the numbers of the plain loop in one process."""
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 
 from fabric import Fabric
+from fabric.strategies import FSDPStrategy
 from tests.loops import Record, assert_same, fabric_loop, plain_loop
 
 # Precision: dtype of the plain loop, its autocast dtype, whether it scales the loss, and the tolerance on several
@@ -14,7 +18,7 @@ PRECISIONS = {
     "bf16-mixed": (torch.float32, torch.bfloat16, False, 2e-2),
     "16-mixed": (torch.float32, torch.float16, True, 2e-3),
 }
-JOBS = {
+JOBS: dict[str, dict[str, Any]] = {
     "single": {"strategy": "single_device", "devices": 1},
     "dp-2": {"strategy": "dp", "devices": 2},
     "dp-3": {"strategy": "dp", "devices": 3},
@@ -25,26 +29,43 @@ JOBS = {
     "fsdp-2": {"strategy": "fsdp", "launcher": "forkserver", "devices": 2},
     "fsdp-3": {"strategy": "fsdp", "launcher": "forkserver", "devices": 3},
     "fsdp-4": {"strategy": "fsdp", "launcher": "forkserver", "devices": 4},
+    "fsdp-grad-op-1": {"strategy": ("SHARD_GRAD_OP", None), "devices": 1},
+    "fsdp-grad-op-2": {"strategy": ("SHARD_GRAD_OP", None), "devices": 2},
+    "fsdp-grad-op-3": {"strategy": ("SHARD_GRAD_OP", None), "devices": 3},
+    "fsdp-grad-op-4": {"strategy": ("SHARD_GRAD_OP", None), "devices": 4},
+    "fsdp-hybrid-2x2": {"strategy": ("HYBRID_SHARD", (2, 2)), "devices": 4},
 }
+# Of those, what `make test` leaves out in all precisions but the most exact.
+SLOW = {"fsdp-3", "fsdp-grad-op-1", "fsdp-grad-op-2", "fsdp-grad-op-3", "fsdp-grad-op-4", "fsdp-hybrid-2x2"}
+CASES = [
+    pytest.param(name, precision, marks=pytest.mark.slow if name in SLOW and precision != "64-true" else ())
+    for name in JOBS
+    for precision in PRECISIONS
+]
 
 
-@pytest.fixture(params=JOBS)
-def job(request: pytest.FixtureRequest) -> dict[str, object]:
-    return JOBS[request.param]
+@pytest.fixture
+def fabric(name: str, precision: str) -> Iterator[Fabric]:
+    job = JOBS[name]
+    if isinstance(job["strategy"], tuple):
+        sharding, mesh = job["strategy"]
+        strategy = FSDPStrategy(sharding_strategy=sharding, device_mesh=mesh, start_method="forkserver")
+        job = {**job, "strategy": strategy}
+    with Fabric(accelerator="cpu", precision=precision, **job) as made:
+        yield made
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_the_numbers_are_those_of_the_plain_loop(job: dict[str, object], precision: str, accumulation: int) -> None:
+@pytest.mark.parametrize(("name", "precision"), CASES)
+def test_the_numbers_are_those_of_the_plain_loop(fabric: Fabric, name: str, precision: str, accumulation: int) -> None:
     dtype, autocast, scaled, tolerance = PRECISIONS[precision]
+    devices = JOBS[name]["devices"]
     # float16 gradients of a replica's part are summed in float32: they overflow later than those of a whole batch.
-    parts = int(str(job["devices"])) if scaled and job["strategy"] == "dp" else 1
+    parts = devices if scaled and fabric.strategy.drives_all_devices else 1
     expected = plain_loop(dtype, autocast, scaled, accumulation * parts)
-    fabric = Fabric(accelerator="cpu", precision=precision, **job)  # type: ignore[arg-type]
     records: list[Record] = fabric.launch(fabric_loop, dtype, accumulation, return_all=True)
-    fabric.teardown()
     # Under FSDP whole modules compute in 16 bits, where autocast keeps some operations in 32.
-    exact = job["devices"] == 1 and (autocast is None or job["strategy"] != "fsdp")
+    exact = devices == 1 and (autocast is None or not fabric.strategy.shards_modules)
     for record in records:
         assert_same(record, expected, 0.0 if exact else tolerance)

@@ -50,6 +50,12 @@ class Accelerator(ABC):
     def activate(self, device: torch.device) -> None:
         """Make ``device`` the current one of this process; nothing to do where torch has no current device."""
 
+    def return_freed_memory(self) -> None:
+        """From now on, have large blocks go back to the system when they are freed; nothing to do where they do.
+
+        For strategies that allocate and free whole parameters in every step. It lasts as long as the process.
+        """
+
     def release(self) -> None:
         """Give cached memory back to the system; live tensors keep theirs."""
 

@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabric.deferred.base import BUILT_WHOLE, Evaluation, Operation, Outside, Slot, Tape
+from fabric.deferred.base import BUILT_WHOLE, Evaluation, Litter, Operation, Outside, Slot, Tape
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors, unflatten
 
@@ -64,6 +64,7 @@ class Recorder:
         self.tape = Tape()
         self.active = False
         self._evaluation = Evaluation(self.tape)
+        self._litter = Litter()
         self._names: dict[int, str] = {}
         self._registered: list[weakref.ref[Tensor]] = []
         self._versions: dict[Slot, set[int]] = {}
@@ -186,7 +187,8 @@ class Recorder:
             _twin(leaf, _CPU) if isinstance(leaf, Tensor) and any(leaf is other for other in shapes) else leaf
             for leaf in leaves
         ]
-        self._on_values(function, blank, structure)
+        drawn = self._on_values(function, blank, structure)
+        self._litter.add(leaf.nbytes for leaf in flatten(drawn)[0] if isinstance(leaf, Tensor))
 
     def _for_real(self, function: Any, leaves: list[Any], structure: Any) -> Any:
         """Run on values now: what gives a number or changes a real tensor. New tensors are recorded as constants."""

@@ -158,6 +158,7 @@ class FSDPStrategy(ParallelStrategy):
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
         check_world(self.device_mesh, self.world_size)
+        self.runtime.accelerator.return_freed_memory()
         if self.cpu_offload is not None and self.root_device.type == "cpu" and self.is_global_zero:
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
 

@@ -6,7 +6,6 @@ converts a module may put new meta tensors in place of the recorded ones, so the
 the end each rank computes one whole tensor after another, and keeps its shard.
 """
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from fabric.initialization import created_on
 
 __all__ = ["Blank", "Nursery", "has_meta"]
 
-_TRIM_AFTER = 16 * 2**20  # bytes of tensors that were registered
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -239,18 +237,10 @@ def has_meta(module: nn.Module) -> bool:
 def _noting(seen: "WeakSet[nn.Module]") -> Iterator[None]:
     """Add every module on which something is registered within this context, and every module that is registered."""
 
-    untrimmed = 0
-
     def note(module: nn.Module, name: str, registered: object) -> None:
-        nonlocal untrimmed
         seen.add(module)
         if isinstance(registered, nn.Module):
             seen.add(registered)
-        elif isinstance(registered, Tensor):
-            untrimmed += registered.numel() * registered.element_size()
-        if untrimmed >= _TRIM_AFTER:
-            untrimmed = 0
-            _give_back_freed_memory()
 
     handles = [
         register_module_module_registration_hook(note),
@@ -262,17 +252,6 @@ def _noting(seen: "WeakSet[nn.Module]") -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _give_back_freed_memory() -> None:
-    """Hand memory that is free to the system.
-
-    While a model is built, random values are drawn on memory that is dropped at once. glibc keeps it, and what is
-    recorded next goes into it, so that the next values need new memory (measured: 213 MB for a model of 240).
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _own_tensors(module: nn.Module) -> Mapping[str, Tensor]:
