@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,15 +21,20 @@ from fabric._compat import flatten_one_level
 
 __all__ = ["flatten", "leaf_paths", "map_tensors", "to_device", "unflatten"]
 
+_STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Node:
-    """One collection: the names of its children in visiting order, their structure, and how to build it again."""
+    """One collection: the names of its children in visiting order, their structure, and how to build it again.
 
-    names: Sequence[Any]
-    children: Sequence["_Node | None"]
+    Where all children are leaves, ``children`` is their number: collections of a thousand metrics are walked in few
+    steps. Names are for error texts and made when they are asked for.
+    """
+
+    names: Callable[[], Sequence[str]]
+    children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Any]
 
 
@@ -57,9 +63,12 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     """The way to each leaf as one would write it, for error texts: ``['losses'][0]``; a lone leaf is ``root``."""
     if structure is None:
         return [root]
+    children = structure.children
     return [
         path
-        for name, child in zip(structure.names, structure.children, strict=True)
+        for name, child in zip(
+            structure.names(), [None] * children if isinstance(children, int) else children, strict=True
+        )
         for path in leaf_paths(child, f"{root}{name}")
     ]
 
@@ -133,16 +142,22 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
         leaves.append(tree)
         return None
     names, values, rebuild = opened
+    if _LEAF_TYPES.issuperset(map(type, values)):
+        leaves.extend(values)
+        return _Node(names, len(values), rebuild)
     return _Node(names, [_flatten(value, leaves) for value in values], rebuild)
 
 
 def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     if structure is None:
         return next(leaves)
-    return structure.rebuild([_unflatten(child, leaves) for child in structure.children])
+    children = structure.children
+    if isinstance(children, int):
+        return structure.rebuild(list(islice(leaves, children)))
+    return structure.rebuild([_unflatten(child, leaves) for child in children])
 
 
-_Opened = tuple[Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]]
+_Opened = tuple[Callable[[], Sequence[str]], Sequence[Any], Callable[[list[Any]], Any]]
 
 
 def _open(tree: Any) -> _Opened | None:
@@ -153,9 +168,9 @@ def _open(tree: Any) -> _Opened | None:
     if isinstance(tree, Tensor):
         return None
     if kind is dict:
-        return _open_mapping(tree, dict)
+        return _open_mapping(tree, lambda items: items)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
+        return lambda: [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
     one_level = flatten_one_level(tree)
     if one_level is not None:
         # A registered mapping may announce other children than its entries.
@@ -171,18 +186,19 @@ def _open(tree: Any) -> _Opened | None:
     return None
 
 
-def _indices(values: Sequence[Any]) -> list[str]:
-    return [f"[{index}]" for index in range(len(values))]
+def _indices(values: Sequence[Any]) -> Callable[[], list[str]]:
+    return lambda: [f"[{index}]" for index in range(len(values))]
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
-    keys = sorted(tree) if all(type(key) is str for key in tree) else sorted(tree, key=_sort_key)
+    keys = sorted(tree) if _STRINGS.issuperset(map(type, tree)) else sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Any]) -> Any:
-        by_key = dict(zip(keys, values, strict=True))
-        return build({key: by_key[key] for key in tree})
+        items = dict.fromkeys(tree)  # the order of insertion
+        items.update(zip(keys, values, strict=True))
+        return build(items)
 
-    return [f"[{key!r}]" for key in keys], [tree[key] for key in keys], rebuild
+    return lambda: [f"[{key!r}]" for key in keys], list(map(tree.__getitem__, keys)), rebuild
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
@@ -211,7 +227,7 @@ def _open_dataclass(tree: Any) -> _Opened:
             object.__setattr__(result, name, value)
         return result
 
-    return [f".{name}" for name in names], [getattr(tree, name) for name in names], rebuild
+    return lambda: [f".{name}" for name in names], [getattr(tree, name) for name in names], rebuild
 
 
 def _refill(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:

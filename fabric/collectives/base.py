@@ -240,11 +240,11 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
 
 def _stack(tensors: list[Tensor]) -> Parcel | None:
     """A parcel of 0-dim tensors of one dtype, made in few steps: for a thousand metrics these are what costs."""
-    if len(set(map(_dtype_of, tensors))) > 1 or set(map(Tensor.dim, tensors)) != {0}:
+    if tensors[0].dim() or len(set(map(_dtype_of, tensors))) > 1:
         return None
     try:
         stacked = torch.stack(tensors)
-    except RuntimeError:  # not all on one device
+    except RuntimeError:  # not all of one shape, or on one device
         return None
     if stacked.layout is not torch.strided or stacked.is_meta:
         return None
