@@ -117,3 +117,28 @@ def test_an_unknown_reduction_is_noticed_on_one_device() -> None:
 
 def test_a_half_precision_mean_does_not_overflow_in_its_sum() -> None:
     assert all_reduce(LOCAL, torch.tensor([60000.0]).half(), Reduce.MEAN).tolist() == [60000.0]
+
+
+def mismatches(fabric: Fabric) -> dict[str, str]:
+    first = fabric.global_rank == 0
+    calls = {
+        "dtype": lambda: fabric.all_reduce(
+            torch.ones(2, dtype=torch.float32 if first else torch.int32), reduce_op="sum"
+        ),
+        "reduce op": lambda: fabric.all_reduce(torch.ones(2), reduce_op="sum" if first else "max"),
+        "shape": lambda: fabric.all_reduce(torch.ones(2 if first else 3)),
+        "src": lambda: fabric.broadcast(torch.ones(2), src=int(first)),
+        "key": lambda: fabric.all_reduce({"a" if first else "b": 1.0}),
+        "operation": lambda: fabric.all_reduce(1.0) if first else fabric.all_gather(1.0),
+        "rows": lambda: fabric.all_to_all(torch.ones(2, 3 if first else 4)),
+        "gradients": lambda: fabric.all_gather(torch.ones(2), sync_grads=first),
+        "ragged": lambda: fabric.all_gather(torch.ones(2), ragged=first),
+        "destination": lambda: fabric.gather(1, dst=int(first)),
+    }
+    return {name: outcome(call).partition(":")[0] for name, call in calls.items()}
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_disagree_get_an_error_in_checked_mode_not_garbage_or_a_hang() -> None:
+    for result in run_in_ranks(mismatches, check_collectives=True):
+        assert set(result.values()) == {"CollectiveMismatchError"}, result
