@@ -4,6 +4,7 @@ import io as streams
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import stat
@@ -252,7 +253,7 @@ def test_a_description_has_shapes_and_dtypes_and_reads_no_tensor(path, state):
 def test_a_flipped_bit_anywhere_is_noticed_or_harmless(path, state):
     io.save(state, path)
     for file in [path / MANIFEST, *data(path).iterdir()]:
-        content = file.read_bytes()
+        content, noticed = file.read_bytes(), 0
         for position in range(0, len(content), max(1, len(content) // 60)):
             changed = bytearray(content)
             changed[position] ^= 1 << position % 8
@@ -261,8 +262,27 @@ def test_a_flipped_bit_anywhere_is_noticed_or_harmless(path, state):
             try:
                 assert_same(io.load(path, into), state)
             except CheckpointError:
+                noticed += 1
                 assert not into["model"]["weight"].any()
         file.write_bytes(content)
+        assert file.name == MANIFEST or noticed == len(range(0, len(content), max(1, len(content) // 60)))
+
+
+def test_bytes_changed_anywhere_in_the_data_are_always_an_error_and_nothing_is_loaded(path, state):
+    io.save(state, path)
+    into = {"model": {"weight": torch.zeros(7, 5), "count": torch.tensor(0)}, "step": 0, "name": ""}
+    (file,) = data(path).glob("*.distcp")
+    content, chance = file.read_bytes(), random.Random(4)
+    for _ in range(400):
+        changed = bytearray(content)
+        for _ in range(chance.choice([1, 1, 2, 8])):
+            changed[chance.randrange(len(content))] ^= chance.randrange(1, 256)
+        file.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"checksum of __0_0\.distcp does not match"):
+            io.load(path, into)
+    assert not into["model"]["weight"].any()
+    file.write_bytes(content)
+    assert_same(io.load(path, into), state)
 
 
 def test_truncated_and_missing_files_are_noticed(path, state):
@@ -279,11 +299,16 @@ def test_truncated_and_missing_files_are_noticed(path, state):
         file.write_bytes(content)
 
 
-def replace_layout(path: Path, content: bytes) -> None:
-    """Plant another layout, and the checksum that it needs to be taken for ours."""
-    (data(path) / ".metadata").write_bytes(content)
+def plant(path: Path, name: str, content: bytes) -> None:
+    """Put another file into the data, with the checksum that it needs to be taken for ours."""
+    (data(path) / name).write_bytes(content)
     manifest = json.loads((path / MANIFEST).read_text())
-    (path / MANIFEST).write_text(json.dumps({**manifest, "crc32": zlib.crc32(content)}))
+    manifest["crc32"][name] = zlib.crc32(content)
+    (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def replace_layout(path: Path, content: bytes) -> None:
+    plant(path, ".metadata", content)
 
 
 def test_a_payload_in_the_layout_is_refused_and_named(path, state, tmp_path):
@@ -321,7 +346,7 @@ def test_a_payload_in_a_byte_entry_is_never_unpickled(path, state, tmp_path):
     layout = pickle.loads((data(path) / ".metadata").read_bytes())
     stream = streams.BytesIO()
     torch.save(Payload(tmp_path / "run"), stream)
-    (data(path) / "planted").write_bytes(stream.getvalue())
+    plant(path, "planted", stream.getvalue())
     (index,) = [index for index in layout.storage_data if index.fqn == "model.count"]
     layout.storage_data[index].relative_path, layout.storage_data[index].offset = "planted", 0
     layout.storage_data[index].length = len(stream.getvalue())
@@ -337,7 +362,9 @@ def test_a_payload_in_a_byte_entry_is_never_unpickled(path, state, tmp_path):
 
 def test_a_payload_in_the_skeleton_is_refused(path, state, tmp_path):
     io.save(state, path)
-    torch.save({"skeleton": {"x": Payload(tmp_path / "run")}, "tensors": {}}, data(path) / "skeleton.pt")
+    stream = streams.BytesIO()
+    torch.save({"skeleton": {"x": Payload(tmp_path / "run")}, "tensors": {}}, stream)
+    plant(path, "skeleton.pt", stream.getvalue())
     with pytest.raises(UnsafeCheckpointError, match="system"):
         io.load(path)
     assert not (tmp_path / "run").exists()

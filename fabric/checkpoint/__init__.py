@@ -2,5 +2,6 @@
 
 from fabric.checkpoint.base import CheckpointIO
 from fabric.checkpoint.full import FullCheckpoint
+from fabric.checkpoint.sharded import ShardedCheckpoint
 
-__all__ = ["CheckpointIO", "FullCheckpoint"]
+__all__ = ["CheckpointIO", "FullCheckpoint", "ShardedCheckpoint"]

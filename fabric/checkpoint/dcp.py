@@ -5,7 +5,11 @@ torch.distributed.checkpoint (DCP) keeps where each tensor is in ``.metadata``, 
 restriction. Here every class in it, from a list of names, becomes a record that only holds what it was given; the real
 objects are made from the records afterwards, field by field. What is no tensor is never asked for: DCP would unpickle
 that freely too, and fabric keeps it elsewhere. The tensors are archives of ``torch.save``, which torch reads with
-``weights_only=True``; their checksums are compared before any of them is copied.
+``weights_only=True``.
+
+[Note: checksums] The checksums inside of an archive do not cover its frame, and damage there has been seen to load as
+other values. So each file has a CRC32 over all of its bytes, summed while they are written, and a file that is needed
+is compared with it as a whole before anything is copied out of it.
 
 What is imported inside functions here takes a second to import, and only those who save or load in this format pay.
 """
@@ -17,11 +21,12 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,11 +39,14 @@ from fabric.communicators import Communicator
 from fabric.errors import CheckpointError, UnsafeCheckpointError
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["LAYOUT", "file_checksum", "plan_reading", "read_layout", "write_tensors"]
+__all__ = ["LAYOUT", "Reading", "check_files", "file_checksum", "plan_reading", "read_layout", "write_tensors"]
 
 LAYOUT = ".metadata"
+
+_PIECE = 1 << 24
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset(
@@ -62,7 +70,9 @@ _DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOF
            MemoryError, OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
 
 
-def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, communicator: Communicator) -> None:
+def write_tensors(
+    asked: str, tensors: Mapping[str, Tensor], folder: Path, communicator: Communicator
+) -> dict[str, int]:
     """Collective. Write tensors to a folder that exists and is empty, and return when they are on the disk.
 
     Each rank writes its shards of a sharded tensor. Of what several ranks hold, the lowest of them writes it.
@@ -73,6 +83,9 @@ def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, commu
         folder: where, on a file system that all ranks share.
         communicator: the ranks.
 
+    Returns:
+        On rank 0 the CRC32 of every file in the folder, by name; nothing on others.
+
     Raises:
         CheckpointError: one of the ranks could not write, or the shards do not make up whole tensors.
     """
@@ -82,6 +95,7 @@ def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, commu
         flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
     )
     writer = FileSystemWriter(folder, overwrite=False)
+    checksums = _sum_what_is_written(writer)
     is_first = communicator.rank == 0
 
     def plan() -> Any:
@@ -103,28 +117,52 @@ def write_tensors(asked: str, tensors: Mapping[str, Tensor], folder: Path, commu
     def write(plan: Any) -> Any:
         written = writer.write_data(planner.finish_plan(plan), planner).wait()
         sync_folder(folder)
-        return written
+        return written, checksums
+
+    def finish(written: list[Any]) -> dict[str, int]:
+        if not is_first:
+            return {}
+        writer.finish(divided[1], [results for results, _ in written])
+        checksums[LAYOUT] = checksums.pop(f"{LAYOUT}.tmp")
+        return {name: value for _, others in written for name, value in others.items()} | checksums
 
     plans = communicator.gather_objects(together(communicator, asked, reported(asked, plan)))
     divided = together(communicator, asked, reported(asked, lambda: divide(plans) if is_first else None))
     own = communicator.broadcast_object(divided and divided[0], 0)[communicator.rank]
     written = communicator.gather_objects(together(communicator, asked, reported(asked, lambda: write(own))))
-    finish = reported(asked, lambda: writer.finish(divided[1], written) if divided else None)
-    together(communicator, asked, finish)
+    return together(communicator, asked, reported(asked, lambda: finish(written)))
 
 
 def file_checksum(path: Path) -> int:
     """The CRC32 of a file."""
-    return zlib.crc32(path.read_bytes())
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
 
 
-def read_layout(asked: str, folder: Path, checksum: int) -> "Metadata":
+def check_files(asked: str, folder: Path, names: Iterable[str], checksums: Mapping[str, int]) -> None:
+    """Compare files in a folder with the checksums that they have to have.
+
+    Raises:
+        CheckpointError: one is missing, is not what was written, or has no checksum.
+    """
+    for name in names:
+        try:
+            if name not in checksums or file_checksum(folder / name) != checksums[name]:
+                raise _damaged(asked, f"the checksum of {name} does not match")
+        except OSError as error:
+            raise _damaged(asked, f"{name} cannot be read ({error})") from error
+
+
+def read_layout(asked: str, folder: Path, checksum: int | None) -> "Metadata":
     """Read which tensors a folder holds, and where; see ``[Note: inert unpickling]``.
 
     Args:
         asked: what is being done, for errors.
         folder: where :func:`write_tensors` wrote.
-        checksum: CRC32 that the layout has to have.
+        checksum: CRC32 that the layout has to have; None if nobody knows it, which is damage, too.
 
     Raises:
         UnsafeCheckpointError: reading it would run code.
@@ -141,13 +179,22 @@ def read_layout(asked: str, folder: Path, checksum: int) -> "Metadata":
         raise _damaged(asked, f"{LAYOUT} cannot be read ({type(error).__name__}: {error})") from error
 
 
-def plan_reading(
-    asked: str, targets: Mapping[str, Tensor], folder: Path, layout: "Metadata"
-) -> Callable[[Callable[[int], None]], None]:
-    """Compare the checksums of all that ``targets`` need, and return the function that copies it into them.
+@dataclass(frozen=True)
+class Reading:
+    """What is to be read.
 
-    That function takes another one, which it tells how many bytes have been copied after each tensor. Neither is a
-    collective, whatever the targets are.
+    Attributes:
+        files: names of the files that hold it.
+        copy: copies it into its targets, and tells the function that it is given how many bytes have been copied after
+            each tensor. Not a collective, whatever the targets are. Raises a CheckpointError when it finds damage.
+    """
+
+    files: frozenset[str]
+    copy: Callable[[Callable[[int], None]], None]
+
+
+def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout: "Metadata") -> Reading:
+    """What to read for ``targets``. Nothing is read yet; compare the files with their checksums before.
 
     Args:
         asked: what is being done, for errors.
@@ -156,7 +203,7 @@ def plan_reading(
         layout: what :func:`read_layout` returned.
 
     Raises:
-        CheckpointError: a part is damaged or missing; no target has been changed.
+        CheckpointError: parts of a tensor are missing.
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
     from torch.distributed.checkpoint.planner import LoadPlan
@@ -168,13 +215,13 @@ def plan_reading(
         reader.set_up_storage_reader(layout, True)
         items = planner.finish_plan(planner.create_local_plan()).items
         _check_coverage(asked, targets, items)
-        _check_records(asked, folder, layout, [item.storage_index for item in items])
+        files = frozenset(layout.storage_data[item.storage_index].relative_path for item in items)
     except CheckpointError:
         raise
     except _DAMAGE as error:
         raise _damaged(asked, f"{type(error).__name__}: {error}") from error
 
-    def read(progress: Callable[[int], None]) -> None:
+    def copy(progress: Callable[[int], None]) -> None:
         by_name: dict[str, list[Any]] = {}
         for item in items:
             by_name.setdefault(item.dest_index.fqn, []).append(item)
@@ -185,7 +232,7 @@ def plan_reading(
         except _DAMAGE as error:
             raise _damaged(asked, f"{type(error).__name__}: {error}") from error
 
-    return read
+    return Reading(files, copy)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,72 +342,34 @@ def _check_coverage(asked: str, targets: Mapping[str, Tensor], items: Iterable[A
         raise _damaged(asked, f"parts are missing of {', '.join(partial[:5])} ({len(partial)} in all)")
 
 
-def _check_records(asked: str, folder: Path, layout: "Metadata", indices: Iterable["MetadataIndex"]) -> None:
-    """Read every record once without using it: what can be found wrong with it is found before anything is changed."""
-    by_file: dict[str, dict[int, MetadataIndex]] = {}
-    for index in indices:
-        location = layout.storage_data[index]
-        by_file.setdefault(location.relative_path, {})[location.offset] = index
-    for name, records in by_file.items():
-        with open(folder / name, "rb") as file:
-            for offset, index in sorted(records.items()):
-                length = layout.storage_data[index].length
-                raw: Any = _Part(file, offset, length)
-                is_cut_off = os.fstat(file.fileno()).st_size < offset + length
-                wrong = "it is cut off" if is_cut_off else _record_problem(io.BufferedReader(raw), layout, index)
-                if wrong:
-                    raise _damaged(asked, f"{wrong} ({index.fqn}, in {name} at byte {offset})")
+class _SummedFile(io.BufferedWriter):
+    """A file that sums what is written to it; it is only ever appended to."""
 
-
-def _record_problem(part: io.BufferedReader, layout: "Metadata", index: "MetadataIndex") -> str:
-    stored: Any = layout.state_dict_metadata[index.fqn]
-    sizes = next(chunk.sizes for chunk in stored.chunks if chunk.offsets == index.offset)
-    with zipfile.ZipFile(part) as archive:
-        # torch never compresses, and a small record could swell to any size.
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            return "it is compressed"
-        # Damage to the list of an archive's entries could hide the values from the comparison, but not from torch.
-        listed = sum(entry.file_size for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-        if archive.testzip() is not None or listed < prod(sizes) * stored.properties.dtype.itemsize:
-            return "a checksum does not match"
-    part.seek(0)
-    # The frame of an archive has no checksums, and torch is stricter about it than Python.
-    tensor = torch.load(part, map_location="cpu", weights_only=True)
-    if isinstance(tensor, Tensor) and (tensor.shape, tensor.dtype) == (sizes, stored.properties.dtype):
-        return ""
-    return "it is not the tensor that it should be"
-
-
-class _Part(io.RawIOBase):
-    """A range of bytes of an open file, as a file of its own."""
-
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+    checksum = 0
 
     @override
-    def readable(self) -> bool:
-        return True
+    def write(self, content: Any, /) -> int:
+        self.checksum = zlib.crc32(content, self.checksum)
+        return io.BufferedWriter.write(self, content)
 
-    @override
-    def seekable(self) -> bool:
-        return True
 
-    @override
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        origin = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
-        if origin + offset < 0:
-            raise OSError("before the beginning")
-        self._position = origin + offset
-        return self._position
+def _sum_what_is_written(writer: "FileSystemWriter") -> dict[str, int]:
+    """The CRC32 of each file that the writer finishes, by name; filled while it writes."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
 
-    @override
-    def readinto(self, buffer: Any, /) -> int:
-        count = max(0, min(len(buffer), self._length - self._position))
-        self._file.seek(self._start + self._position)
-        content = self._file.read(count)
-        buffer[: len(content)] = content
-        self._position += len(content)
-        return len(content)
+    checksums: dict[str, int] = {}
+
+    class SummingFileSystem(FileSystem):
+        @contextmanager
+        @override
+        def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+            assert mode == "wb", "a writer only writes"
+            with _SummedFile(io.FileIO(path, "w")) as file:
+                yield file
+            checksums[Path(path).name] = file.checksum
+
+    writer.fs = SummingFileSystem()
+    return checksums
 
 
 def _damaged(asked: str, wrong: str) -> CheckpointError:

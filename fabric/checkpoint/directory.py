@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +36,11 @@ class Manifest:
 
     Attributes:
         data: the sub-folder that holds the data.
-        checksum: CRC32 of the file in it that says where each tensor is.
+        checksums: CRC32 of each file in it, by name.
     """
 
     data: Path
-    checksum: int
+    checksums: dict[str, int]
 
 
 def holds_checkpoint(path: Path) -> bool:
@@ -57,11 +58,11 @@ def read_manifest(asked: str, path: Path) -> Manifest:
     path = Path(path)
     if not holds_checkpoint(path):
         raise _absent(asked, path)
-    name, version, checksum = None, None, None
+    name, version, checksums = None, None, None
     with suppress(ValueError, AttributeError, OSError):
         content = json.loads((path / MANIFEST).read_bytes())
         known = content.get("format") == _FORMAT
-        name, version, checksum = content.get("data"), content.get("version") if known else None, content.get("crc32")
+        name, version, checksums = content.get("data"), content.get("version") if known else None, content.get("crc32")
     if isinstance(version, int) and version > _VERSION:
         raise CheckpointError(
             asked,
@@ -69,14 +70,14 @@ def read_manifest(asked: str, path: Path) -> Manifest:
             f"format versions up to {_VERSION}",
             "pip install --upgrade torch-fabric",
         )
-    if not (isinstance(version, int) and isinstance(checksum, int) and isinstance(name, str) and _is_ours(name)):
+    if not (isinstance(version, int) and isinstance(checksums, dict) and isinstance(name, str) and _is_ours(name)):
         raise CheckpointError(
             asked,
             f"its {MANIFEST} is damaged, cannot be read, or is not one of fabric's",
             "a folder that fabric wrote, complete",
             "an older checkpoint, or a fresh copy of this one",
         )
-    return Manifest(path / name, checksum)
+    return Manifest(path / name, checksums)
 
 
 class Staging:
@@ -118,10 +119,14 @@ class Staging:
             if (lock := _lock(self.folder, created=True)) is not None:
                 return lock
 
-    def commit(self, checksum: int) -> None:
-        """Make this the data of the checkpoint, and remove the older data."""
+    def commit(self, checksums: Mapping[str, int]) -> None:
+        """Make this the data of the checkpoint, and remove the older data.
+
+        Args:
+            checksums: CRC32 of each file in the sub-folder that a reader may need, by name.
+        """
         sync_folder(self.folder)
-        content = {"format": _FORMAT, "version": _VERSION, "data": self.folder.name, "crc32": checksum}
+        content = {"format": _FORMAT, "version": _VERSION, "data": self.folder.name, "crc32": {**checksums}}
         with atomic_write(self._path / MANIFEST) as file:
             file.write(json.dumps(content, indent=1).encode() + b"\n")
         # The save is done, and what cannot be removed now is removed by the next one.

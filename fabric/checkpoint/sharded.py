@@ -1,14 +1,14 @@
 """A checkpoint in a folder, which all ranks write at once and any number of ranks can read."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.dcp import LAYOUT, file_checksum, plan_reading, read_layout, write_tensors
+from fabric.checkpoint.dcp import LAYOUT, Reading, check_files, file_checksum, plan_reading, read_layout, write_tensors
 from fabric.checkpoint.directory import Staging, read_manifest, remove
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.plain import check_plain
@@ -22,7 +22,7 @@ from fabric.errors import CheckpointError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["ShardedCheckpoint"]
+__all__ = ["Prepared", "ShardedCheckpoint", "Stored"]
 
 _SKELETON = "skeleton.pt"
 _LISTED = 12  # places given in full before an error only counts the rest
@@ -65,12 +65,13 @@ class ShardedCheckpoint:
         staging = together(communicator, asked, reported(asked, lambda: Staging(path) if is_first else None))
         try:
             folder = communicator.broadcast_object(staging and staging.folder, 0)
-            write_tensors(asked, {names[place]: tensors[place] for place in _firsts(names)}, folder, communicator)
+            firsts = {names[place]: tensors[place] for place in _firsts(names)}
+            checksums = write_tensors(asked, firsts, folder, communicator)
 
             def commit() -> None:
                 if staging is not None:
                     FullCheckpoint().save({"skeleton": skeleton, "tensors": names}, folder / _SKELETON)
-                    staging.commit(file_checksum(folder / LAYOUT))
+                    staging.commit({**checksums, _SKELETON: file_checksum(folder / _SKELETON)})
 
             together(communicator, asked, reported(asked, commit))
         finally:
@@ -110,39 +111,27 @@ class ShardedCheckpoint:
             UnsafeCheckpointError: reading it would run code.
             CheckpointError: ``path`` is a file, it is damaged, or it does not fit ``into``: all reasons in one text.
         """
-        asked = f"load the sharded checkpoint {str(path)!r}"
         communicator = communicator or _alone()
+        asked = _asked(path)
+        prepared = together(communicator, asked, lambda: self.open(path).prepare(into, strict=strict))
+        together(communicator, asked, lambda: prepared.copy(progress))
+        return prepared.content
 
-        def prepare() -> tuple[_Stored, dict[Place, Tensor], list[Callable[..., None]]]:
-            stored = _open(asked, path)
-            tensors = _targets(asked, stored, into, strict)
-            rounds = _rounds(stored.names, tensors)
-            return stored, tensors, [plan_reading(asked, targets, stored.folder, stored.layout) for targets in rounds]
+    def open(self, path: Path) -> "Stored":
+        """What the folder ``path`` holds, without its tensors. Not a collective.
 
-        def copy() -> None:
-            for read in readings:
-                with torch.no_grad():
-                    read(progress)
-
-        stored, tensors, readings = together(communicator, asked, prepare)
-        together(communicator, asked, copy)
-        return {
-            name: fit_tensors(content, stored.names, tensors, (name,))
-            for name, content in stored.skeleton.items()
-            if (name,) not in stored.names or (name,) in tensors
-            if into is None or name in into or name == METADATA_KEY
-        }
+        Raises:
+            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
+        """
+        return _open(_asked(path), path)
 
     def describe(self, path: Path) -> dict[str, Any]:
         """What :meth:`load` would return, with a meta tensor of the right shape and dtype for each tensor.
 
         Raises:
-            CheckpointError: as for :meth:`load`.
+            CheckpointError: as for :meth:`open`.
         """
-        stored = _open(f"describe the sharded checkpoint {str(path)!r}", path)
-        by_name = {name: stored.empty(name, "meta") for name in stored.names.values()}
-        tensors = {place: by_name[name] for place, name in stored.names.items()}
-        return fit_tensors(stored.skeleton, stored.names, tensors)
+        return self.open(path).describe()
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint in the folder ``path``; other files in the folder stay.
@@ -158,20 +147,108 @@ class ShardedCheckpoint:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class Prepared:
+    """A part of a checkpoint that has been found in order and can be read.
+
+    Attributes:
+        content: the entries, with the tensors that are going to be overwritten.
+    """
+
+    content: dict[str, Any]
+    _readings: list[Reading]
+
+    def copy(self, progress: Callable[[int], None] = lambda copied: None) -> None:
+        """Fill the tensors of :attr:`content`. Not a collective, sharded tensors included."""
+        with torch.no_grad():
+            for reading in self._readings:
+                reading.copy(progress)
+
+
+@dataclass(frozen=True)
+class Stored:
     """A checkpoint whose tensors have not been read."""
 
-    folder: Path
-    skeleton: dict[str, Any]
-    names: dict[Place, str]
-    layout: "Metadata"
+    _asked: str
+    _folder: Path
+    _checksums: Mapping[str, int]
+    _skeleton: dict[str, Any]
+    _names: dict[Place, str]
+    _layout: "Metadata"
+    _intact: set[str] = field(default_factory=set)  # files that have been compared already
 
-    def shape(self, name: str) -> torch.Size:
-        return self.layout.state_dict_metadata[name].size  # type: ignore[union-attr]
+    def describe(self) -> dict[str, Any]:
+        """The entries and fabric's metadata, with a meta tensor for each tensor; one for those that are the same."""
+        by_name = {name: self._empty(name, "meta") for name in self._names.values()}
+        tensors = {place: by_name[name] for place, name in self._names.items()}
+        return fit_tensors(self._skeleton, self._names, tensors)
 
-    def empty(self, name: str, device: str) -> Tensor:
-        stored: Any = self.layout.state_dict_metadata[name]
+    def prepare(self, into: Mapping[str, Any] | None = None, *, strict: bool = True) -> Prepared:
+        """Find the targets for what ``into`` names, and compare the checksums of all files that hold it.
+
+        Args:
+            into: as for :meth:`ShardedCheckpoint.load`.
+            strict: likewise.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit ``into``; nothing has been changed.
+        """
+        tensors = self._targets(into, strict)
+        rounds = _rounds(self._names, tensors)
+        readings = [plan_reading(self._asked, targets, self._folder, self._layout) for targets in rounds]
+        files = {name for reading in readings for name in reading.files} - self._intact
+        check_files(self._asked, self._folder, sorted(files), self._checksums)
+        self._intact.update(files)
+        content = {
+            name: fit_tensors(content, self._names, tensors, (name,))
+            for name, content in self._skeleton.items()
+            if (name,) not in self._names or (name,) in tensors
+            if into is None or name in into or name == METADATA_KEY
+        }
+        return Prepared(content, readings)
+
+    def _targets(self, into: Mapping[str, Any] | None, strict: bool) -> dict[Place, Tensor]:
+        """What to read, by place; new tensors where ``into`` has none."""
+        fresh: dict[str, Tensor] = {}
+        targets: dict[Place, Tensor] = {}
+        problems: list[str] = []
+        for place, name in self._names.items():
+            if into is not None and place[0] not in into:
+                continue
+            present = None if into is None else find(into, place)
+            if present is MISSING:
+                problems += [f"only in the checkpoint: {written(place)}"] if strict else []
+            elif not isinstance(present, Tensor) or present.is_meta:
+                if hasattr(present, "full_tensor"):
+                    problems.append(f"{written(place)} is a sharded meta tensor: module.to_empty(device=...) it first")
+                if name not in fresh:
+                    fresh[name] = self._empty(name, "cpu")
+                targets[place] = fresh[name]
+            elif present.shape != (shape := self._tensor(name).size):
+                problems.append(f"{written(place)} is {tuple(shape)} in the checkpoint and {tuple(present.shape)} here")
+            else:
+                targets[place] = present
+        if into is not None and strict:
+            absent = [place for place in _leaves(into) if find(self._skeleton, place) is MISSING]
+            problems += [f"not in the checkpoint: {written(place)}" for place in absent]
+        if problems:
+            raise CheckpointError(
+                self._asked,
+                "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
+                f"a checkpoint of the same structure; its entries: {_list(map(repr, self._skeleton))}",
+                "strict=False to load what fits by name (shapes have to agree even then)",
+            )
+        return targets
+
+    def _tensor(self, name: str) -> Any:
+        return self._layout.state_dict_metadata[name]
+
+    def _empty(self, name: str, device: str) -> Tensor:
+        stored = self._tensor(name)
         return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+
+
+def _asked(path: Path) -> str:
+    return f"load the sharded checkpoint {str(path)!r}"
 
 
 def _alone() -> Communicator:
@@ -201,9 +278,10 @@ def _firsts(names: Mapping[Place, str]) -> list[Place]:
     return list({name: place for place, name in reversed(list(names.items()))}.values())[::-1]
 
 
-def _open(asked: str, path: Path) -> _Stored:
+def _open(asked: str, path: Path) -> Stored:
     manifest = read_manifest(asked, path)
-    layout = read_layout(asked, manifest.data, manifest.checksum)
+    check_files(asked, manifest.data, [_SKELETON], manifest.checksums)
+    layout = read_layout(asked, manifest.data, manifest.checksums.get(LAYOUT))
     content = FullCheckpoint().load(manifest.data / _SKELETON)
     skeleton, names = content.get("skeleton"), content.get("tensors")
     if (
@@ -211,48 +289,13 @@ def _open(asked: str, path: Path) -> _Stored:
         and isinstance(names, dict)
         and layout.state_dict_metadata.keys() >= {*names.values()}
     ):
-        return _Stored(manifest.data, skeleton, names, layout)
+        return Stored(asked, manifest.data, manifest.checksums, skeleton, names, layout)
     raise CheckpointError(
         asked,
         f"its {_SKELETON} and its {LAYOUT} are not of one save",
         "a folder as fabric wrote it, complete",
         "an older checkpoint, or a fresh copy of this one",
     )
-
-
-def _targets(asked: str, stored: _Stored, into: Mapping[str, Any] | None, strict: bool) -> dict[Place, Tensor]:
-    """What to read, by place; new tensors where ``into`` has none."""
-    fresh: dict[str, Tensor] = {}
-    targets: dict[Place, Tensor] = {}
-    problems: list[str] = []
-    for place, name in stored.names.items():
-        if into is not None and place[0] not in into:
-            continue
-        present = None if into is None else find(into, place)
-        if present is MISSING:
-            problems += [f"only in the checkpoint: {written(place)}"] if strict else []
-        elif not isinstance(present, Tensor) or present.is_meta:
-            if hasattr(present, "full_tensor"):
-                problems.append(f"{written(place)} is a sharded meta tensor: module.to_empty(device=...) it first")
-            if name not in fresh:
-                fresh[name] = stored.empty(name, "cpu")
-            targets[place] = fresh[name]
-        elif present.shape != stored.shape(name):
-            shapes = f"{tuple(stored.shape(name))} in the checkpoint and {tuple(present.shape)} here"
-            problems.append(f"{written(place)} is {shapes}")
-        else:
-            targets[place] = present
-    if into is not None and strict:
-        absent = [place for place in _leaves(into) if find(stored.skeleton, place) is MISSING]
-        problems += [f"not in the checkpoint: {written(place)}" for place in absent]
-    if problems:
-        raise CheckpointError(
-            asked,
-            "\n  ".join(["nothing was changed, since it does not fit:", *_shortened(problems)]),
-            f"a checkpoint of the same structure; its entries: {_list(map(repr, stored.skeleton))}",
-            "strict=False to load what fits by name (shapes have to agree even then)",
-        )
-    return targets
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Place]:
