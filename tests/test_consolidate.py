@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fabric import Fabric
@@ -137,15 +138,13 @@ def test_memory_is_that_of_a_few_tensors_and_not_of_the_checkpoint(path):
 
 
 def test_safetensors_hold_the_weights_of_the_model(path, state):
-    safetensors = pytest.importorskip("safetensors.torch")
     save(state, path)
     output = consolidate(path, path.parent / "weights.safetensors")
-    assert_same(safetensors.load_file(output), {name: state["model"][name] for name in sorted(state["model"])})
+    assert_same(load_file(output), {name: state["model"][name] for name in sorted(state["model"])})
     assert sorted(os.listdir(path.parent)) == ["step-100", "weights.safetensors"]
 
 
 def test_the_model_is_chosen_by_key_where_there_are_several(path, state):
-    pytest.importorskip("safetensors.torch")
     save({**state, "critic": {"w": torch.ones(2)}}, path)
     output = path.parent / "weights.safetensors"
     with pytest.raises(ConfigurationError, match="2 of its entries can be a model") as raised:
@@ -169,7 +168,7 @@ def test_safetensors_without_the_library_names_the_command_that_installs_it(path
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ONE_THREAD
     )
     assert done.returncode == 2
-    assert "pip install safetensors" in done.stderr
+    assert 'pip install "torch-fabric[safetensors]"' in done.stderr
     assert issubclass(MissingDependencyError, ImportError)
 
 

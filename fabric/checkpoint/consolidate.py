@@ -201,5 +201,5 @@ def _safetensors(asked: str) -> Any:
             asked,
             "safetensors is not installed",
             "a .safetensors file with that library, or a .pt file, which needs nothing",
-            "pip install safetensors",
+            'pip install "torch-fabric[safetensors]"',
         ) from error
