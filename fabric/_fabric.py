@@ -794,22 +794,29 @@ class Fabric:
         path: str | os.PathLike[str],
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+        trainable_only: bool = False,
     ) -> None:
         """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
 
         Collective. Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as their
         state, plain values as they are; the loss scale and the random states of all processes are added.
 
+        It is one file that the first process writes or, under FSDP unless ``state_dict_type="full"``, a folder into
+        which every process writes its shards. The ``checkpoint_io`` of the strategy wins over both.
+
         Args:
-            path: the file.
+            path: the file or folder, new or one of the same kind, which is replaced.
             state: names and objects.
-            filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept.
+            filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
+                folder of shards, values are DTensors where they are spread over processes.
+            trainable_only: leave out parameters of modules that do not require a gradient. Buffers and what else
+                belongs to a module's state are kept, and so are optimizers; load it with ``strict=False``.
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
-            CheckpointError: it could not be written, or failed on another process.
+            CheckpointError: it could not be written, ``path`` is of the other kind, or it failed on another process.
         """
-        self._running("save").checkpoint().save(Path(path), state, filter)
+        self._running("save").checkpoint().save(Path(path), state, filter, trainable_only)
 
     def load(
         self,
@@ -820,26 +827,38 @@ class Fabric:
     ) -> dict[str, Any]:
         """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
 
-        Collective. Everything is checked before anything changes, and no code in the file is run.
+        Collective. Everything is checked before anything changes, and no code in the checkpoint is run. Whatever
+        strategy and number of processes wrote it, and whether it is a file or a folder of shards, any can load it; from
+        a folder each process reads only what it will hold.
 
         Args:
-            path: the file.
+            path: the file or folder.
             state: names and objects to restore; None returns everything as it was stored.
             strict: whether what one side lacks is an error; if not, what fits by name is loaded.
             rng: whether each process continues its random streams, if there were as many processes.
 
         Returns:
-            The entries that ``state`` did not name.
+            The entries that ``state`` did not name; of a folder those without tensors, since every process would hold
+            them whole: name an entry, with None, to get it like that.
 
         Raises:
-            CheckpointNotFoundError: there is no such file.
+            CheckpointNotFoundError: there is no such file or folder.
             CheckpointError: it is damaged or does not fit, with all reasons.
             UnsafeCheckpointError: it holds code.
         """
         return self._running("load").checkpoint().load(Path(path), state, strict, rng)
 
     def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
-        """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective."""
+        """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
+
+        Args:
+            path: the file, as ``torch.save(model.state_dict(), path)`` wrote it.
+            obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
+            strict: as for :meth:`load`.
+
+        Raises:
+            CheckpointError: the file is damaged, does not fit or has entries of several kinds; or it is a folder.
+        """
         self._running("load_raw").checkpoint().load_raw(Path(path), obj, strict)
 
     # -- output ---------------------------------------------------------------------------------------------------

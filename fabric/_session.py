@@ -1,6 +1,6 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._compat import uncompiled
 from fabric._plan import Plan
-from fabric.checkpoint import FullCheckpoint
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
 from fabric.collectives import all_gather, all_gather_ragged, all_reduce, parse_reduce_op
 from fabric.communicators import Communicator
@@ -204,15 +204,14 @@ class Session:
     def checkpoint(self) -> JobCheckpoint:
         """The way to and from the disk."""
         strategy = self.strategy
-
-        def load_module(module: nn.Module, content: Mapping[str, Any], strict: bool) -> None:
-            strategy.load_module_state_dict(prepared_module(module), content, strict)
-
+        own = ShardedCheckpoint() if strategy.saves_shards else FullCheckpoint()
         return JobCheckpoint(
             self.runtime.communicator,
-            FullCheckpoint() if strategy.checkpoint_io is None else strategy.checkpoint_io,
+            own if strategy.checkpoint_io is None else strategy.checkpoint_io,
             module_state=lambda module: strategy.get_module_state_dict(prepared_module(module)),
-            load_module=load_module,
+            load_module=lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest),
+            module_shards=lambda module: strategy.get_module_shards(prepared_module(module)),
+            load_module_shards=lambda module, *rest: strategy.load_module_shards(prepared_module(module), *rest),
             optimizer_state=strategy.get_optimizer_state_dict,
             load_optimizer=strategy.load_optimizer_state_dict,
             scaler=self.scaler,

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
+from fabric._compat import full_tensor
 from fabric.checkpoint import FullCheckpoint
 from fabric.errors import CheckpointError
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy
@@ -65,19 +66,24 @@ def train(fabric: Fabric, path: Path, resume: bool) -> Run:
                 fabric.save(path, state)
             if state["step"] == STEPS:
                 break
-    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     scaling = fabric.describe().partition("loss scale")[2]
     return Run(losses, optimizer.param_groups[0]["lr"], parameters, scaling, torch.rand(1).item())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+SHARDED: dict[str, Any] = {"strategy": "fsdp", "launcher": "forkserver"}
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {}), (2, SHARDED)])
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
-    ranks: int, precision: str, tmp_path: Path
+    ranks: int, options: dict[str, Any], precision: str, tmp_path: Path
 ) -> None:
+    path = tmp_path / "state"
     whole, resumed = (
-        run_in_ranks(train, tmp_path / "state.pt", resume, ranks=ranks, precision=precision) for resume in (False, True)
+        run_in_ranks(train, path, resume, ranks=ranks, precision=precision, **options) for resume in (False, True)
     )
+    assert path.is_dir() is bool(options)
     for before, after in zip(whole, resumed, strict=True):
         assert after.losses == before.losses[SAVED_AT:]
         assert (after.rate, after.scaling, after.stream) == (before.rate, before.scaling, before.stream)

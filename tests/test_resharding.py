@@ -1,4 +1,4 @@
-"""Any strategy, any number of ranks to any other: a checkpoint holds whole values, whoever wrote it."""
+"""Any strategy, any number of ranks to any other, from a file or a folder of shards: the values are the same."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
+from fabric.checkpoint import ShardedCheckpoint
+from fabric.strategies import FSDPStrategy
 from tests.loops import batches, make_model
 
 JOBS = {
@@ -15,12 +17,18 @@ JOBS = {
     **{f"dp-{n}": {"strategy": "dp", "devices": n} for n in (1, 2, 3, 4)},
     **{f"ddp-{n}": {"strategy": "ddp_forkserver", "devices": n} for n in (1, 2, 3, 4)},
     **{f"fsdp-{n}": {"strategy": "fsdp", "launcher": "forkserver", "devices": n} for n in (1, 2, 3, 4)},
+    **{f"full-{n}": {"state_dict_type": "full", "devices": n} for n in (1, 2, 3, 4)},
+    "hybrid-4": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "devices": 4},
 }
-SOME = ["single", "dp-2", "ddp-2", "fsdp-2"]
+SOME = ["single", "dp-2", "fsdp-2", "full-3"]
 
 
 def run(job: str, function: Any, *args: Any) -> Any:
-    fabric = Fabric(accelerator="cpu", precision="64-true", **JOBS[job])  # type: ignore[arg-type]
+    options: dict[str, Any] = dict(JOBS[job])
+    if "strategy" not in options:
+        devices = options.pop("devices")
+        options = {"strategy": FSDPStrategy(start_method="forkserver", **options), "devices": devices}
+    fabric = Fabric(accelerator="cpu", precision="64-true", **options)
     try:
         return fabric.launch(function, *args)
     finally:
@@ -59,7 +67,7 @@ def load_save_and_go_on(fabric: Fabric, paths: list[Path], copies: Path) -> list
 
 
 def contents(path: Path) -> dict[str, Any]:
-    loaded = torch.load(path, weights_only=True)
+    loaded = ShardedCheckpoint().load(path) if path.is_dir() else torch.load(path, weights_only=True)
     return {"model": loaded["model"], "optimizer": loaded["optimizer"]}
 
 
@@ -68,14 +76,16 @@ def contents(path: Path) -> dict[str, Any]:
     "jobs", [pytest.param(SOME, id="some"), pytest.param(list(JOBS), id="all", marks=pytest.mark.slow)]
 )
 def test_a_checkpoint_of_any_job_loads_into_any_other(jobs: list[str], tmp_path: Path) -> None:
-    paths = [tmp_path / f"{job}.pt" for job in jobs]
+    paths = [tmp_path / job for job in jobs]
     for job, path in zip(jobs, paths, strict=True):
         run(job, train_and_save, path)
     expected = None
     for job in jobs:
         copies = tmp_path / f"by-{job}"
         losses = run(job, load_save_and_go_on, paths, copies)
+        sharded = job.startswith(("fsdp", "hybrid"))
         for path in paths:
+            assert (copies / path.name).is_dir() is sharded
             torch.testing.assert_close(contents(copies / path.name), contents(path), rtol=0, atol=0)
         expected = expected or losses[0]
         assert losses == pytest.approx([expected] * len(jobs), rel=1e-10)

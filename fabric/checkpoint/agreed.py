@@ -1,21 +1,34 @@
 """Saving and loading by all ranks of a job: what fails on one of them is an error on every one."""
 
+import os
 from collections.abc import Callable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric.checkpoint.base import CheckpointIO
-from fabric.checkpoint.state import apply, apply_raw, collect, read_metadata, with_metadata
+from fabric.checkpoint.full import FullCheckpoint
+from fabric.checkpoint.sharded import Prepared, ShardedCheckpoint
+from fabric.checkpoint.state import (
+    apply,
+    apply_raw,
+    check,
+    collect,
+    read_metadata,
+    restore,
+    with_metadata,
+)
+from fabric.checkpoint.unison import together
 from fabric.communicators import Communicator
 from fabric.errors import CheckpointError
 from fabric.seed import rng_state, set_rng_state
 
 __all__ = ["JobCheckpoint"]
 
-T = TypeVar("T")
 ModuleState = Callable[[nn.Module], dict[str, Any]]
 LoadModule = Callable[[nn.Module, Mapping[str, Any], bool], None]
 OptimizerState = Callable[[Optimizer], Mapping[str, Any]]
@@ -27,10 +40,13 @@ class JobCheckpoint:
 
     Args:
         communicator: all ranks of the job.
-        io: the format.
-        module_state: names and values of a module as they stand in a checkpoint.
+        io: the format to save in. One of fabric's own also reads the other: on load, the path decides.
+        module_state: names and values of a module as they stand in a checkpoint, whole.
         load_module: puts such a state into a module.
-        optimizer_state: the same for an optimizer; for whole parameters, as its own ``state_dict()`` has it.
+        module_shards: the same names with what this rank holds of the values, which may be DTensors; no collective. The
+            module's own tensors, so that a module is loaded by writing into them.
+        load_module_shards: puts such a state into a module.
+        optimizer_state: the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
         load_optimizer: puts such a state into an optimizer.
         scaler: the loss scaler of the job, or None.
     """
@@ -42,26 +58,39 @@ class JobCheckpoint:
         *,
         module_state: ModuleState,
         load_module: LoadModule,
+        module_shards: ModuleState,
+        load_module_shards: LoadModule,
         optimizer_state: OptimizerState,
         load_optimizer: LoadOptimizer,
         scaler: Any = None,
     ) -> None:
         self._communicator, self._io, self._scaler = communicator, io, scaler
-        self._module_state, self._optimizer_state = module_state, optimizer_state
+        self._module_shards, self._load_module_shards = module_shards, load_module_shards
+        self._collecting: dict[str, Any] = {"module_state": module_state, "optimizer_state": optimizer_state}
         self._loading: dict[str, Any] = {
-            "module_state": module_state,
+            "module_state": module_shards,  # for names and shapes, which shards have as well
             "load_module": load_module,
             "load_optimizer": load_optimizer,
         }
 
-    def save(self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Any] | None) -> None:
-        """Write ``state``, the loss scale and the random states of all ranks. Collective; rank 0 writes."""
+    def save(
+        self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Any] | None, trainable_only: bool = False
+    ) -> None:
+        """Write ``state``, the loss scale and the random states of all ranks.
+
+        Collective. Rank 0 writes, or every rank its shards if that is the format.
+        """
         asked = f"fabric.save({str(path)!r}, ...)"
+        shards = self._io if isinstance(self._io, ShardedCheckpoint) else None
+        collecting = self._collecting
+        if shards is not None:
+            # It looks itself at what became of objects, once it has taken the DTensors out.
+            collecting = {"module_state": self._module_shards, "check_content": lambda place, content: None}
 
         def gather() -> dict[str, Any]:
-            return collect(state, module_state=self._module_state, optimizer_state=self._optimizer_state, filter=filter)
+            return collect(state, filter=filter, trainable_only=trainable_only, **collecting)
 
-        entries = self._together(asked, gather)
+        entries = together(self._communicator, asked, gather)
         metadata = {
             "world_size": self._communicator.size,
             "rng": self._communicator.gather_objects(rng_state()),
@@ -72,26 +101,23 @@ class JobCheckpoint:
             if self._communicator.rank == 0:
                 self._io.save(with_metadata(entries, metadata), path)
 
-        self._together(asked, write)
+        if shards is not None:
+            shards.save(with_metadata(entries, metadata), path, self._communicator)
+        else:
+            together(self._communicator, asked, write)
 
     def load(self, path: Path, state: MutableMapping[str, Any] | None, strict: bool, rng: bool) -> dict[str, Any]:
         """Restore ``state``, the loss scale and this rank's random state. Collective; every rank reads.
 
         Returns:
-            The entries that ``state`` did not name.
+            The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
         asked = f"fabric.load({str(path)!r}, ...)"
-
-        def read() -> tuple[dict[str, Any], dict[str, Any]]:
-            loaded = self._io.load(path)
-            return loaded, read_metadata(loaded)
-
-        loaded, metadata = self._together(asked, read)
-
-        def restore() -> dict[str, Any]:
-            return apply(loaded, state, strict=strict, **self._loading)
-
-        rest = self._together(asked, restore)
+        io = self._format_of(path)
+        if isinstance(io, ShardedCheckpoint):
+            metadata, rest = self._load_shards(asked, io, path, state, strict)
+        else:
+            metadata, rest = self._load_whole(asked, io, path, state, strict)
         if state is not None:
             self._restore_process(metadata, rng)
         return rest
@@ -99,8 +125,85 @@ class JobCheckpoint:
     def load_raw(self, path: Path, target: Any, strict: bool) -> None:
         """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
         asked = f"fabric.load_raw({str(path)!r}, ...)"
-        loaded = self._together(asked, lambda: self._io.load(path))
-        self._together(asked, lambda: apply_raw(loaded, target, strict=strict, **self._loading))
+        io = self._format_of(path)
+
+        def read() -> dict[str, Any]:
+            if isinstance(io, ShardedCheckpoint) and os.path.isdir(path):
+                raise CheckpointError(
+                    asked,
+                    "it is a folder",
+                    "a file that is the state dict itself; a folder may be a sharded checkpoint, which has entries",
+                    f"fabric.load({str(path)!r}, {{'model': model}}), with the entry that you want",
+                )
+            return FullCheckpoint().load(path) if isinstance(io, ShardedCheckpoint) else io.load(path)
+
+        loaded = together(self._communicator, asked, read)
+        together(self._communicator, asked, lambda: apply_raw(loaded, target, strict=strict, **self._loading))
+
+    def _format_of(self, path: Path) -> CheckpointIO:
+        """The format to read ``path`` in. Collective: rank 0 sees what is there."""
+        if not isinstance(self._io, FullCheckpoint | ShardedCheckpoint):
+            return self._io
+        kind = type(self._io) if not os.path.exists(path) else None
+        kind = kind or (ShardedCheckpoint if os.path.isdir(path) else FullCheckpoint)
+        return self._communicator.broadcast_object(kind, 0)()
+
+    def _load_whole(
+        self, asked: str, io: CheckpointIO, path: Path, state: MutableMapping[str, Any] | None, strict: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        def read() -> tuple[dict[str, Any], dict[str, Any]]:
+            loaded = io.load(path)
+            return loaded, read_metadata(loaded)
+
+        loaded, metadata = together(self._communicator, asked, read)
+        rest = together(self._communicator, asked, lambda: apply(loaded, state, strict=strict, **self._loading))
+        return metadata, rest
+
+    def _load_shards(
+        self, asked: str, io: ShardedCheckpoint, path: Path, state: MutableMapping[str, Any] | None, strict: bool
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        def prepare() -> tuple[Prepared, Prepared]:
+            stored = io.open(path)
+            described = stored.describe()
+            if state is None:
+                return stored.prepare(), stored.prepare({})
+            check(described, state, module_state=self._module_shards, strict=strict)
+            present = {name: value for name, value in state.items() if name in described}
+            modules = {n: self._module_targets(value) for n, value in present.items() if isinstance(value, nn.Module)}
+            others = {n: _targets(value, described[n]) for n, value in present.items() if n not in modules}
+            others |= dict.fromkeys(described.keys() - state.keys() - stored.entries_with_tensors())
+            # What fits was decided above, for all formats in the same words.
+            return stored.prepare(others, strict=False), stored.prepare(modules, strict=False)
+
+        others, modules = together(self._communicator, asked, prepare)
+
+        def read() -> dict[str, Any]:
+            others.copy()
+            filled = False
+
+            def load_module(module: nn.Module, content: dict[str, Any], strict: bool) -> None:
+                nonlocal filled
+                if not filled:
+                    # Not before: an object that refuses its state has left the modules alone.
+                    modules.copy()
+                    filled = True
+                self._load_module_shards(module, content, strict)
+
+            return restore(
+                {**others.content, **modules.content},
+                state,
+                load_module=load_module,
+                strict=strict,
+                is_mapped=False,
+            )
+
+        return read_metadata(others.content), together(self._communicator, asked, read)
+
+    def _module_targets(self, module: nn.Module) -> dict[str, Any]:
+        return {
+            name: None if isinstance(value, Tensor) and is_lazy(value) else value
+            for name, value in self._module_shards(module).items()
+        }
 
     def _restore_process(self, metadata: Mapping[str, Any], rng: bool) -> None:
         if self._scaler is not None and metadata.get("loss_scaler") is not None:
@@ -110,25 +213,21 @@ class JobCheckpoint:
         if rng and len(states) == self._communicator.size:
             set_rng_state(states[self._communicator.rank])
 
-    def _together(self, asked: str, action: Callable[[], T]) -> T:
-        """Run ``action`` on every rank; when it raises on one, raise on all of them."""
-        error: Exception | None = None
-        result: Any = None
-        try:
-            result = action()
-        except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows of it
-            error = caught
-        if self._communicator.size > 1:
-            texts = self._communicator.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
-            failed = {rank: text for rank, text in enumerate(texts) if text is not None}
-            if failed and error is None:
-                rank, text = next(iter(failed.items()))
-                raise CheckpointError(
-                    f"{asked} on rank {self._communicator.rank}",
-                    f"it failed on rank {rank} of {self._communicator.size}: {text}",
-                    "a call that succeeds on every rank",
-                    f"see the error of rank {rank}",
-                )
-        if error is not None:
-            raise error
-        return result
+
+def _targets(value: Any, described: Any) -> Any:
+    """Where to read an entry that is no module: new tensors, spread as an optimizer's parameters are."""
+    if not isinstance(value, Optimizer):
+        return described
+    parameters = [parameter.detach() for group in value.param_groups for parameter in group["params"]]
+    numbers = [number for group in described["param_groups"] for number in group["params"]]
+    state = dict(described["state"])
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in state:
+            state[number] = {
+                # What has another shape, such as a number of steps, is not spread.
+                name: torch.empty_like(parameter, dtype=stored.dtype)
+                if isinstance(stored, Tensor) and stored.is_meta and stored.shape == parameter.shape
+                else stored
+                for name, stored in state[number].items()
+            }
+    return {**described, "state": state}

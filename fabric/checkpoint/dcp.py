@@ -120,7 +120,7 @@ def write_tensors(
         return written, checksums
 
     def finish(written: list[Any]) -> dict[str, int]:
-        if not is_first:
+        if divided is None:
             return {}
         writer.finish(divided[1], [results for results, _ in written])
         checksums[LAYOUT] = checksums.pop(f"{LAYOUT}.tmp")

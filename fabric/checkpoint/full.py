@@ -48,6 +48,7 @@ class FullCheckpoint:
             CheckpointError: ``path`` is a folder or cannot be written; what was there before is untouched.
         """
         _require_checksums(path)
+        _refuse_shards(path)
         with atomic_write(path) as file:
             try:
                 torch.save(dict(state), file)
@@ -110,6 +111,16 @@ def _require_checksums(path: Path) -> None:
             "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed later",
             "torch's default, which writes a checksum for every record",
             "torch.serialization.set_crc32_options(True)",
+        )
+
+
+def _refuse_shards(path: Path) -> None:
+    if holds_checkpoint(path):
+        raise CheckpointError(
+            f"save a checkpoint to {str(path)!r}",
+            "there is a folder with a sharded checkpoint",
+            "the path of a file, new or to be replaced",
+            f"{str(path) + '.pt'!r}, or checkpoint_io=fabric.checkpoint.ShardedCheckpoint() to replace the folder",
         )
 
 

@@ -182,6 +182,10 @@ class Stored:
         tensors = {place: by_name[name] for place, name in self._names.items()}
         return fit_tensors(self._skeleton, self._names, tensors)
 
+    def entries_with_tensors(self) -> set[str]:
+        """The names of the entries that hold tensors."""
+        return {place[0] for place in self._names}
+
     def prepare(self, into: Mapping[str, Any] | None = None, *, strict: bool = True) -> Prepared:
         """Find the targets for what ``into`` names, and compare the checksums of all files that hold it.
 

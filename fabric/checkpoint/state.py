@@ -1,25 +1,33 @@
 """Turning the user's objects into plain state, and back. Knows nothing of files, processes or strategies."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fabric.checkpoint.fit import find_problems, listed
 from fabric.checkpoint.plain import check_plain
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.tree import map_tensors
 
-__all__ = ["FORMAT_VERSION", "METADATA_KEY", "apply", "apply_raw", "collect", "read_metadata", "with_metadata"]
+__all__ = [
+    "FORMAT_VERSION",
+    "METADATA_KEY",
+    "apply",
+    "apply_raw",
+    "check",
+    "collect",
+    "read_metadata",
+    "restore",
+    "with_metadata",
+]
 
 METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
-
-_LISTED = 12  # names given in full before an error only counts the rest
 
 ModuleState = Callable[[nn.Module], Mapping[str, Any]]
 LoadModule = Callable[[nn.Module, dict[str, Any], bool], None]
@@ -44,6 +52,8 @@ def collect(
     module_state: ModuleState,
     optimizer_state: OptimizerState = _state_of,
     filter: Filter | None = None,
+    trainable_only: bool = False,
+    check_content: Callable[[str, Any], None] = check_plain,
 ) -> dict[str, Any]:
     """Turn ``state`` into plain data, entry by entry. No tensor is copied.
 
@@ -56,6 +66,8 @@ def collect(
         module_state: gives the state of a module under the names that the user knows.
         optimizer_state: gives the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
+        trainable_only: leave out the parameters of modules that do not require a gradient.
+        check_content: ``check_content(place, value)`` raises unless what became of an object is plain.
 
     Raises:
         ArgumentTypeError: an entry could not be loaded again without running code; the text names its place in
@@ -75,6 +87,9 @@ def collect(
         content = value
         if isinstance(value, nn.Module):
             content = module_state(value)
+            if trainable_only:
+                frozen = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
+                content = _filtered(name, content, lambda key, _, frozen=frozen: key not in frozen)
         elif isinstance(value, Optimizer):
             content = optimizer_state(value)
         elif _is_stateful(value):
@@ -82,7 +97,7 @@ def collect(
         if name in keep:
             content = _filtered(name, content, keep[name])
         if content is not value:
-            check_plain(f"state[{name!r}]", content)
+            check_content(f"state[{name!r}]", content)
         collected[name] = content
     return collected
 
@@ -115,25 +130,69 @@ def apply(
         CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text), or a newer fabric wrote it.
         ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
     """
+    if state is not None:
+        check(loaded, state, module_state=module_state, strict=strict)
+    return restore(loaded, state, load_module=load_module, load_optimizer=load_optimizer, strict=strict, is_mapped=True)
+
+
+def check(
+    loaded: Mapping[str, Any], state: Mapping[str, Any], *, module_state: ModuleState, strict: bool = True
+) -> None:
+    """Raise unless ``loaded`` can be restored into ``state``, as far as that can be told without changing anything.
+
+    Args:
+        loaded: as for :func:`apply`; meta tensors will do.
+        state: as for :func:`apply`, and so are the others.
+        module_state: names and values of a module.
+        strict: whether what one side lacks is an error.
+
+    Raises:
+        CheckpointError: as for :func:`apply`.
+        ArgumentTypeError: likewise.
+    """
     read_metadata(loaded)
-    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
-    if state is None:
-        return entries
     _check_names(state, "load")
-    asked = f"load a checkpoint into {_names(f'state[{name!r}]' for name in state)}"
+    asked = f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}"
+    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
     _check_targets(asked, state, entries, strict)
-    wanted = {name: value for name, value in state.items() if name in entries}
     _raise_problems(
         asked,
         [
             f"state[{name!r}]: {problem}"
-            for name, value in wanted.items()
-            for problem in _problems(value, entries[name], module_state, strict)
+            for name, value in state.items()
+            if name in entries
+            for problem in find_problems(value, entries[name], module_state, strict)
         ],
     )
+
+
+def restore(
+    loaded: Mapping[str, Any],
+    state: MutableMapping[str, Any] | None,
+    *,
+    load_module: LoadModule,
+    load_optimizer: LoadOptimizer = _load_into,
+    strict: bool,
+    is_mapped: bool,
+) -> dict[str, Any]:
+    """What :func:`apply` does after its checks.
+
+    Args:
+        loaded: as for :func:`apply`, and so are the others.
+        state: names and objects to restore.
+        load_module: puts the content of an entry into a module.
+        load_optimizer: the same for an optimizer.
+        strict: passed to ``load_module``.
+        is_mapped: whether tensors of ``loaded`` may be mapped from a file, and have to be copied to be kept.
+    """
+    read_metadata(loaded)
+    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
+    if state is None:
+        return entries
+    wanted = {name: value for name, value in state.items() if name in entries}
     for name in sorted(wanted, key=lambda name: _turn(wanted[name])):
         if _is_object(wanted[name]):
-            _restore(wanted[name], entries[name], load_module, load_optimizer, strict)
+            _restore(wanted[name], entries[name], load_module, load_optimizer, strict, is_mapped)
         else:
             state[name] = copy.deepcopy(entries[name])
     return {name: content for name, content in entries.items() if name not in state}
@@ -171,17 +230,17 @@ def apply_raw(
             "a module, an optimizer, or an object with these two methods",
             "fabric.load(path, state) for a checkpoint with entries of several kinds",
         )
-    problems = list(_problems(target, loaded, module_state, strict))
+    problems = list(find_problems(target, loaded, module_state, strict))
     holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
     if problems and holds_entries and not isinstance(target, Optimizer):
         raise CheckpointError(
             asked,
-            f"the file is a checkpoint with the entries {_names(map(repr, loaded))}; {problems[0]}",
+            f"the file is a checkpoint with the entries {listed(map(repr, loaded))}; {problems[0]}",
             "a file that is the state dict itself",
             "fabric.load(path, {'model': model}), with the entry that you want",
         )
     _raise_problems(asked, problems)
-    _restore(target, loaded, load_module, load_optimizer, strict)
+    _restore(target, loaded, load_module, load_optimizer, strict, True)
 
 
 def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,12 +294,20 @@ def _turn(value: Any) -> int:
     return 2 if isinstance(value, Optimizer) or not _is_stateful(value) else 0
 
 
-def _restore(target: Any, content: Any, load_module: LoadModule, load_optimizer: LoadOptimizer, strict: bool) -> None:
+def _restore(
+    target: Any,
+    content: Any,
+    load_module: LoadModule,
+    load_optimizer: LoadOptimizer,
+    strict: bool,
+    is_mapped: bool,
+) -> None:
     if isinstance(target, nn.Module):
         load_module(target, content, strict)
     elif isinstance(target, Optimizer):
         load_optimizer(target, content)
-        _detach_from_file(target, content)
+        if is_mapped:
+            _detach_from_file(target, content)
     else:
         target.load_state_dict(copy.deepcopy(content))
 
@@ -295,7 +362,7 @@ def _check_filter(state: Mapping[str, Any], keep: Mapping[str, Any]) -> None:
         asked = f"save a checkpoint with filter={{{name!r}: ...}}"
         if name not in state:
             raise ConfigurationError(
-                asked, "state has no such entry", f"entries of state: {_names(map(repr, state))}", "one of these names"
+                asked, "state has no such entry", f"entries of state: {listed(map(repr, state))}", "one of these names"
             )
         if not callable(function):
             raise ArgumentTypeError(
@@ -348,56 +415,9 @@ def _check_targets(asked: str, state: Mapping[str, Any], entries: Mapping[str, A
     if missing and strict:
         raise CheckpointError(
             asked,
-            f"the file has no {_names(map(repr, missing))}",
-            f"entries of the file: {_names(map(repr, entries))}",
+            f"the file has no {listed(map(repr, missing))}",
+            f"entries of the file: {listed(map(repr, entries))}",
             "a state with these names, or strict=False to leave the others as they are",
-        )
-
-
-def _problems(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
-    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
-    if isinstance(target, nn.Module | Optimizer) and not isinstance(content, Mapping):
-        yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
-    elif isinstance(target, nn.Module):
-        yield from _module_problems(module_state(target), content, strict)
-    elif isinstance(target, Optimizer):
-        yield from _optimizer_problems(target, content)
-
-
-def _module_problems(expected: Mapping[str, Any], content: Mapping[str, Any], strict: bool) -> Iterator[str]:
-    missing = [name for name in expected if name not in content]
-    unexpected = [name for name in content if name not in expected]
-    for prefix in ("module.", "_orig_mod."):
-        if missing and prefix + missing[0] in content:
-            yield f"the names in the file begin with {prefix!r}: remove that from each name first"
-    if strict and missing:
-        yield f"not in the file: {_names(missing)}"
-    if strict and unexpected:
-        yield f"only in the file: {_names(unexpected)}"
-    shapes = [
-        f"{name} is {tuple(content[name].shape)} in the file and {tuple(value.shape)} in the module"
-        for name, value in expected.items()
-        if _has_shape(value) and _has_shape(content.get(name)) and value.shape != content[name].shape
-    ]
-    if shapes:
-        yield f"other shapes: {_names(shapes)}"
-
-
-def _has_shape(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not is_lazy(value)
-
-
-def _optimizer_problems(optimizer: Optimizer, content: Mapping[str, Any]) -> Iterator[str]:
-    if "state" not in content or "param_groups" not in content:
-        yield f"the file has {_names(map(repr, content))} where an optimizer's 'state' and 'param_groups' have to be"
-        return
-    saved, present = (
-        [len(group["params"]) for group in groups] for groups in (content["param_groups"], optimizer.param_groups)
-    )
-    if saved != present:
-        yield (
-            f"the groups of the {type(optimizer).__name__} hold {_names(map(str, present))} parameters, "
-            f"those of the file {_names(map(str, saved))}"
         )
 
 
@@ -409,9 +429,3 @@ def _raise_problems(asked: str, problems: list[str]) -> None:
             "a checkpoint of the same modules and optimizers",
             "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
         )
-
-
-def _names(names: Any) -> str:
-    listed = list(names)
-    rest = len(listed) - _LISTED
-    return ", ".join([*listed[:_LISTED], *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"

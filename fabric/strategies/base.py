@@ -59,6 +59,8 @@ class Strategy(ABC):
     """Whether one process drives all devices of its node."""
     shards_modules: ClassVar[bool] = False
     """Whether the parameters of a prepared module are spread over ranks."""
+    saves_shards: bool = False
+    """Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen."""
 
     process_group_backend: str | None = None
     timeout: timedelta = DEFAULT_TIMEOUT
@@ -245,6 +247,17 @@ class Strategy(ABC):
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`get_optimizer_state_dict` returned, under this strategy or another."""
         optimizer.load_state_dict(dict(state_dict))
+
+    def get_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        """As :meth:`get_module_state_dict`, with DTensors for what is spread over ranks; never a collective.
+
+        The tensors are those of the module, not copies: what is written into them is in the module.
+        """
+        return self.get_module_state_dict(module)
+
+    def load_module_shards(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what :meth:`get_module_shards` returned, spread over the same ranks; never a collective."""
+        self.load_module_state_dict(module, state_dict, strict)
 
     def optimizer_step(
         self,

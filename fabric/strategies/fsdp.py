@@ -34,6 +34,7 @@ from fabric.strategies.fsdp_options import (
     parse_cpu_offload,
     parse_mixed_precision,
     parse_sharding_strategy,
+    parse_state_dict_type,
     policy_of_precision,
 )
 from fabric.strategies.materialise import Nursery, has_meta
@@ -79,6 +80,8 @@ class FSDPStrategy(ParallelStrategy):
         sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each unit,
             ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` shards as the first within each
             row of ``device_mesh`` and has replicas over its columns.
+        state_dict_type: what ``save`` writes: ``"sharded"``, a folder into which each rank writes its shards, or
+            ``"full"``, one file, for which rank 0 gathers the whole. ``checkpoint_io`` wins. Every strategy loads both.
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
@@ -108,6 +111,7 @@ class FSDPStrategy(ParallelStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | Callable[..., object] | None = None,
         auto_wrap_policy: WrapPolicy = None,
         sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: str = "sharded",
         device_mesh: "tuple[int, ...] | DeviceMesh | None" = None,
         start_method: str = "popen",
         num_nodes: int = 1,
@@ -132,6 +136,8 @@ class FSDPStrategy(ParallelStrategy):
         self.activation_checkpointing = activation_checkpointing
         self.auto_wrap_policy = check_wrap_policy(auto_wrap_policy)
         self.sharding_strategy = parse_sharding_strategy(sharding_strategy)
+        self.state_dict_type = parse_state_dict_type(state_dict_type)
+        self.saves_shards = self.state_dict_type == "sharded"
         self.device_mesh = check_device_mesh(device_mesh, self.sharding_strategy)
         self.fsdp_kwargs = fsdp_kwargs
         self._forget()
@@ -257,6 +263,14 @@ class FSDPStrategy(ParallelStrategy):
 
         options = StateDictOptions(full_state_dict=True, strict=strict)
         set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
+
+    @override
+    def get_module_shards(self, module: nn.Module) -> dict[str, Any]:
+        return uncompiled(module).state_dict()
+
+    @override
+    def load_module_shards(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        uncompiled(module).load_state_dict(state_dict, strict=strict)
 
     @override
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -23,6 +23,7 @@ __all__ = [
     "parse_cpu_offload",
     "parse_mixed_precision",
     "parse_sharding_strategy",
+    "parse_state_dict_type",
     "policy_of_precision",
 ]
 
@@ -46,6 +47,22 @@ def parse_sharding_strategy(value: Any) -> str:
         "replicas without shards are what DDP does" if name == "NO_SHARD" else "there is no such sharding strategy",
         ", ".join(map(repr, SHARDING_STRATEGIES)),
         'Fabric(strategy="ddp")' if name == "NO_SHARD" else 'FSDPStrategy(sharding_strategy="FULL_SHARD")',
+    )
+
+
+def parse_state_dict_type(value: Any) -> str:
+    """``"sharded"`` or ``"full"``.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    if value in ("sharded", "full"):
+        return value
+    raise ConfigurationError(
+        f"FSDPStrategy(state_dict_type={value!r})",
+        "there is no such kind of checkpoint",
+        "'sharded', a folder that all ranks write, or 'full', one file that rank 0 writes",
+        'FSDPStrategy(state_dict_type="full")',
     )
 
 
