@@ -17,7 +17,7 @@ from fabric._compat import default_store
 from fabric._plan import resolve
 from fabric.communicators import Announcement, CheckedCommunicator, Ledger, ProcessGroupCommunicator, Reduce
 from fabric.communicators._calls import Call, difference
-from fabric.errors import CollectiveMismatchError, ConfigurationError
+from fabric.errors import CollectiveMismatchError, ConfigurationError, RankFailedError
 from tests.ranks import outcome, run_in_ranks
 from tests.test_communicators import every_collective
 
@@ -151,8 +151,9 @@ def test_a_rank_that_only_computes_is_named_at_the_timeout():
         waiting.meet("job", (0, 1), call())
     assert caught.value.valid
     assert caught.value.instead
-    with pytest.raises(CollectiveMismatchError, match="no further collectives"):
+    with pytest.raises(CollectiveMismatchError, match="no further collectives") as again:
         waiting.meet("job", (0, 1), call())
+    assert again.value.__cause__ is caught.value
 
 
 KILLED = """
@@ -300,14 +301,26 @@ def test_every_kind_of_mismatch_raises_on_every_rank_within_a_second():
 def disagree(fabric):
     if fabric.global_rank == 0:
         return outcome(lambda: fabric.all_reduce({"loss": torch.ones(2)}, reduce_op="sum"))
-    return outcome(lambda: fabric.all_reduce({"loss": torch.ones(3)}, reduce_op="sum"))
+    return outcome(lambda: fabric.all_reduce({"acc": torch.ones(2)}, reduce_op="sum"))
 
 
-def test_the_error_names_both_calls_by_file_and_line():
-    first = disagree.__code__.co_firstlineno
+def test_the_error_names_what_the_user_passed_by_file_and_line():
+    line = disagree.__code__.co_firstlineno + 2
     for text in run_in_ranks(disagree, check_collectives=True):
-        assert re.search(rf"rank 0: all_reduce.* at .*test_checked.py:{first + 2}\n", text), text
-        assert re.search(rf"rank 1: all_reduce.* at .*test_checked.py:{first + 3}\n", text), text
+        assert re.search(rf"rank 0: all_reduce\(.*'loss'.*\) at .*test_checked.py:{line}\n", text), text
+        assert re.search(rf"rank 1: all_reduce\(.*'acc'.*\) at .*test_checked.py:{line + 1}\n", text), text
+
+
+def fail_before_the_others(fabric):
+    if fabric.global_rank == 1:
+        raise ValueError("bad batch")
+    fabric.barrier()
+
+
+def test_a_rank_that_raises_is_told_as_the_cause_and_not_those_that_missed_it():
+    with pytest.raises(RankFailedError, match="ValueError: bad batch") as caught:
+        run_in_ranks(fail_before_the_others, ranks=3, check_collectives=True)
+    assert caught.value.rank == 1
 
 
 def leave_early(fabric):

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fabric.errors import ArgumentTypeError, ConfigurationError, MissingDependencyError
+from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec, is_interactive, is_notebook, notebook_start_method
 from fabric.launchers._failures import is_consequence
 from fabric.launchers._transport import pack_call
@@ -121,6 +121,7 @@ def raised(error, during=None):
     ("error", "expected"),
     [
         (ConnectionResetError("x"), True),
+        (CollectiveMismatchError("barrier()", "rank 1 does not come"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"), True),
         (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), True),
         (ValueError("timeout has to be positive"), False),

@@ -48,12 +48,12 @@ def difference(calls: Mapping[int, Call]) -> str:
         values = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
         if len(set(values.values())) > 1:
             lines.append(f"{name}: {_by_value(values)}")
-            if name == "operation":  # what other operations are given says nothing more
-                return lines[0]
+    if lines and lines[0].startswith("operation"):  # what other operations are given says nothing more
+        return lines[0]
     told = {rank: call.data for rank, call in calls.items() if call.data}
-    if len(set(told.values())) > 1:
-        lines.insert(0, f"data: {_by_value(_around_the_difference(told))}")
-    return "\n    ".join(lines)
+    if len(set(told.values())) > 1:  # and what the user passes says more than the buffers that it became
+        return f"data: {_by_value(_around_the_difference(told))}"
+    return "; ".join(lines)
 
 
 def table(lines: Mapping[int, object]) -> str:

@@ -110,6 +110,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._own = _Entry()
         self._latest: _Place | None = None
+        self._error: CollectiveMismatchError | None = None
         self._present: set[int] = set()
         store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
         self._write(self._own)
@@ -151,23 +152,25 @@ class Ledger:
 
     def _wait(self, place: _Place, count: int, call: Call) -> None:
         started, pause = time.monotonic(), _FIRST_PAUSE
-        search = started + _SEARCH_EVERY
+        search, gave_up = started + _SEARCH_EVERY, list[int]()
         while True:
             entries = self._read(place.members)
             calls = _calls(entries, place.group, count)
             if any(other != place.call for other in calls.values()) and difference(calls):
                 self._disagree(place, count, call)
             missing = [r for r, entry in entries.items() if entry.count(place.group) < count]
-            gave_up = [r for r in calls if entries[r].left]
+            # Twice the same: entries are read one by one, and what made a rank give up may only show the second time.
+            gave_up, before = [r for r in calls if entries[r].left], gave_up
+            lost = gave_up and before
             now = time.monotonic()
-            if gave_up or (missing and now > search):
+            if lost or (missing and now > search):
                 self._search(call, place, count, missing)
                 search = now + _SEARCH_EVERY
-            if gave_up:
+            if lost:
                 self._stop(call, f"rank {gave_up[0]} gave up: {entries[gave_up[0]].left}", _COME, _LOOK)
-            if not missing:
+            if not missing and not gave_up:
                 return
-            if now - started > self._timeout:
+            if missing and now - started > self._timeout:
                 self._stop(call, self._late(missing), _COME, _LOOK)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -230,7 +233,8 @@ class Ledger:
     def _stop(self, call: Call, wrong: str, valid: str, instead: str) -> NoReturn:
         """Raise, and make no further calls: the ranks are out of step from here on."""
         self.leave(f"it raised CollectiveMismatchError: {wrong.splitlines()[0].rstrip(':')}")
-        raise CollectiveMismatchError(f"{call} (rank {self.rank} of {self.size})", wrong, valid, instead)
+        self._error = CollectiveMismatchError(f"{call} (rank {self.rank} of {self.size})", wrong, valid, instead)
+        raise self._error
 
     def _refuse(self, call: Call) -> NoReturn:
         raise CollectiveMismatchError(
@@ -238,7 +242,7 @@ class Ledger:
             f"this rank makes no further collectives: {self._own.left}",
             "collectives before the first error and before teardown()",
             "see the first CollectiveMismatchError; the job has to start again after it",
-        )
+        ) from self._error
 
     def _ended(self, rank: int) -> str:
         """The process of a rank of this node if it has ended, as text; empty if it lives or cannot be seen."""

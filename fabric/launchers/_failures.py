@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fabric.errors import CollectiveMismatchError
+
 __all__ = ["Failure", "FailureRecorder", "RunDirectory", "is_consequence"]
 
 # How gloo, the stores and NCCL word it when another process has gone; they raise a plain RuntimeError.
@@ -139,9 +141,9 @@ class FailureRecorder:
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether an error began as a lost connection or a timeout, which another rank's failure usually causes."""
+    """Whether an error began as a lost connection, a timeout or a missing rank: usually another rank's failure."""
     *_, origin = _chain(error)
-    if isinstance(origin, (ConnectionError, TimeoutError)):
+    if isinstance(origin, (ConnectionError, TimeoutError, CollectiveMismatchError)):
         return True
     # Without torch.distributed in the process, none of its errors can be here.
     distributed = sys.modules.get("torch.distributed")

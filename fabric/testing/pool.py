@@ -35,6 +35,8 @@ __all__ = ["RankPool"]
 # Seconds: for a crew to connect; for the other ranks to answer once one has failed; for a process to leave or be
 # reaped; for a rank that hangs to write where it does.
 _START, _COLLECT, _LEAVE, _STACK = 120.0, 0.15, 5.0, 0.5
+# In the innermost frame of a rank that waits for others; the second is checked mode.
+_WHERE_RANKS_WAIT = (os.path.join("torch", "distributed", ""), os.path.join("fabric", "communicators", ""))
 
 
 class RankPool:
@@ -195,7 +197,8 @@ class _Crew:
     def _stuck(self, member: Member, limit: float) -> Report:
         stack = self._stack(member)
         # The innermost frame comes first.
-        waits = f"{os.sep}torch{os.sep}distributed{os.sep}" in stack.partition("\n")[2].partition("\n")[0]
+        innermost = stack.partition("\n")[2].partition("\n")[0]
+        waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
         return Report(
             rank=member.rank,
             did=f"did not return within {limit:g} s",
