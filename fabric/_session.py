@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._compat import uncompiled
+from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
-from fabric.collectives import all_gather, all_gather_ragged, all_reduce, parse_reduce_op
+from fabric.collectives import all_reduce, parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
@@ -23,7 +24,6 @@ from fabric.forward_guard import ForwardGuard
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
-from fabric.tree import flatten, unflatten
 from fabric.world import World
 
 __all__ = ["Session", "prepared_module"]
@@ -142,28 +142,7 @@ class Session:
 
     def gather_round(self, data: Any) -> Any:
         """What all processes computed from the round that the current loop is in; see ``Fabric.gather_for_metrics``."""
-        communicator = self.runtime.communicator
-        leaves, structure = flatten(data)
-        whole = self._current_round(communicator.size)
-        whole.check(leaves, structure)
-        gather = all_gather_ragged if whole.kind == "batches" else all_gather
-        gathered = gather(communicator, leaves)
-        arranged = [
-            whole.arranged(parts) if isinstance(leaf, Tensor) else leaf
-            for leaf, parts in zip(leaves, gathered, strict=True)
-        ]
-        return unflatten(structure, arranged)
-
-    def _current_round(self, size: int) -> WholeRound:
-        asked, valid = "fabric.gather_for_metrics(...)", "the body of a loop over a loader that fabric deals"
-        if not self._underway:
-            instead = "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
-            raise UsageError(asked, "no loop over a set-up loader is going on", valid, instead)
-        whole = self._underway[-1]()
-        if whole.num_replicas != size:
-            wrong = f"this loader gives each of {size} processes all of the data, or what you dealt yourself"
-            raise UsageError(asked, wrong, valid, "the values as they are; or fabric.all_gather(x, concat=True)")
-        return whole
+        return gather_round(self.runtime.communicator, self._underway, data)
 
     def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""

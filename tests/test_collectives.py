@@ -368,6 +368,20 @@ def test_changing_one_result_leaves_the_graph_of_another_alone():
     assert (a.grad.tolist(), b.grad.tolist()) == ([2.0, 2.0], [3.0, 3.0])
 
 
+def test_results_without_dimensions_are_apart_though_they_were_stacked():
+    w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0)
+    first, second = all_reduce(local(), {"a": x, "b": torch.tensor(4.0)}, Reduce.SUM).values()
+    loss = w * first
+    second.mul_(10)
+    loss.backward()
+    assert (w.grad.item(), first.item(), second.item()) == (3.0, 3.0, 40.0)
+    reduced = all_reduce(local(), [w, x], Reduce.SUM)
+    assert [one.requires_grad for one in reduced] == [True, False]
+    gathered = all_gather(local(), [x, torch.tensor(5.0)])
+    assert [one.tolist() for one in gathered] == [[3.0], [5.0]]
+    assert all(one.is_contiguous() for one in gathered)
+
+
 def test_conjugate_and_negative_views_are_resolved():
     z = torch.tensor([1 + 2j, 3 - 1j])
     assert all_reduce(local(), z.conj(), Reduce.SUM).tolist() == [1 - 2j, 3 + 1j]

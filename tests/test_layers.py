@@ -16,7 +16,7 @@ LAYERS = [
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["collectives", "scaling", "clipping", "data", "deferred"],
-    ["runtime"],
+    ["runtime", "_evaluation"],
     ["strategies", "checkpoint", "loggers"],
     ["_names"],
     ["_plan"],

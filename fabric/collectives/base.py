@@ -93,9 +93,9 @@ class Parcel:
     dtype: torch.dtype
     rows: int | None = None
     tensors: list[Tensor] = field(default_factory=list)
-    places: Sequence[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
-    number_places: Sequence[int] = field(default_factory=list)
+    number_places: list[int] = field(default_factory=list)
     stacked: Tensor | None = None
 
     def requires_grad(self) -> bool:
@@ -169,14 +169,14 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, foreign:
     if kinds == {Tensor} and (parcel := _stack(leaves)) is not None:
         return [parcel]
     if kinds == {float} and numbers:
-        return [Parcel(torch.float64, numbers=leaves[:], number_places=range(len(leaves)))]
+        return [Parcel(torch.float64, numbers=leaves[:], number_places=list(range(len(leaves))))]
     parcels: dict[torch.dtype, Parcel] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             check_tensor(leaf, structure, place)
             parcel = parcels.setdefault(leaf.dtype, Parcel(leaf.dtype))
             parcel.tensors.append(leaf)
-            parcel.places.append(place)  # pyright: ignore[reportAttributeAccessIssue] - a list until it is full
+            parcel.places.append(place)
         elif (found := as_number(leaf)) is not None:
             if numbers:
                 number, dtype = found
@@ -184,7 +184,7 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, foreign:
                     _refuse_number(number, leaf_paths(structure)[place])
                 parcel = parcels.setdefault(dtype, Parcel(dtype))
                 parcel.numbers.append(number)
-                parcel.number_places.append(place)  # pyright: ignore[reportAttributeAccessIssue] - as above
+                parcel.number_places.append(place)
         elif not foreign and _is_foreign(leaf):
             _refuse_foreign(leaf, leaf_paths(structure)[place])
     return list(parcels.values())
@@ -248,7 +248,7 @@ def _stack(tensors: list[Tensor]) -> Parcel | None:
         return None
     if stacked.layout is not torch.strided or stacked.is_meta:
         return None
-    return Parcel(stacked.dtype, tensors=tensors[:], places=range(len(tensors)), stacked=stacked)
+    return Parcel(stacked.dtype, tensors=tensors[:], places=list(range(len(tensors))), stacked=stacked)
 
 
 def as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
