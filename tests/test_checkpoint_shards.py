@@ -250,6 +250,7 @@ def refusals(fabric: Fabric, folder: Path) -> tuple[dict[str, str], bool]:
         "raw": outcome(lambda: fabric.load_raw(folder / "wide", wide)),
         "other folder": outcome(lambda: fabric.load(folder / "others", {"model": wide})),
         "raw other folder": outcome(lambda: fabric.load_raw(folder / "others", wide)),
+        "two saves": outcome(lambda: fabric.load(folder / ("wide" if first else "fits"), {"model": wide})),
         "missing": outcome(lambda: fabric.load(folder / "widf", {"model": wide})),
         "onto a file": outcome(lambda: fabric.save(folder / "file.pt", {"model": wide})),
     }
@@ -268,6 +269,7 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_leaves_the_module_as_it_
         assert "fabric.load(" in texts["raw"]
         assert "without a manifest.json" in texts["other folder"]
         assert "'model': model" in texts["raw other folder"]
+        assert "the data of another save" in texts["two saves"]
         assert str(tmp_path / "wide") in texts["missing"]
         assert "there is a file of that name" in texts["onto a file"]
     assert (tmp_path / "file.pt").is_file()

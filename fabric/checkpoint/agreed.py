@@ -162,8 +162,9 @@ class JobCheckpoint:
     def _load_shards(
         self, asked: str, io: ShardedCheckpoint, path: Path, state: MutableMapping[str, Any] | None, strict: bool
     ) -> tuple[dict[str, Any], dict[str, Any]]:
+        stored = io.open(path, self._communicator)
+
         def prepare() -> tuple[Prepared, Prepared]:
-            stored = io.open(path)
             described = stored.describe()
             if state is None:
                 return stored.prepare(), stored.prepare({})

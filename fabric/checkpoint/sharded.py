@@ -113,17 +113,24 @@ class ShardedCheckpoint:
         """
         communicator = communicator or _alone()
         asked = _asked(path)
-        prepared = together(communicator, asked, lambda: self.open(path).prepare(into, strict=strict))
+        stored = self.open(path, communicator)
+        prepared = together(communicator, asked, lambda: stored.prepare(into, strict=strict))
         together(communicator, asked, lambda: prepared.copy(progress))
         return prepared.content
 
-    def open(self, path: Path) -> "Stored":
-        """What the folder ``path`` holds, without its tensors. Not a collective.
+    def open(self, path: Path, communicator: Communicator | None = None) -> "Stored":
+        """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
-            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
+            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at; or ranks found the data
+                of different saves.
         """
-        return _open(_asked(path), path)
+        asked = _asked(path)
+        communicator = communicator or _alone()
+        stored = together(communicator, asked, lambda: _open(asked, path))
+        first = communicator.broadcast_object(stored.folder.name, 0)
+        together(communicator, asked, lambda: _check_same_save(asked, stored, first, communicator.rank))
+        return stored
 
     def describe(self, path: Path) -> dict[str, Any]:
         """What :meth:`load` would return, with a meta tensor of the right shape and dtype for each tensor.
@@ -166,10 +173,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Stored:
-    """A checkpoint whose tensors have not been read."""
+    """A checkpoint whose tensors have not been read.
 
+    Attributes:
+        folder: the sub-folder with its data, of a name that no other save has.
+    """
+
+    folder: Path
     _asked: str
-    _folder: Path
     _checksums: Mapping[str, int]
     _skeleton: dict[str, Any]
     _names: dict[Place, str]
@@ -198,9 +209,9 @@ class Stored:
         """
         tensors = self._targets(into, strict)
         rounds = _rounds(self._names, tensors)
-        readings = [plan_reading(self._asked, targets, self._folder, self._layout) for targets in rounds]
+        readings = [plan_reading(self._asked, targets, self.folder, self._layout) for targets in rounds]
         files = {name for reading in readings for name in reading.files} - self._intact
-        check_files(self._asked, self._folder, sorted(files), self._checksums)
+        check_files(self._asked, self.folder, sorted(files), self._checksums)
         self._intact.update(files)
         content = {
             name: fit_tensors(content, self._names, tensors, (name,))
@@ -277,6 +288,16 @@ def _check_agreement(asked: str, names: Mapping[Place, str], tensors: Mapping[Pl
         )
 
 
+def _check_same_save(asked: str, stored: Stored, first: str, rank: int) -> None:
+    if stored.folder.name != first:
+        raise CheckpointError(
+            asked,
+            f"rank {rank} found the data of another save than rank 0: {stored.folder.name} and {first}",
+            "one folder for all ranks, into which nobody saves meanwhile",
+            "the same path on every rank, and the same again if a save may have been under way",
+        )
+
+
 def _firsts(names: Mapping[Place, str]) -> list[Place]:
     """One place for each name."""
     return list({name: place for place, name in reversed(list(names.items()))}.values())[::-1]
@@ -293,7 +314,7 @@ def _open(asked: str, path: Path) -> Stored:
         and isinstance(names, dict)
         and layout.state_dict_metadata.keys() >= {*names.values()}
     ):
-        return Stored(asked, manifest.data, manifest.checksums, skeleton, names, layout)
+        return Stored(manifest.data, asked, manifest.checksums, skeleton, names, layout)
     raise CheckpointError(
         asked,
         f"its {_SKELETON} and its {LAYOUT} are not of one save",
