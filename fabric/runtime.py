@@ -75,22 +75,25 @@ class Runtime:
             )
         return self._communicator
 
-    def start(self) -> None:
+    def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
         """Take the device and meet the other processes.
 
         Collective when the processes of the job talk: returns once all are there.
+
+        Args:
+            communicator: how this rank talks to the others, from a caller that has connected them.
+            store: where they leave values for each other, likewise.
         """
         self.accelerator.activate(self.device)
-        if not self._connected:
+        if communicator is not None:
+            self._communicator, self._store = communicator, store
+        elif not self._connected:
             self._communicator = LocalCommunicator(self.device)
             return
-        if dist.is_initialized():
-            self._check_group()
-            self._store = self._own_keys(default_store())
         else:
             self._store = self._connect()
-        self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
-        if self._checks and self.world.world_size > 1:
+            self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
+        if self._checks and self._store is not None and self.world.world_size > 1:
             store = dist.PrefixStore("checks", self._store)
             ledger = Ledger(store, self.world.rank, self.world.world_size, self._timeout)
             self._communicator = CheckedCommunicator(self._communicator, ledger)
@@ -170,6 +173,9 @@ class Runtime:
         return self._store.get(key)
 
     def _connect(self) -> dist.Store:
+        if dist.is_initialized():
+            self._check_group()
+            return self._own_keys(default_store())
         world = self.world
         backend = self._backend or self.accelerator.default_backend
         store = self._own_keys(self._find_store())

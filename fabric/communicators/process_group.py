@@ -16,7 +16,7 @@ from fabric._compat import all_gather_into, reduce_scatter_into
 from fabric.communicators.base import Communicator, Reduce
 from fabric.errors import ArgumentTypeError, UsageError
 
-__all__ = ["ProcessGroupCommunicator"]
+__all__ = ["ProcessGroupCommunicator", "pickled", "unpickled"]
 
 _OPS = {
     Reduce.MEAN: dist.ReduceOp.SUM,
@@ -128,15 +128,15 @@ class ProcessGroupCommunicator(Communicator):
     @override
     def broadcast_object(self, value: Any, src: int) -> Any:
         self.check_src(src)
-        box = [_pickled(value) if self.rank == src else None]
+        box = [pickled(value) if self.rank == src else None]
         dist.broadcast_object_list(box, group_src=src, group=self._group, device=self.device)
-        return _unpickled(box[0], src)
+        return unpickled(box[0], src)
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, _pickled(value), group=self._group)
-        return [_unpickled(value, rank) for rank, value in enumerate(values)]
+        dist.all_gather_object(values, pickled(value), group=self._group)
+        return [unpickled(value, rank) for rank, value in enumerate(values)]
 
     @override
     def new_group(self, ranks: Sequence[int]) -> "ProcessGroupCommunicator | None":
@@ -171,7 +171,7 @@ def _next(messages: Counter[int], peer: int) -> int:
     return number
 
 
-def _pickled(value: Any) -> bytes | str:
+def pickled(value: Any) -> bytes | str:
     """The pickle of a value, or the text of what went wrong, so that a failure on one rank reaches all of them."""
     try:
         return pickle.dumps(value)
@@ -179,7 +179,8 @@ def _pickled(value: Any) -> bytes | str:
         return f"{type(value).__name__} does not pickle: {type(error).__name__}: {error}"
 
 
-def _unpickled(received: Any, src: int) -> Any:
+def unpickled(received: Any, src: int) -> Any:
+    """The value that :func:`pickled` packed on rank ``src``, or an ArgumentTypeError of what went wrong there."""
     if isinstance(received, bytes):
         return pickle.loads(received)  # noqa: S301 - from a rank of this job, as torch does itself
     raise ArgumentTypeError(

@@ -61,13 +61,13 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
     Args:
         values: what each rank passes.
         ragged: tensors as a list by rank, whose lengths along dim 0 may differ.
-        concat: tensors as one, along dim 0.
+        concat: tensors as one, along dim 0; a 0-dim tensor counts as one of length 1.
     """
 
     def collected(own: Any, leaves: list[Any]) -> Any:
         if not isinstance(own, Tensor) or ragged:
             return list(leaves)
-        return torch.cat(leaves) if concat else torch.stack(leaves)
+        return torch.cat([torch.atleast_1d(leaf) for leaf in leaves]) if concat else torch.stack(leaves)
 
     return [_zip(collected, value, values) for value in values]
 

@@ -1,0 +1,292 @@
+"""What every communicator and every strategy has to do, as suites that anybody can run on theirs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fabric.testing.oracles as oracles
+from fabric._fabric import Fabric
+from fabric._session import prepared_module
+from fabric.communicators import Communicator, Reduce
+from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.strategies import Strategy
+from fabric.testing.compare import assert_same
+from fabric.testing.pool import RankPool
+
+__all__ = ["check_communicator", "check_strategy"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.complex64)
+_ORDERED = (Reduce.SUM, Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)
+_BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
+_SHAPES = ((), (3,), (2, 2), (0,))
+
+
+def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> None:
+    """Check that communicators do what :class:`fabric.communicators.Communicator` says.
+
+    Args:
+        run: calls a function with the communicator of each rank, on all ranks, and raises where one of them raises:
+            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks are functions at the
+            top of a module, so that they travel to other processes.
+
+    Raises:
+        AssertionError: a check fails; the text says which, and its cause why.
+    """
+    for check in (
+        _check_ranks,
+        _check_reductions,
+        _check_rows,
+        _check_sending_out,
+        _check_collecting,
+        _check_messages,
+        _check_objects,
+        _check_groups,
+        _check_refusals,
+    ):
+        _apply(check.__doc__, lambda check=check: run(check))
+
+
+def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any) -> None:
+    """Check that a strategy trains as one plain process does, in float64, and that its collectives are exact.
+
+    Args:
+        strategy: its name, or the strategy, which has to pickle.
+        world_size: number of ranks.
+        **options: of :class:`fabric.Fabric`.
+
+    Raises:
+        AssertionError: a check fails; the text says which, and its cause why.
+    """
+    options = {"strategy": strategy, "precision": "64-true", **options}
+    with RankPool(world_size, timeout=120.0, **options) as pool:
+        for check in (_check_strategy_collectives, _check_training, _check_accumulation, _check_state):
+            _apply(check.__doc__, lambda check=check: pool.run(check))
+
+
+def _apply(doc: str | None, action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except Exception as error:
+        raise AssertionError(f"not so: {(doc or '').partition(chr(10))[0]}\n{error}") from error
+
+
+# -- communicators, on each rank --------------------------------------------------------------------------------------
+
+
+def _check_ranks(communicator: Communicator) -> None:
+    """Ranks count from 0 to size - 1, and each is there once."""
+    assert_same(communicator.gather_objects(communicator.rank), list(range(communicator.size)))
+    communicator.barrier("ranks")
+
+
+def _check_reductions(communicator: Communicator) -> None:
+    """A reduction writes the oracle's result into the buffer, and a reduce_scatter returns its own row of it."""
+    for dtype in _DTYPES:
+        ops = [] if dtype.is_complex else list(_ORDERED)
+        ops += [Reduce.MEAN] if dtype.is_floating_point else []
+        ops += [Reduce.SUM] if dtype.is_complex else [] if dtype.is_floating_point else list(_BITWISE)
+        for op in ops:
+            for shape in _SHAPES:
+                values = _values(communicator.size, dtype, shape)
+                buffer = values[communicator.rank].clone()
+                assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
+                assert_same(buffer, oracles.all_reduce(values, op.value)[communicator.rank])
+                rows = _values(communicator.size, dtype, (communicator.size, *shape))
+                own = communicator.reduce_scatter(rows[communicator.rank].clone(), op)
+                assert_same(own, oracles.reduce_scatter(rows, op.value)[communicator.rank])
+
+
+def _check_rows(communicator: Communicator) -> None:
+    """all_gather and all_to_all put rows in the order of ranks, into new tensors."""
+    for dtype in _DTYPES:
+        for shape in _SHAPES:
+            values = _values(communicator.size, dtype, shape)
+            buffer = values[communicator.rank].clone()
+            assert_same(communicator.all_gather(buffer), torch.stack(values))
+            assert_same(buffer, values[communicator.rank])
+            rows = _values(communicator.size, dtype, (communicator.size, *shape))
+            buffer = rows[communicator.rank].clone()
+            assert_same(communicator.all_to_all(buffer), oracles.all_to_all(rows)[communicator.rank])
+            assert_same(buffer, rows[communicator.rank])
+
+
+def _check_sending_out(communicator: Communicator) -> None:
+    """broadcast and scatter hand out what any one rank has, and write it into the buffer."""
+    for src in range(communicator.size):
+        for shape in _SHAPES:
+            values = _values(communicator.size, torch.float32, shape)
+            buffer = values[communicator.rank].clone()
+            assert communicator.broadcast(buffer, src) is buffer, "broadcast returns its buffer"
+            assert_same(buffer, values[src])
+            output = torch.zeros_like(buffer)
+            rows = torch.stack(values) if communicator.rank == src else None
+            assert communicator.scatter(rows, output, src) is output, "scatter returns its output"
+            assert_same(output, values[communicator.rank])
+
+
+def _check_collecting(communicator: Communicator) -> None:
+    """gather collects all rows on one rank, whichever, and nothing elsewhere."""
+    for dst in range(communicator.size):
+        for shape in _SHAPES:
+            values = _values(communicator.size, torch.float32, shape)
+            found = communicator.gather(values[communicator.rank].clone(), dst)
+            assert_same(found, torch.stack(values) if communicator.rank == dst else None)
+
+
+def _check_messages(communicator: Communicator) -> None:
+    """Messages between two ranks arrive in the order in which they were sent."""
+    values = [torch.full((2,), float(number)) for number in range(3)]
+    for src in range(communicator.size):
+        for dst in range(communicator.size):
+            if communicator.rank == src != dst:
+                for value in values:
+                    communicator.send(value, dst)
+            if communicator.rank == dst != src:
+                assert_same([communicator.recv(torch.zeros(2), src) for _ in values], values)
+
+
+def _check_objects(communicator: Communicator) -> None:
+    """Objects travel by value, and one that does not pickle is an error on every rank, which stay in step."""
+    for src in range(communicator.size):
+        own = {"from": communicator.rank, "at": [1, 2.5, "x"]}
+        assert_same(communicator.broadcast_object(own, src), {"from": src, "at": [1, 2.5, "x"]})
+    everything = [(rank, "x" * rank) for rank in range(communicator.size)]
+    assert_same(communicator.gather_objects((communicator.rank, "x" * communicator.rank)), everything)
+    if communicator.size > 1:
+        unpicklable = (number for number in range(2))
+        _raises(ArgumentTypeError, lambda: communicator.broadcast_object(unpicklable, 0))
+        last = communicator.rank == communicator.size - 1
+        _raises(ArgumentTypeError, lambda: communicator.gather_objects(unpicklable if last else 1))
+    communicator.barrier("objects")
+
+
+def _check_groups(communicator: Communicator) -> None:
+    """Groups number their members in ascending order, and each computes for itself."""
+    everyone = list(range(communicator.size))
+    for members in [everyone[::-1], *([rank] for rank in everyone), everyone[::2], everyone[1::2]]:
+        if not members:
+            continue
+        group = communicator.new_group(members)
+        if communicator.rank not in members:
+            assert group is None, "a rank outside gets no group"
+            continue
+        assert group is not None, "a member gets its group"
+        members = sorted(members)
+        assert_same((group.rank, group.size), (members.index(communicator.rank), len(members)))
+        total = group.all_reduce(torch.tensor([communicator.rank]), Reduce.SUM)
+        assert_same(total, torch.tensor([sum(members)]))
+        assert_same(group.broadcast_object(communicator.rank, len(members) - 1), members[-1])
+        group.close()
+        group.close()
+    communicator.barrier("groups")
+
+
+def _check_refusals(communicator: Communicator) -> None:
+    """Ranks that do not exist are refused before anything travels."""
+    beyond, buffer = communicator.size, torch.zeros(1)
+    _raises(ConfigurationError, lambda: communicator.broadcast(buffer, beyond))
+    _raises(ConfigurationError, lambda: communicator.broadcast_object(1, -1))
+    _raises(ConfigurationError, lambda: communicator.scatter(None, buffer, beyond))
+    _raises(ConfigurationError, lambda: communicator.gather(buffer, beyond))
+    _raises(ConfigurationError, lambda: communicator.send(buffer, communicator.rank))
+    _raises(ConfigurationError, lambda: communicator.recv(buffer, communicator.rank))
+    for members in ([], [0, 0], [beyond]):
+        _raises(ConfigurationError, lambda members=members: communicator.new_group(members))
+    communicator.barrier("refusals")
+
+
+# -- strategies, on each rank -----------------------------------------------------------------------------------------
+
+
+def _check_strategy_collectives(fabric: Fabric) -> None:
+    """Collectives over collections agree with their oracles."""
+    values = [{"a": torch.tensor([rank, 5]), "b": [float(rank), rank == 0]} for rank in range(fabric.world_size)]
+    own, rank = values[fabric.global_rank], fabric.global_rank
+    assert_same(fabric.all_reduce(own, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
+    assert_same(fabric.all_gather(own), oracles.all_gather(values)[rank])
+    assert_same(fabric.broadcast(own, src=fabric.world_size - 1), values[-1])
+    assert_same(fabric.strategy.reduce_boolean_decision(rank == 0, all=False), True)
+    assert_same(fabric.strategy.reduce_boolean_decision(rank == 0), fabric.world_size == 1)
+    fabric.barrier("strategy_collectives")
+
+
+def _check_training(fabric: Fabric) -> None:
+    """Three steps on shares of a batch end in the parameters of a plain loop on the whole of it."""
+    model, optimizer = _model()
+    expected = _trained(model, optimizer, _batches(fabric.world_size))
+    prepared, optimizer = fabric.setup(*_model())
+    for batch in _batches(fabric.world_size):
+        optimizer.zero_grad()
+        fabric.backward(_loss(prepared, batch.chunk(fabric.world_size)[fabric.global_rank]))
+        optimizer.step()
+    assert_same(_state(fabric, prepared), expected, rtol=1e-10, atol=1e-12)
+
+
+def _check_accumulation(fabric: Fabric) -> None:
+    """Gradients of two micro-batches, the first without synchronisation, are those of both in one."""
+    model, optimizer = _model()
+    batches = _batches(fabric.world_size)[:2]
+    expected = _trained(model, optimizer, [torch.cat(batches)])
+    prepared, optimizer = fabric.setup(*_model())
+    for index, batch in enumerate(batches):
+        with fabric.no_backward_sync(prepared, enabled=index == 0):
+            own = batch.chunk(fabric.world_size)[fabric.global_rank]
+            fabric.backward(_loss(prepared, own) / len(batches))
+    optimizer.step()
+    assert_same(_state(fabric, prepared), expected, rtol=1e-10, atol=1e-12)
+
+
+def _check_state(fabric: Fabric) -> None:
+    """A module's state has the user's own names and shapes, and can be loaded again."""
+    prepared = fabric.setup_module(_model()[0])
+    before = _state(fabric, prepared)
+    changed = {name: torch.full_like(value, 2.0) for name, value in before.items()}
+    fabric.strategy.load_module_state_dict(prepared_module(prepared), changed)
+    assert_same(_state(fabric, prepared), changed)
+    assert_same(list(before), list(_model()[0].state_dict()))
+
+
+def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def _batches(world_size: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(2 * world_size, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
+
+
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> dict[str, Any]:
+    for batch in batches:
+        optimizer.zero_grad()
+        _loss(model, batch).backward()
+        optimizer.step()
+    return dict(model.state_dict())
+
+
+def _state(fabric: Fabric, model: nn.Module) -> dict[str, Any]:
+    return {
+        name: value.detach().clone()
+        for name, value in fabric.strategy.get_module_state_dict(prepared_module(model)).items()
+    }
+
+
+def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
+    """Small whole numbers, different on every rank, whose sums and products are exact in every dtype."""
+    count = torch.Size(shape).numel()
+    return [((torch.arange(count) + 3 * rank) % 5).reshape(shape).to(dtype) for rank in range(size)]
+
+
+def _raises(kind: type[Exception], action: Callable[[], Any]) -> None:
+    try:
+        action()
+    except kind:
+        return
+    raise AssertionError(f"no {kind.__name__} was raised")
