@@ -194,7 +194,7 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
     keys = sorted(tree) if _STRINGS.issuperset(map(type, tree)) else sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Any]) -> Any:
-        items = dict.fromkeys(tree)  # the order of insertion
+        items = dict(tree)  # for the order of insertion
         items.update(zip(keys, values, strict=True))
         return build(items)
 

@@ -84,6 +84,8 @@ def test_what_has_no_row_for_each_rank_is_refused(leaf: Any) -> None:
     ):
         with pytest.raises(ConfigurationError, match=r"\['x'\] is (of shape|the number).*\n.*\(1, \.\.\.\)") as caught:
             call({"ok": torch.ones(1), "x": leaf})
+        with pytest.raises(ConfigurationError, match=r"\[0\] is the number 0.5; \[1\] is"):
+            call([0.5, 1.0])
         assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
 
 

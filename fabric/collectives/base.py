@@ -86,7 +86,7 @@ class Parcel:
         tensors: the tensors.
         places: where each stands.
         numbers: the Python numbers.
-        number_places: where each stands.
+        number_places: where each stands; empty where they are all leaves that there are.
         stacked: the buffer of 0-dim tensors alone, where they could be stacked; else None.
     """
 
@@ -107,6 +107,8 @@ class Parcel:
         if self.stacked is not None:
             stacked = self.stacked.detach() if detach else self.stacked
             return stacked.to(device, carriers.get(self.dtype, self.dtype))
+        if not self.tensors:
+            return self._number_tensor().to(device, carriers.get(self.dtype, self.dtype))
         leading = () if self.rows is None else (self.rows,)
         parts = [
             (tensor.detach() if detach else tensor).to(device).reshape(*leading, tensor.numel() // prod(leading))
@@ -123,6 +125,9 @@ class Parcel:
             apart = buffer.to(self.tensors[0].device, self.dtype)
             # One after the other in memory, each of shape leading.
             leaves[:] = unbind_apart(apart.t().contiguous() if leading else apart)
+            return
+        if not self.tensors:
+            self.unpack_numbers((buffer.t() if leading else buffer).tolist(), leaves)
             return
         sizes = [tensor.numel() // (self.rows or 1) for tensor in self.tensors]
         if self.numbers:
@@ -169,7 +174,7 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, foreign:
     if kinds == {Tensor} and (parcel := _stack(leaves)) is not None:
         return [parcel]
     if kinds == {float} and numbers:
-        return [Parcel(torch.float64, numbers=leaves[:], number_places=list(range(len(leaves))))]
+        return [Parcel(torch.float64, numbers=leaves[:])]
     parcels: dict[torch.dtype, Parcel] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
@@ -205,7 +210,8 @@ def pack_rows(leaves: list[Any], structure: Structure, size: int, operation: str
             if tensor.dim() == 0 or tensor.shape[0] != size
         ]
         if wrong or parcel.numbers:
-            _refuse_rows(leaves, structure, [*wrong, *parcel.number_places], size, operation)
+            places = parcel.number_places or (range(len(leaves)) if parcel.numbers else ())
+            _refuse_rows(leaves, structure, [*wrong, *places], size, operation)
     return parcels
 
 

@@ -53,7 +53,7 @@ def check_reduction(operation: str, op: Reduce, parcel: Parcel, structure: Struc
     if (refusal := _refusal(op, parcel)) is None:
         return
     place = next((p for p, v in zip(parcel.places, parcel.tensors, strict=True) if v.requires_grad), None)
-    place = min([*parcel.places, *parcel.number_places]) if place is None else place
+    place = min([*parcel.places, *parcel.number_places], default=0) if place is None else place
     leaf = leaf_paths(structure)[place] or "the tensor or number"
     raise ConfigurationError(f"{operation}(..., reduce_op={op.value!r}) of {leaf} ({parcel.dtype})", *refusal)
 
