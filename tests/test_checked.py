@@ -3,6 +3,7 @@
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -154,6 +155,16 @@ def test_a_rank_that_only_computes_is_named_at_the_timeout():
     with pytest.raises(CollectiveMismatchError, match="no further collectives") as again:
         waiting.meet("job", (0, 1), call())
     assert again.value.__cause__ is caught.value
+
+
+def test_a_store_that_is_gone_is_an_error_and_no_wait():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port, server = listener.getsockname()[1], listener.detach()
+    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server)
+    waiting = Ledger(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2, SHORT)
+    del host
+    with pytest.raises(CollectiveMismatchError, match="the store of the job is gone"):
+        waiting.meet("job", (0, 1), call())
 
 
 KILLED = """

@@ -135,7 +135,9 @@ class Ledger:
         try:
             self._wait(place, count, call)
         except dist.DistError as error:
-            self._stop(call, f"the store of the job is gone: {error}", "a store that outlives the calls", _LOOK)
+            self._own = replace(self._own, left="the store of the job is gone")  # nobody can be told
+            wrong = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
+            self._stop(call, wrong, "a process that stays until the last collective of all ranks", _LOOK)
         with self._lock:  # not written: the next call tells it
             self._own = replace(self._own, places=tuple(one for one in self._own.places if one is not place))
         return count
