@@ -20,6 +20,7 @@ __all__ = [
     "foreach_multiply",
     "full_tensor",
     "in_backward",
+    "leave_join",
     "local_tensor",
     "max_over_shards",
     "reduce_scatter_into",
@@ -94,6 +95,19 @@ def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
     torch documents its foreach operations under names with an underscore only.
     """
     torch.ops.aten._foreach_mul_.Tensor(tensors, factor)
+
+
+def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Have a module that was in a ``torch.distributed.algorithms.Join`` train as one that never was.
+
+    torch leaves it switched on: forward passes go on telling joined ranks, of which there are none, and the reducer
+    goes on dividing by the number of ranks that took part in the last of them.
+    """
+    from torch.distributed.algorithms.join import _JoinConfig
+
+    wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+    reducer: Any = wrapper.reducer
+    reducer._set_forward_pass_work_handle(None, True)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

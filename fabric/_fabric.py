@@ -552,6 +552,31 @@ class Fabric:
             return self.strategy.no_backward_sync(prepared[0], enabled)
         return self._running("no_backward_sync").without_sync(prepared, enabled)
 
+    def join(
+        self, module: FabricModule | Sequence[FabricModule], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        """A context for a training loop in which processes may have different numbers of batches, under DDP.
+
+        A process that has run out of batches waits at the end of the block and answers for the others' collectives,
+        with gradients of zero. Afterwards every process has the modules, their optimizers and the loss scale of one
+        that stepped last; schedulers are left as they are. Collective: every process enters it, and leaves it once all
+        are at its end. With one process it does nothing.
+
+        Args:
+            module: the set-up module that is trained, or several, whose forward and backward passes then follow each
+                other in that order for each batch.
+            divide_by_initial_world_size: whether gradients are divided by the number of all processes, so that each
+                batch counts the same, or by the number of those that still have batches.
+
+        Raises:
+            UsageError: a collective of the whole job, or a forward pass without gradients, inside of the block; or a
+                strategy that cannot do it, such as FSDP, whose shards every process has to gather.
+        """
+        modules = [module] if isinstance(module, nn.Module) or not isinstance(module, Sequence) else module
+        instead = "with fabric.join(model): for batch in loader: ..."
+        models = [_checks.check_set_up("join", one, instead) for one in modules]
+        return self._running("join").join(models, divide_by_initial_world_size)
+
     # -- between processes ----------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:

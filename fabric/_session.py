@@ -1,10 +1,11 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -15,12 +16,13 @@ from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
-from fabric.collectives import all_reduce, parse_reduce_op
+from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
 from fabric.forward_guard import ForwardGuard
+from fabric.joining import Turns
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
@@ -134,6 +136,7 @@ class Session:
             name=str(self._loaders_made),
             seed_workers=seed_workers,
             underway=self._underway,
+            began=self.runtime.pace.began if self.strategy.syncs_in_forward else None,
             **share,
         )
         self._loaders_made += 1
@@ -179,6 +182,37 @@ class Session:
             for module in modules:
                 stack.enter_context(self.strategy.no_backward_sync(module, enabled))
             yield
+
+    @contextmanager
+    def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
+        """``Fabric.join``: within, ranks without batches are answered for; afterwards all are in the same state."""
+        context = self.strategy.join([model._fabric_prepared for model in models], divide_by_initial_world_size)
+        if context is None:
+            yield
+            return
+        for watch in self.first_steps:  # ranks no longer step together
+            watch.close()
+        self.first_steps.clear()
+        with self.runtime.pace.apart("fabric.join"), closing(Turns(models, self.runtime.world.rank)) as turns, context:
+            yield
+        self._follow_last(models, turns.rounds)
+
+    def _follow_last(self, models: Sequence[FabricModule], rounds: int) -> None:
+        """Give every rank the optimizers and the loss scale of the one that stepped last, as torch does the modules."""
+        communicator, world = self.runtime.communicator, self.runtime.world
+        last = all_reduce(communicator, rounds * world.world_size + world.rank, parse_reduce_op("max"))
+        source = last % world.world_size
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        stepped: list[Any] = [
+            optimizer
+            for optimizer in self.optimizers
+            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+        ]
+        stepped += [] if self.scaler is None else [self.scaler]
+        states = broadcast(communicator, [each.state_dict() for each in stepped], source, self.runtime.device)
+        if world.rank != source:
+            for each, state in zip(stepped, states, strict=True):
+                each.load_state_dict(state)
 
     def checkpoint(self) -> JobCheckpoint:
         """The way to and from the disk."""
@@ -235,6 +269,12 @@ class Session:
                 stack.callback(self.scaler.close)
             for closed in (*self._guards, *self.first_steps):
                 stack.callback(closed.close)
+            stack.callback(self._leave)
+
+    def _leave(self) -> None:
+        # The rank that hosts the store may have finished and gone.
+        with suppress(dist.DistError):
+            self.runtime.pace.meet()
 
     def _watch_first_steps(self, optimizer: Optimizer) -> None:
         watch = FirstSteps(

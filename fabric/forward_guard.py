@@ -45,6 +45,7 @@ class ForwardGuard:
         self.left_local = False
         """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
         self._frozen: list[tuple[str, nn.Parameter]] = []
+        self._pace = strategy.runtime.pace if strategy.is_distributed else None
         if strategy.is_distributed:
             self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
         self._module, self._prepared, self._strategy, self._rank = module, prepared, strategy, rank
@@ -52,10 +53,17 @@ class ForwardGuard:
             child.register_forward_hook(_DoorHook(self, f"{path}(...)")) for path, child in _callable_parts(module)
         ]
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass has prepared a synchronisation, and no backward pass has come for it yet."""
+        return self._sync_prepared and not self._reached
+
     def entering(self) -> None:
         """Note that a forward pass through the front door, with gradients, is about to begin."""
         if self._frozen and any(parameter.requires_grad for _, parameter in self._frozen):
             self._refuse_unfrozen()
+        if self._pace is not None and self._strategy.backward_syncs(self._prepared):
+            self._pace.step()
 
     def entered(self, output: Any) -> None:
         """Note a forward pass through the front door, with gradients, that returned ``output``."""

@@ -16,6 +16,7 @@ from fabric.communicators import (
     ProcessGroupCommunicator,
 )
 from fabric.errors import ConfigurationError, UsageError
+from fabric.pace import Pace
 from fabric.precision import Precision
 from fabric.world import World
 
@@ -62,6 +63,7 @@ class Runtime:
         self._store: dist.Store | None = None
         self._owns_group = False
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
+        self.pace = Pace(world.rank, world.neighbours, self.post, self.peek)
 
     @property
     def communicator(self) -> Communicator:
@@ -73,6 +75,7 @@ class Runtime:
                 "collectives between launch() and teardown()",
                 "fabric.launch() before the first collective",
             )
+        self.pace.meet()
         return self._communicator
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
@@ -101,7 +104,7 @@ class Runtime:
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """The collectives over a process group of torch, checked where all are; not a collective."""
         inner = ProcessGroupCommunicator(group, self.device, self._timeout)
-        whole = self.communicator
+        whole = self._communicator or self.communicator
         if isinstance(whole, CheckedCommunicator):
             return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
         return inner

@@ -205,6 +205,17 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     assert _compat.unreduced_parameters(model) == []
 
 
+def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
+    wrapper = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    with wrapper.join():
+        wrapper(torch.ones(1, 2)).sum().backward()
+    assert wrapper._join_config.enable
+    _compat.leave_join(wrapper)
+    assert not wrapper._join_config.enable
+    wrapper(torch.ones(1, 2)).sum().backward()
+    assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
+
+
 def test_every_name_has_a_test():
     names = [name for name in _compat.__all__ if name != "OneLevel"]
     with open(__file__) as file:

@@ -6,12 +6,14 @@ is what the user gets back, ``whole`` puts together what all ranks computed from
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.base import Course
+from fabric.data.base import Course, Pass
 from fabric.data.loader import FabricDataLoader
 from fabric.data.order import Agreement, Indices, Share, dealt_by_hand, streams_of
 from fabric.data.rounds import Rounds
@@ -22,6 +24,7 @@ from fabric.seed import Streams, WorkerSeeding
 __all__ = ["FabricDataLoader", "WholeRound", "prepare_dataloader"]
 
 Agree = Callable[[str, bytes], bytes]
+Began = Callable[[str, Pass, int | None], None]
 
 
 def prepare_dataloader(
@@ -36,6 +39,7 @@ def prepare_dataloader(
     name: str = "0",
     seed_workers: bool = True,
     underway: list[Callable[[], WholeRound]] | None = None,
+    began: Began | None = None,
 ) -> FabricDataLoader:
     """Deal a loader's samples to the ranks and move its batches; the user's loader stays as it is.
 
@@ -67,6 +71,8 @@ def prepare_dataloader(
         name: tells the loaders of a job apart in the keys; the same on all ranks, another for each loader.
         seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random states.
         underway: where the iterations that are going on over the loaders of a job are noted.
+        began: is told of each iteration as ``began(key, progress, batches)``: a key that is the same on all ranks, how
+            far it is, and how many batches it has, None when that is not known.
 
     Raises:
         ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -97,7 +103,24 @@ def prepare_dataloader(
         start=start,
         device=device,
         underway=[] if underway is None else underway,
+        began=None if began is None else _telling(began, name, prepared, dealt),
     )
+
+
+def _telling(began: Began, name: str, prepared: DataLoader[Any], dealt: bool) -> Callable[[Pass], None]:
+    numbers = count()
+
+    def tell(current: Pass) -> None:
+        length = None
+        if dealt:  # in complete rounds
+            length = 0
+        elif not isinstance(prepared.dataset, IterableDataset):
+            # Asked of an iterable dataset, torch would warn when there are more.
+            with suppress(TypeError, NotImplementedError):
+                length = len(prepared)
+        began(f"{name}/{next(numbers)}", current, length)
+
+    return tell
 
 
 def _follow_indices(

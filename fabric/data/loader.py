@@ -32,6 +32,7 @@ _OWN = frozenset(
         "_pending",
         "_seen",
         "_underway",
+        "_began",
     ]
 )
 
@@ -78,6 +79,7 @@ class FabricDataLoader:
         start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
         device: torch.device | None,
         underway: list[Callable[[], WholeRound]],
+        began: Callable[[Pass], None] | None = None,
     ) -> None:
         """Called by :func:`~fabric.data.prepare_dataloader`, which decides all of this.
 
@@ -89,6 +91,7 @@ class FabricDataLoader:
             device: where batches go; ``None`` leaves them where they are.
             underway: each iteration that is going on has an entry here, which tells about the round that it is in; the
                 one that handed out a batch last is the last.
+            began: is told of each iteration.
         """
         self.loader, self.original, self._course, self._start = loader, original, course, start
         pinned = bool(getattr(loader, "pin_memory", False))
@@ -102,6 +105,7 @@ class FabricDataLoader:
         self._pending: Position | None = None
         self._seen = _Seen()
         self._underway = underway
+        self._began = began
 
     def __iter__(self) -> Iterator[Any]:
         self._adopt_epoch()
@@ -111,6 +115,8 @@ class FabricDataLoader:
         self._seen.current = current
         if self._course.indices is not None:
             self._course.indices.current = current
+        if self._began is not None:
+            self._began(current)
         batches = self._resume(current) if current.resumed else self._start(self._begin)
         return self._handed_out(current, batches if self._move is None else map(self._move, batches))
 

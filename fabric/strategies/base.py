@@ -281,6 +281,27 @@ class Strategy(ABC):
         """Whether a backward pass through this prepared module, now, would synchronise gradients."""
         return False
 
+    def join(
+        self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[Any] | None:
+        """A context in which ranks may run prepared modules for different numbers of batches; None: nothing to do.
+
+        Args:
+            modules: the prepared modules.
+            divide_by_initial_world_size: as for ``Fabric.join``.
+
+        Raises:
+            UsageError: this strategy cannot do it.
+        """
+        if not self.is_distributed:
+            return None
+        raise UsageError(
+            f"fabric.join(...) with {type(self).__name__} on rank {self.global_rank}",
+            "every forward and backward pass needs all ranks, which hold parts of the model",
+            "equally many batches on all ranks, or DDP",
+            'fabric.setup_dataloaders(loader, uneven="drop"), or strategy="ddp"',
+        )
+
     def needs_all_gradients(self, module: nn.Module) -> bool:
         """Whether gradients of this prepared module are right only if all its parameters got one."""
         return False

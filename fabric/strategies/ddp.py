@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -10,12 +11,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from fabric._compat import uncompiled
+from fabric._compat import leave_join, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -177,6 +179,27 @@ class DDPStrategy(ParallelStrategy):
         return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
 
     @override
+    def join(
+        self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[Any] | None:
+        if not self.is_distributed:
+            return None
+        unfit = [type(module).__name__ for module in modules if not isinstance(module, DistributedDataParallel)]
+        wrong = f"{', '.join(unfit)} has no gradients that are synchronised" if unfit else ""
+        if self.model_averaging_period is not None:
+            wrong = "model_averaging_period averages parameters over all ranks within the step"
+        elif self.sync_batchnorm:
+            wrong = "sync_batchnorm=True computes statistics over all ranks within the forward pass"
+        if wrong:
+            raise UsageError(
+                f"fabric.join(...) with DDPStrategy on rank {self.global_rank}",
+                f"{wrong}, and a rank without batches cannot answer for that",
+                "modules with trainable parameters, without model averaging and without synchronised batch norm",
+                'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
+            )
+        return _joined(modules, divide_by_initial_world_size)
+
+    @override
     def needs_all_gradients(self, module: nn.Module) -> bool:
         return isinstance(module, DistributedDataParallel) and not self.expects_unused
 
@@ -253,6 +276,18 @@ def _synchronised(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
     ignored = {name.removeprefix(prefix) for name in wrapper.parameters_to_ignore}
     named = uncompiled(inner).named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
+
+
+@contextmanager
+def _joined(wrappers: Sequence[Any], divide_by_initial_world_size: bool) -> Any:
+    join = Join(list(wrappers), divide_by_initial_world_size=divide_by_initial_world_size)
+    try:
+        yield
+        with warnings.catch_warnings():  # leaving it changes the filters of the process
+            join.__exit__(None, None, None)
+    finally:
+        for wrapper in wrappers:
+            leave_join(wrapper)
 
 
 @contextmanager

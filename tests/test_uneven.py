@@ -1,0 +1,284 @@
+"""Ranks with different numbers of batches: an error that says so, or ``fabric.join``; never a hang."""
+
+from collections.abc import Iterator
+from itertools import chain, islice, repeat
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from fabric import Fabric
+from fabric.errors import RankFailedError
+from fabric.pace import Pace
+from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Samples(IterableDataset[Tensor]):
+    """As many samples as it is told, without saying how many."""
+
+    shards_itself = True
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return repeat(torch.ones(4), self.number)
+
+
+def loader(fabric: Fabric, batches: int, known: bool) -> Any:
+    data: Any = [torch.ones(4)] * batches if known else Samples(batches)
+    return fabric.setup_dataloaders(DataLoader(data, batch_size=1), use_distributed_sampler=False)
+
+
+def net(fabric: Fabric, plain: nn.Module | None = None) -> tuple[Any, torch.optim.Optimizer]:
+    plain = Net() if plain is None else plain
+    return fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+
+
+def train(fabric: Fabric, model: Any, optimizer: Any, batches: Any) -> None:
+    for x in batches:
+        fabric.backward(model(x).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def uneven_epoch(fabric: Fabric, batches: tuple[int, int], known: bool, then: str) -> None:
+    model, optimizer = net(fabric)
+    train(fabric, model, optimizer, loader(fabric, batches[fabric.global_rank], known))
+    if then == "collective":
+        fabric.barrier()
+
+
+@pytest.mark.parametrize("then", ["collective", "end"])
+@pytest.mark.parametrize(("batches", "known"), [((3, 5), True), ((5, 3), False), ((0, 2), True)])
+def test_a_rank_that_runs_out_of_batches_is_named_with_the_step(
+    batches: tuple[int, int], known: bool, then: str
+) -> None:
+    early = batches.index(min(batches))
+    with pytest.raises(RankFailedError) as caught:
+        run_in_ranks(uneven_epoch, batches, known, then)
+    text = str(caught.value)
+    assert f"rank {early} ran out of batches: its loader ended after {min(batches)}" in text
+    assert f"step {min(batches) + 1}, for which rank {1 - early} has a batch" in text
+    assert 'uneven="drop"' in text
+    assert "fabric.join(model)" in text
+
+
+def even_in_the_end(fabric: Fabric, known: bool) -> str:
+    """Loops with loaders of different lengths, in which the ranks take the same steps all the same."""
+    model, optimizer = net(fabric)
+    batches = loader(fabric, 3 + 2 * fabric.global_rank, known)
+
+    def loops() -> None:
+        for _ in range(2):
+            train(fabric, model, optimizer, islice(batches, 3))
+            fabric.all_reduce(1.0)
+            with torch.no_grad():
+                for x in batches:
+                    model.module(x)
+            fabric.barrier("validated")
+        train(fabric, model, optimizer, islice(chain.from_iterable(repeat(batches)), 16))
+        fabric.all_reduce(1.0)
+        fabric.all_reduce(1.0)
+        train(fabric, model, optimizer, islice(batches, 2))
+
+    return outcome(loops)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_loaders_of_different_lengths_alone_are_no_error(known: bool) -> None:
+    assert run_in_ranks(even_in_the_end, known) == ["fine", "fine"]
+
+
+# -- fabric.join --------------------------------------------------------------------------------------------------
+
+
+def inputs(rank: int) -> list[Tensor]:
+    """One batch on rank 0, two on rank 1, and so on."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(2, 4, generator=generator) for _ in range(rank + 1)]
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+def joined(fabric: Fabric, divide: bool) -> tuple[Tensor, float]:
+    torch.manual_seed(0)
+    # Without buffers, which forward passes share.
+    model, optimizer = net(fabric, nn.Linear(4, 1))
+    with fabric.join(model, divide_by_initial_world_size=divide):
+        train(fabric, model, optimizer, inputs(fabric.global_rank))
+    train(fabric, model, optimizer, inputs(fabric.global_rank)[:1])
+    with torch.no_grad():  # no rank waits for another any more
+        for _ in range(fabric.global_rank):
+            model(torch.ones(1, 4))
+    return flat(model), 0.0 if fabric._session.scaler is None else fabric._session.scaler.scale
+
+
+def by_hand(ranks: int, divide: bool) -> Tensor:
+    """The same in one process: gradients of the ranks that have a batch, added and divided as torch documents it."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    every_step = [[inputs(rank)[step] for rank in range(ranks) if step <= rank] for step in range(ranks)]
+    for batches in [*every_step, every_step[0]]:
+        for x in batches:
+            (model(x).sum() / (ranks if divide else len(batches))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_joined_ranks_end_with_the_documented_result_and_train_on_from_there(divide: bool) -> None:
+    expected = by_hand(3, divide)
+    for values, _ in run_in_ranks(joined, divide, ranks=3):
+        torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_joined_ranks_end_with_one_loss_scale() -> None:
+    (first, scale), (second, other) = run_in_ranks(joined, True, precision="16-mixed")
+    assert torch.equal(first, second)
+    assert scale == other
+
+
+def two_modules(fabric: Fabric) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    (first, optimizer), (second, other) = net(fabric), net(fabric)
+    with fabric.join([first, second]):
+        for x in inputs(fabric.global_rank):
+            train(fabric, first, optimizer, [x])
+            train(fabric, second, other, [x])
+    return flat(first), flat(second)
+
+
+def test_several_modules_are_joined() -> None:
+    results = run_in_ranks(two_modules)
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def refused_in_join(fabric: Fabric) -> dict[str, str]:
+    (model, _), (other, _) = net(fabric), net(fabric)
+    x = torch.ones(1, 4)
+
+    def within(action: Any, *models: Any) -> str:
+        def run() -> None:
+            with fabric.join(models or model):
+                action()
+
+        return outcome(run)
+
+    def two_forwards() -> None:
+        model(x)
+        model(x)
+
+    def without_gradients() -> None:
+        with torch.no_grad():
+            model(x)
+
+    def nested() -> None:
+        with fabric.join(model):
+            pass
+
+    return {
+        "collective": within(lambda: fabric.all_reduce(1.0)),
+        "save": within(lambda: fabric.save("never.pt", {})),
+        "without gradients": within(without_gradients),
+        "nested": within(nested),
+        "order": within(lambda: other(x), model, other),
+        "not joined": outcome(lambda: fabric.join(nn.Linear(1, 1))),
+    }
+
+
+def test_what_joined_ranks_cannot_answer_for_is_refused() -> None:
+    for rank, results in enumerate(run_in_ranks(refused_in_join)):
+        assert all("Error" in result for result in results.values()), results
+        assert f"a collective over all ranks inside of fabric.join on rank {rank}" in results["collective"]
+        assert "inside of fabric.join" in results["save"]
+        assert "without gradients" in results["without gradients"]
+        assert "it is the turn of Net" in results["order"]
+
+
+def two_forwards_in_turn(fabric: Fabric) -> str:
+    model, _ = net(fabric)
+
+    def run() -> None:
+        with fabric.join(model):
+            model(torch.ones(1, 4))
+            model(torch.ones(1, 4))
+
+    return outcome(run)
+
+
+def test_a_second_forward_pass_before_the_backward_pass_is_refused_in_join() -> None:
+    for result in run_in_ranks(two_forwards_in_turn):
+        assert "the backward pass of Net has not been there" in result
+
+
+def join_anyway(fabric: Fabric) -> str:
+    def run() -> None:
+        model, optimizer = net(fabric)
+        with fabric.join(model):
+            train(fabric, model, optimizer, inputs(0))
+            fabric.all_reduce(1.0)
+
+    return outcome(run)
+
+
+def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> None:
+    assert run_in_ranks(join_anyway, ranks=1) == ["fine"]
+    assert run_in_ranks(join_anyway, strategy="dp") == ["fine"]
+    for result in run_in_ranks(join_anyway, strategy="fsdp", launcher="forkserver"):
+        assert 'uneven="drop"' in result
+        assert "which hold parts of the model" in result
+
+
+# -- the order of steps and collectives, without processes --------------------------------------------------------
+
+
+class Progress:
+    def __init__(self) -> None:
+        self.received, self.finished = 0, False
+
+
+def paces(number: int) -> list[Pace]:
+    board: dict[str, bytes] = {}
+    around = [sorted({(rank - 1) % number, (rank + 1) % number} - {rank}) for rank in range(number)]
+    return [Pace(rank, tuple(around[rank]), board.__setitem__, board.get) for rank in range(number)]
+
+
+@pytest.mark.parametrize("first", ["the one that leaves", "the one that goes on"])
+def test_whoever_comes_second_sees_it(first: str) -> None:
+    early, late = paces(2)
+    progress = [Progress(), Progress()]
+    for pace, own, length in zip((early, late), progress, (1, 2), strict=True):
+        pace.began("0/0", own, length)
+    for pace, own in zip((early, late), progress, strict=True):
+        own.received = 1
+        pace.step()
+    progress[0].finished, progress[1].received = True, 2
+    actions = [early.meet, late.step] if first == "the one that leaves" else [late.step, early.meet]
+    assert outcome(actions[0]) == "fine"
+    assert "rank 0 ran out of batches: its loader ended after 1" in outcome(actions[1])
+
+
+def test_equal_lengths_leave_one_place_for_each_iteration() -> None:
+    board: dict[str, bytes] = {}
+    written: list[str] = []
+    pace = Pace(0, (1,), lambda key, value: written.append(key), board.get)
+    board["batches/0/0/1"] = b"9"
+    progress = Progress()
+    pace.began("0/0", progress, 9)
+    for _ in range(9):
+        progress.received += 1
+        pace.step()
+    progress.finished = True
+    pace.meet()
+    assert written == ["batches/0/0/0", "step/0/0"]
