@@ -25,6 +25,7 @@ def assert_same(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 
         rtol: relative tolerance for floating-point and complex values.
         atol: absolute tolerance for the same.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test
     found = list(differences(actual, expected, rtol=rtol, atol=atol))
     if found:
         rest = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
