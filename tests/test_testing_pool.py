@@ -2,8 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -180,3 +183,28 @@ def test_options_of_fabric_reach_every_rank() -> None:
 def test_a_pool_that_cannot_be_is_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError):
         RankPool(**wrong)
+
+
+def test_ctrl_c_ends_the_call_and_its_ranks(pool: RankPool) -> None:
+    def interrupt(fabric: Fabric, caller: int) -> None:
+        if fabric.global_rank == 0:
+            os.kill(caller, signal.SIGINT)
+        fabric.barrier() if fabric.global_rank else time.sleep(60)
+
+    before = pool.run(lambda fabric: os.getpid())
+    with pytest.raises(KeyboardInterrupt):
+        pool.run(interrupt, os.getpid())
+    assert not any(psutil.pid_exists(pid) for pid in before)
+    assert pool.run(total, 1) == [2, 2]
+
+
+def test_ranks_end_with_the_process_that_owns_the_pool() -> None:
+    code = (
+        "import os, signal; from fabric.testing import RankPool; pool = RankPool(1)\n"
+        "print(*pool.run(lambda fabric: os.getpid()), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(20)
