@@ -802,6 +802,20 @@ class Fabric:
         self._running("reduce_boolean_decision")
         return self.strategy.reduce_boolean_decision(decision, all)
 
+    @property
+    def should_stop(self) -> bool:
+        """Whether any process of the job has got SIGTERM, so that it is time to save and leave. Collective.
+
+        The same on every process. The first question, which belongs before the loop or into its first step, changes
+        what SIGTERM means in this process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it
+        on gives the ranks 30 s instead of 3. ``teardown`` changes it back.
+
+        Raises:
+            UsageError: first asked in another thread than the main one.
+        """
+        received = self._running("should_stop").stop_request.received()
+        return self.strategy.reduce_boolean_decision(received, all=False)
+
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """A context in which the first process goes ahead and the others wait for it to finish; for downloads.
 

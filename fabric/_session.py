@@ -23,6 +23,7 @@ from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
 from fabric.forward_guard import ForwardGuard
 from fabric.joining import Turns
+from fabric.launchers import StopRequest
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
@@ -57,6 +58,7 @@ class Session:
             check_collectives=plan.check_collectives,
         )
         self.strategy.setup_environment(self.runtime)
+        self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
             agree = self._agree_on_overflow if self.strategy.gradients_differ and world.world_size > 1 else None
@@ -265,6 +267,7 @@ class Session:
         """Take off what was attached and close the strategy, also when a part of that raises."""
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
+            stack.callback(self.stop_request.close)
             if self.scaler is not None:
                 stack.callback(self.scaler.close)
             for closed in (*self._guards, *self.first_steps):

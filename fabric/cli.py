@@ -14,7 +14,6 @@ import importlib.machinery
 import io
 import os
 import runpy
-import shutil
 import signal
 import sys
 import threading
@@ -134,15 +133,18 @@ def _run(options: argparse.Namespace) -> int:
     _check_script(options)
     _check_nodes(options)
     processes = _processes_per_node(options)
+    from fabric.launchers._custody import DirectoryGuard
     from fabric.launchers._failures import RunDirectory
 
     directory = RunDirectory.create()
+    guard = DirectoryGuard(directory.path)
     try:
         with _process_restored():
             os.environ.update(_variables(options, processes))
             return _launch(options, processes, directory.path)
     finally:
         directory.remove()
+        guard.close()
 
 
 def _consolidate(options: argparse.Namespace) -> int:
@@ -231,8 +233,6 @@ def _variables(options: argparse.Namespace, processes: int) -> dict[str, str]:
             variables[variable] = str(value)
     # The agent would open a port on every interface to share its store; the ranks of one node have a file of ours.
     variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # A rank that waits in C++ for a peer does not hear SIGINT: end it after seconds, not after torch's half minute.
-    variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
     return variables
 
 
@@ -323,14 +323,20 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
 
     Args:
         agent: process id of the agent.
-        directory: the run directory.
+        directory: the run directory, which the agent removes.
         first_path: what to put in front of ``sys.path``; may be empty.
         kind: ``"script"`` or ``"module"``.
         script: a path or a name.
         arguments: of the script.
     """
-    threading.Thread(target=_leave_with, args=(int(agent), directory), name="fabric-agent", daemon=True).start()
+    from fabric.launchers._custody import end_with_parent
+    from fabric.launchers._signals import leave_in_time, raise_on_signals
+
+    end_with_parent()
+    threading.Thread(target=_leave_with, args=(int(agent),), name="fabric-agent", daemon=True).start()
     recorder = _recorder(Path(directory))
+    raise_on_signals(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+    leave_in_time()
     if first_path:
         sys.path.insert(0, first_path)
     sys.argv = [script, *arguments]
@@ -357,9 +363,7 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
             # The agent tells of the last attempt only, and of nothing when it is gone and its directory with it.
             sys.excepthook(type(error), error, error.__traceback__)
         return 1
-    finally:
-        if os.getppid() != int(agent):
-            shutil.rmtree(directory, ignore_errors=True)
+    recorder.directory.say_finished(int(os.environ["RANK"]))
     return 0
 
 
@@ -377,11 +381,10 @@ def _recorder(directory: Path) -> "FailureRecorder":
     return FailureRecorder(attempt, rank)
 
 
-def _leave_with(agent: int, directory: str) -> None:
-    """End this process and what it started once the agent is gone, whatever the main thread waits for."""
+def _leave_with(agent: int) -> None:
+    """End this process and what it started once the agent is gone, where the kernel has not done so."""
     while os.getppid() == agent:
         time.sleep(1.0)
-    shutil.rmtree(directory, ignore_errors=True)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
@@ -397,21 +400,27 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 def _report(failures: Mapping[int, "ProcessFailure"], world_size: int, directory: Path) -> int:
     """Tell which rank ended the job and why, and return the exit code of this command."""
     from fabric.launchers._failures import RunDirectory
+    from fabric.launchers._supervision import exit_status
 
     attempt = RunDirectory(directory / f"attempt-{len(list(directory.glob('attempt-*'))) - 1}")
     rank = min(failures, key=lambda rank: _suspicion(failures[rank], attempt.read(rank)))
     code, recorded = failures[rank].exitcode, attempt.read(rank)
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"failed with exit code {code}"
+    wrong = "the system kills this way when memory runs out" if code == -signal.SIGKILL else ""
+    finished = attempt.finished()
+    if recorded is not None and recorded.deserted and finished:
+        rank, code, how = finished[0], 0, "left with exit code 0"
+        wrong = "it ended early, without an error, while the other ranks still needed it"
     error = RankFailedError(
         f"rank {rank} of {world_size} {how}",
         rank=rank,
         exit_code=code,
         traceback=recorded.text if recorded else attempt.read_crash(rank),
-        wrong="the system kills this way when memory runs out" if code == -signal.SIGKILL else "",
+        wrong=wrong,
     )
     sys.stdout.flush()
     print(f"\n{error}", file=sys.stderr, flush=True)
-    return 128 - code if code < 0 else code
+    return exit_status(code)
 
 
 def _suspicion(failure: "ProcessFailure", recorded: Any) -> tuple[int, float]:

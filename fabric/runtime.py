@@ -22,7 +22,7 @@ from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
-_LET_GO = 0.02  # seconds
+_LET_GO = 0.02  # seconds; several times the interpreter's switch interval
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
@@ -118,6 +118,9 @@ class Runtime:
         self._meshes.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
+            # and aborts the process if that is being torn down.
+            time.sleep(_LET_GO)
         self._store = None
         self.accelerator.release()
 

@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 from fabric.launchers._fresh import refuse_while_importing_main
 from fabric.launchers._rank import record_failures
+from fabric.launchers._signals import StopRequest
 from fabric.launchers.base import Launcher, LaunchSpec
 from fabric.launchers.inline import InlineLauncher
 from fabric.launchers.notebook import is_interactive, is_notebook, notebook_start_method
@@ -18,6 +19,7 @@ __all__ = [
     "Launcher",
     "ProcessLauncher",
     "ScriptLauncher",
+    "StopRequest",
     "is_interactive",
     "is_notebook",
     "notebook_start_method",

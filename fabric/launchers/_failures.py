@@ -16,8 +16,11 @@ from fabric.errors import CollectiveMismatchError
 
 __all__ = ["Failure", "FailureRecorder", "RunDirectory", "is_consequence"]
 
+_LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
+
 # How gloo, the stores and NCCL word it when another process has gone; they raise a plain RuntimeError.
-_WORDS_OF_A_VICTIM = ("closed by peer", "reset by peer", "broken pipe", "connection refused", "timed out", "timeout")
+_WORDS_OF_DESERTION = ("closed by peer", "reset by peer")
+_WORDS_OF_A_VICTIM = (*_WORDS_OF_DESERTION, "broken pipe", "connection refused", "timed out", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class Failure:
         rank: global rank.
         time: when it was noticed, seconds on the system-wide monotonic clock.
         consequence: whether it looks like the result of another rank's failure (a lost connection, a timeout).
+        deserted: whether it says that another process has closed its connection, be it by ending well.
         pending: whether the rank was still handling it (in a ``finally``, say) when it was asked.
         text: the traceback, as the interpreter would have printed it.
     """
@@ -35,6 +39,7 @@ class Failure:
     rank: int
     time: float
     consequence: bool = False
+    deserted: bool = False
     pending: bool = False
     text: str = ""
 
@@ -75,6 +80,22 @@ class RunDirectory:
     def is_listening(self, rank: int) -> bool:
         """Whether this rank has come so far."""
         return (self.path / f"listening-{rank}").exists()
+
+    def say_finished(self, rank: int) -> None:
+        """Note that this rank has come to the end of its script."""
+        (self.path / f"finished-{rank}").touch()
+
+    def finished(self) -> list[int]:
+        """The ranks that have."""
+        return sorted(int(path.name.removeprefix("finished-")) for path in self.path.glob("finished-*"))
+
+    def say_saving(self, rank: int) -> None:
+        """Note that this rank takes SIGTERM for a request to save and leave."""
+        (self.path / f"saving-{rank}").touch()
+
+    def is_saving(self, rank: int) -> bool:
+        """Whether this rank does."""
+        return (self.path / f"saving-{rank}").exists()
 
     def write(self, failure: Failure) -> None:
         """Keep a failure; whoever reads sees all of it or nothing."""
@@ -135,8 +156,9 @@ class FailureRecorder:
             rank=self._rank,
             time=time.monotonic(),
             consequence=is_consequence(error),
+            deserted=any(words in str(error).lower() for words in _WORDS_OF_DESERTION),
             pending=pending,
-            text="".join(traceback.format_exception(error)),
+            text=_shortened("".join(traceback.format_exception(error))),
         )
 
 
@@ -151,6 +173,15 @@ def is_consequence(error: BaseException) -> bool:
         return True
     words = str(origin).lower()
     return isinstance(origin, RuntimeError) and any(word in words for word in _WORDS_OF_A_VICTIM)
+
+
+def _shortened(text: str) -> str:
+    """Its beginning and its end."""
+    left_out = len(text) - _LONGEST_TEXT
+    if left_out <= 0:
+        return text
+    half = _LONGEST_TEXT // 2
+    return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

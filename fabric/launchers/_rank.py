@@ -14,11 +14,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from fabric.errors import ConfigurationError
+from fabric.launchers._custody import end_with_parent
 from fabric.launchers._failures import FailureRecorder, RunDirectory
+from fabric.launchers._signals import raise_on_signals
 from fabric.launchers._transport import Call, dump_result
 from fabric.world import World
 
@@ -137,10 +138,9 @@ def _inherited_lifeline(text: str) -> tuple[Connection, bool] | None:
 
 
 def _listen(lifeline: Connection, recorder: FailureRecorder, rank: int, interruptible: bool) -> None:
+    end_with_parent()
     if threading.current_thread() is threading.main_thread():
-        _raise_once(signal.SIGTERM, SystemExit(128 + signal.SIGTERM), replaced=(signal.SIG_DFL, signal.SIG_IGN))
-        if interruptible:
-            _raise_once(signal.SIGINT, KeyboardInterrupt(), replaced=(signal.default_int_handler, signal.SIG_IGN))
+        raise_on_signals(interruptible)
     recorder.directory.say_listening(rank)
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
@@ -148,23 +148,11 @@ def _listen(lifeline: Connection, recorder: FailureRecorder, rank: int, interrup
     threading.Thread(target=_stay_alive, args=(lifeline, recorder), name="fabric-lifeline", daemon=True).start()
 
 
-def _raise_once(number: int, error: BaseException, replaced: tuple[Any, ...]) -> None:
-    """Let the first such signal raise, so that ``finally`` blocks run, and ignore the ones that follow.
-
-    Ctrl-C in a terminal reaches a rank twice, from the terminal and from the parent, and the second would interrupt
-    the ``finally`` block. A handler that the user has installed stays.
-    """
-
-    def handler(received: int, _frame: FrameType | None) -> None:
-        signal.signal(received, signal.SIG_IGN)
-        raise error
-
-    if signal.getsignal(number) in replaced:
-        signal.signal(number, handler)
-
-
 def _stay_alive(lifeline: Connection, recorder: FailureRecorder) -> None:
-    """Serve the lifeline until the parent is gone, then leave at once, whatever the main thread waits for."""
+    """Serve the lifeline until the parent is gone, then leave at once, whatever the main thread waits for.
+
+    Where the kernel ends this process with its parent, this is for a parent that had gone before it was asked to.
+    """
     parent = os.getppid()
     # A process that the parent forked for other ends may hold the writing end too; the process id betrays it.
     with contextlib.suppress(EOFError, OSError):
@@ -172,7 +160,6 @@ def _stay_alive(lifeline: Connection, recorder: FailureRecorder) -> None:
             if lifeline.poll(1.0):
                 lifeline.recv_bytes()
                 recorder.record_pending()
-    recorder.directory.remove()
     os._exit(1)
 
 

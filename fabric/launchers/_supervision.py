@@ -17,13 +17,25 @@ from types import FrameType
 from typing import Any, Protocol
 
 from fabric.errors import RankFailedError
+from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import Failure, RunDirectory
 
-__all__ = ["Crew", "JobInterrupted", "Member", "RankProcess", "describe_exit", "explain_exit", "signal_name"]
+__all__ = [
+    "Crew",
+    "JobInterrupted",
+    "Member",
+    "RankProcess",
+    "describe_exit",
+    "exit_status",
+    "explain_exit",
+    "signal_name",
+]
 
 # Seconds: for the other errors to arrive; for the ranks that remain to tell theirs; for ``finally`` blocks after a
 # failure and after an interruption; for the system to reap a killed process; from a signal to one that means insisting.
 _COLLECT, _ASK, _WIND_DOWN, _INTERRUPT, _REAP, _INSISTING = 1.0, 0.3, 2.0, 3.0, 5.0, 0.3
+# Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
+_SAVE = 30.0
 
 
 class RankProcess(Protocol):
@@ -137,6 +149,7 @@ class Crew:
 
     def __init__(self, *, answering: bool) -> None:
         self.directory = RunDirectory.create()
+        self.guard = DirectoryGuard(self.directory.path)
         self.members: list[Member] = []
         self._answering = answering
         self._signals = _Interruptions()
@@ -157,6 +170,7 @@ class Crew:
                 if member.answers is not None:
                     member.answers.close()
             self.directory.remove()
+            self.guard.close()
         finally:
             self._signals.__exit__()
 
@@ -237,7 +251,8 @@ class Crew:
 
     def _interrupt(self) -> None:
         number, _ = self._signals.received[0]
-        self._end(number, _INTERRUPT, self._signals.is_impatient)
+        saving = number == signal.SIGTERM and any(self.directory.is_saving(member.rank) for member in self.members)
+        self._end(number, _SAVE if saving else _INTERRUPT, self._signals.is_impatient)
         raise JobInterrupted(number, self._signals.previous.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
@@ -251,16 +266,19 @@ class Crew:
 
     def _cause(self) -> RankFailedError:
         suspects = []
+        failures = {member.rank: self.directory.read(member.rank) for member in self.members}
+        deserted = any(failure is not None and failure.deserted for failure in failures.values())
         for member in self.members:
-            failure = self.directory.read(member.rank)
-            left_early = member.exit_code == 0 and member.answer is None and failure is None
+            failure = failures[member.rank]
+            # A rank whose function returned has left early only if another says that it was still needed.
+            left_early = member.exit_code == 0 and failure is None and (member.answer is None or deserted)
             if left_early or self._has_failed(member) or (failure is not None and failure.pending):
                 suspects.append((_suspicion(failure, left_early), _moment(failure, member), member, failure))
         suspects.sort(key=lambda suspect: suspect[:2])
         _, _, member, failure = suspects[0]
         text = failure.text if failure else self.directory.read_crash(member.rank)
-        if not text and member.exit_code == 0 and not self._answering:
-            # To leave early is no error by itself for a script: show what it did to the first of the others.
+        if not text and member.exit_code == 0:
+            # To leave early is no error by itself: show what it did to the first of the others.
             text = next((other.text for *_, other in suspects if other is not None), "")
         code = 1 if member.exit_code is None else member.exit_code
         asked = f"rank {member.rank} of {len(self.members)} {describe_exit(code, bool(failure))}"
@@ -278,6 +296,11 @@ def _suspicion(failure: Failure | None, left_early: bool) -> int:
 
 def _moment(failure: Failure | None, member: Member) -> float:
     return failure.time if failure else member.ended
+
+
+def exit_status(code: int) -> int:
+    """What a launching process ends with when a rank has ended with this code: as a shell shows it, and never 0."""
+    return 128 - code if code < 0 else code or 1
 
 
 def signal_name(number: int) -> str:

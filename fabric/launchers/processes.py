@@ -9,14 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import TracebackType
 from typing import Any, Literal, NoReturn
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
 from fabric.launchers._failures import RunDirectory
 from fabric.launchers._forkserver import fork_server, fresh_interpreter
 from fabric.launchers._fresh import Orders, refuse_while_importing_main
 from fabric.launchers._rank import Seat, run_function
-from fabric.launchers._supervision import Crew, JobInterrupted, Member, RankProcess
+from fabric.launchers._supervision import Crew, JobInterrupted, Member, RankProcess, exit_status
 from fabric.launchers._transport import Call, load_result, main_source, pack_call
 from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables
 from fabric.world import World
@@ -93,7 +94,8 @@ class ProcessLauncher(Launcher):
         Raises:
             ArgumentTypeError: ``fn`` is no function, or a part of the call cannot be pickled.
             MissingDependencyError: ``fn`` has to travel by value and ``cloudpickle`` is not installed.
-            RankFailedError: a rank raised, left without returning, or was killed; the others have been ended.
+            RankFailedError: a rank raised, left without returning, or was killed; the others have been ended. If
+                nothing catches it, this process ends with the exit code of that rank, 128 + n for signal n.
             KeyboardInterrupt: SIGINT; the ranks had a grace period for their ``finally`` blocks.
             SystemExit: SIGTERM, likewise; code 143.
         """
@@ -115,6 +117,9 @@ class ProcessLauncher(Launcher):
                 answers = crew.run()
         except JobInterrupted as interruption:
             _pass_on(interruption)
+        except RankFailedError:
+            _leave_as_the_rank_did()
+            raise
         if spec.results == "none":
             return None
         if spec.results == "first":
@@ -180,7 +185,7 @@ def _fork(crew: Crew, call: Call, spec: LaunchSpec) -> None:
             theirs, lifeline = multiprocessing.Pipe(duplex=False)
             answers, sending = multiprocessing.Pipe(duplex=False)
             # A rank must not hold the lifelines of the others open, or they would outlive the parent.
-            ours = [lifeline, answers, *(member.lifeline for member in crew.members)]
+            ours = [crew.guard.lifeline, lifeline, answers, *(member.lifeline for member in crew.members)]
             ours += [member.answers for member in crew.members if member.answers is not None]
             process = context.Process(
                 target=_forked_rank, args=(replace(_seat(crew, spec, rank), threads=1), theirs, sending, call, ours)
@@ -190,7 +195,7 @@ def _fork(crew: Crew, call: Call, spec: LaunchSpec) -> None:
             crew.members.append(Member(rank, _Forked(process), lifeline, answers))
 
 
-def _forked_rank(seat: Seat, lifeline: Connection, answers: Connection, call: Call, ours: list[Connection]) -> None:
+def _forked_rank(seat: Seat, lifeline: Connection, answers: Connection, call: Call, ours: list[Any]) -> None:
     for connection in ours:
         connection.close()
     # These are the parent's; the rank installs its own.
@@ -222,6 +227,19 @@ def _start_spawned(lifeline: Connection, answers: Connection) -> RankProcess:
 
 def _start_served(lifeline: Connection, answers: Connection) -> RankProcess:
     return fork_server(os.getpid()).start_rank(lifeline, answers)
+
+
+def _leave_as_the_rank_did() -> None:
+    """Let a RankFailedError that ends this process give it the exit code of the rank; a hook of the user stays."""
+    is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if sys.excepthook is sys.__excepthook__ and not is_prompt:
+        sys.excepthook = _print_and_leave
+
+
+def _print_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    if isinstance(error, RankFailedError):
+        raise SystemExit(exit_status(error.exit_code))
 
 
 def _pass_on(interruption: JobInterrupted) -> NoReturn:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NoReturn
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers._fresh import refuse_while_importing_main
 from fabric.launchers._rank import LIFELINE, lifeline_variable
-from fabric.launchers._supervision import Crew, JobInterrupted, Member
+from fabric.launchers._supervision import Crew, JobInterrupted, Member, exit_status
 from fabric.launchers.base import Launcher, LaunchSpec, available_cores, interpreter_options, rank_variables
 from fabric.launchers.notebook import is_interactive
 from fabric.world import World
@@ -80,8 +80,7 @@ class ScriptLauncher(Launcher):
         except RankFailedError as error:
             sys.stdout.flush()
             print(f"\n{error}", file=sys.stderr, flush=True)
-            code = error.exit_code
-            raise SystemExit(128 - code if code < 0 else code or 1) from None
+            raise SystemExit(exit_status(error.exit_code)) from None
         raise SystemExit(0)
 
 

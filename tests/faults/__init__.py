@@ -1,0 +1,1 @@
+"""The fault matrix: what goes wrong in a job, over every way to start one, in real processes with real signals."""

@@ -1,0 +1,98 @@
+"""The launching process is killed, interrupted or asked to end: so do the ranks, within seconds, and nothing stays."""
+
+import os
+import signal
+import sys
+
+import pytest
+
+from tests.faults.jobs import Job, within
+from tests.faults.train import LAUNCHERS
+
+pytestmark = pytest.mark.timeout(90)
+STATES = ("waits", "trains", "waits_in_cpp", "holds_the_lock")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only its kernel kills a process with its parent")
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+def matrix(*quick, states=STATES):
+    """Launchers times what the ranks do; the pairs in ``quick`` are part of `make test`."""
+    return [
+        pytest.param(
+            launcher,
+            state,
+            marks=[*([] if (launcher, state) in quick else [pytest.mark.slow]), *([LINUX] * (state == STATES[3]))],
+        )
+        for launcher in LAUNCHERS
+        for state in states
+    ]
+
+
+@pytest.mark.parametrize(("launcher", "state"), matrix(("popen", "holds_the_lock"), ("run", "waits_in_cpp")))
+def test_ranks_follow_a_launching_process_that_was_killed(temporary, launcher, state):
+    with Job(temporary, launcher, state) as job:
+        ended = job.end(job.signal(signal.SIGKILL))
+    assert ended.seconds < within()
+    assert len(ended.errors.splitlines()) <= 15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_started_under_nohup_follow_too(temporary, launcher):
+    with Job(temporary, launcher, "waits_in_cpp", prefix=("nohup",)) as job:
+        os.kill(job.process.pid, signal.SIGHUP)
+        assert job.process.poll() is None
+        assert job.end(job.signal(signal.SIGKILL)).seconds < within()
+
+
+@pytest.mark.parametrize("to_group", [False, True], ids=["parent", "group"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(("launcher", "state"), matrix(("run", "waits"), states=STATES[:3]))
+def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher, state, number, to_group):
+    with Job(temporary, launcher, state) as job:
+        ended = job.end(job.signal(number, to_group=to_group))
+    assert ended.seconds < within()
+    assert len(ended.errors.splitlines()) <= 15
+    # A KeyboardInterrupt that nobody catches: Python ends itself by the signal, which a shell shows as 128 + n.
+    assert ended.code in (128 + number, -number)
+    if state == "waits":
+        assert sorted(line for line in ended.output if "finally" in line) == ["finally 0", "finally 1"]
+
+
+@pytest.mark.slow
+@LINUX
+@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "run"])
+def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, launcher):
+    with Job(temporary, launcher, "holds_the_lock") as job:
+        ended = job.end(job.signal(signal.SIGTERM))
+    assert (ended.code, ended.seconds < within()) == (143, True)
+
+
+@pytest.mark.parametrize(
+    "launcher", [name if name in ("popen", "run") else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
+)
+def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
+    with Job(temporary, launcher, "saves_and_leaves") as job:
+        for _ in job.ranks:
+            job.line("asked")
+        ended = job.end(job.signal(signal.SIGTERM))
+    saved = [line.split() for line in ended.output if line.startswith("saved")]
+    assert sorted(rank for _, rank, _ in saved) == ["0", "1"]
+    assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
+    assert ended.code == 143
+    assert ended.seconds < within(10)
+
+
+def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
+    with Job(temporary, "forkserver", "saves_and_leaves") as job:
+        for _ in job.ranks:
+            job.line("asked")
+        os.kill(job.ranks[1].pid, signal.SIGTERM)
+        ended = job.end(0.0)
+    assert sum(line.startswith("saved") for line in ended.output) == 2
+    assert ended.code == 0
