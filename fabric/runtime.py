@@ -1,5 +1,6 @@
 """What one process of a running job holds: its place, its device, and the way to the other processes."""
 
+import time
 from datetime import timedelta
 
 import torch
