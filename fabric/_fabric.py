@@ -23,7 +23,7 @@ from fabric._session import Session
 from fabric.accelerators import Accelerator
 from fabric.clipping import check_clipping, clip_gradients
 from fabric.collectives import parse_reduce_op
-from fabric.communicators import Communicator
+from fabric.communicators import Communicator, NonMember
 from fabric.data import FabricDataLoader
 from fabric.environments import Environment
 from fabric.errors import UsageError
@@ -780,7 +780,7 @@ class Fabric:
         # Strategies of others need not know groups.
         self.strategy.barrier(name) if group is None else self.strategy.barrier(name, group)
 
-    def new_group(self, ranks: Sequence[int]) -> Communicator | None:
+    def new_group(self, ranks: Sequence[int]) -> Communicator | NonMember:
         """A group of some processes, for the argument ``group`` of the collectives.
 
         Collective: every process of the job must call it, also those outside.
@@ -789,8 +789,8 @@ class Fabric:
             ranks: global ranks of the members, in any order; in the group they are numbered in ascending order.
 
         Returns:
-            The group; None on a process that is not a member. Since None stands for all processes elsewhere, only
-            members may call its collectives: ``if group is not None:``.
+            The group, true; on a process that is not a member a :class:`fabric.communicators.NonMember`, false, with
+            which every collective raises. So ``if group:`` before the collectives of the members.
 
         Raises:
             ConfigurationError: these are not different ranks of the job.

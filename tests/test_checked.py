@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fabric._compat import default_store
 from fabric._plan import resolve
+from fabric.collectives import all_reduce
 from fabric.communicators import Announcement, CheckedCommunicator, Ledger, ProcessGroupCommunicator, Reduce
 from fabric.communicators._calls import Call, difference
 from fabric.errors import CollectiveMismatchError, ConfigurationError, RankFailedError
@@ -253,6 +254,11 @@ MISMATCHES = {
         lambda c: announced(c, "{'loss': float32 (2,)}"),
         lambda c: announced(c, "{'acc': float32 (2,)}"),
         "data: {'acc': float32 (2,)} on ranks 0, 2",
+    ),
+    "gradient": (
+        lambda c: all_reduce(c, torch.ones(1, requires_grad=True), Reduce.SUM),
+        lambda c: all_reduce(c, torch.ones(1), Reduce.SUM),
+        "with gradient on rank 1",
     ),
     "long tree": (
         lambda c: announced(c, LONG_TEXT),

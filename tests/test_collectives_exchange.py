@@ -13,7 +13,7 @@ from fabric import Fabric
 from fabric.collectives import all_reduce, all_to_all, reduce_scatter
 from fabric.communicators import Announcement, LocalCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from tests.ranks import run_in_ranks
+from tests.ranks import outcome, run_in_ranks
 
 CPU = torch.device("cpu")
 
@@ -208,7 +208,9 @@ def pass_round(fabric: Fabric, group: Any = None) -> list[Any]:
 def objects_in_groups(fabric: Fabric) -> Any:
     group = fabric.new_group([2, 1])
     world = any_object(fabric), pass_round(fabric)
-    return world, None if group is None else (any_object(fabric, group), pass_round(fabric, group))
+    if not group:
+        return world, outcome(lambda: fabric.all_reduce(1.0, group=group))
+    return world, (any_object(fabric, group), pass_round(fabric, group))
 
 
 @pytest.mark.timeout(60)
@@ -219,7 +221,10 @@ def test_any_object_is_scattered_gathered_and_sent_in_groups_too() -> None:
         ("from 2", [[0, torch.tensor(1)]]),
         ("from 2", [[0, torch.tensor(2)], [1, torch.tensor(2)]]),
     ]
-    assert [group for _, group in results] == [None, ("from 1", []), ("from 1", [[0, torch.tensor(1)]])]
+    outside, *inside = [group for _, group in results]
+    assert inside == [("from 1", []), ("from 1", [[0, torch.tensor(1)]])]
+    assert "group=NonMember(ranks=[2, 1]) on rank 0" in outside
+    assert "not a member" in outside
 
 
 def test_any_object_on_one_process() -> None:

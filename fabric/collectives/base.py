@@ -215,13 +215,17 @@ def pack_rows(leaves: list[Any], structure: Structure, size: int, operation: str
     return parcels
 
 
-def signature(tree: Any, numbers: bool = True) -> str:
-    """A text of the structure of a collection with the shapes and dtypes of what travels in it."""
+def signature(tree: Any, numbers: bool = True, grads: bool = True) -> str:
+    """A text of what has to agree over ranks: structure, shapes, dtypes and, if ``grads``, what requires a gradient.
+
+    A rank whose tensor requires none would not take part in the collective of the backward pass.
+    """
     leaves, structure = flatten(tree)
     parts = []
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if isinstance(leaf, Tensor):
-            parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}".lstrip())
+            grad = " with gradient" if grads and leaf.requires_grad and torch.is_grad_enabled() else ""
+            parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{grad}".lstrip())
         elif numbers and (found := as_number(leaf)) is not None:
             parts.append(f"{path} {type(found[0]).__name__}".lstrip())
     return ", ".join(parts)

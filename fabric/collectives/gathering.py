@@ -37,7 +37,7 @@ def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = Fals
     """
     leaves, structure = flatten(tree)
     parcels = pack(leaves, structure)
-    communicator.announce(Announcement("all_gather", lambda: _described(sync_grads, signature(tree))))
+    communicator.announce(Announcement("all_gather", lambda: _described(sync_grads, signature(tree, grads=sync_grads))))
     for parcel in parcels:
         buffer = parcel.buffer(communicator.device, CARRIERS, detach=not sync_grads)
         parcel.unpack(all_gathered(communicator, buffer), leaves, leading=(communicator.size,))

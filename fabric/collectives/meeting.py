@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fabric.communicators import Announcement, Communicator
+from fabric.communicators import Announcement, Communicator, NonMember
 
 __all__ = ["barrier", "new_group"]
 
@@ -14,8 +14,8 @@ def barrier(communicator: Communicator, name: str | None = None) -> None:
     communicator.barrier(name)
 
 
-def new_group(communicator: Communicator, ranks: Sequence[int]) -> Communicator | None:
-    """A communicator of these ranks, in ascending order; None on a rank that is not one. Collective."""
+def new_group(communicator: Communicator, ranks: Sequence[int]) -> Communicator | NonMember:
+    """A communicator of these ranks, in ascending order; a false value on a rank that is not one. Collective."""
     members = list(ranks)
     communicator.announce(Announcement("new_group", lambda: str(members)))
-    return communicator.new_group(members)
+    return communicator.new_group(members) or NonMember(members)

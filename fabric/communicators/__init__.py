@@ -1,7 +1,7 @@
 """How ranks talk."""
 
 from fabric.communicators._ledger import Ledger
-from fabric.communicators.base import Announcement, Communicator, Reduce
+from fabric.communicators.base import Announcement, Communicator, NonMember, Reduce
 from fabric.communicators.checked import CheckedCommunicator
 from fabric.communicators.local import LocalCommunicator
 from fabric.communicators.process_group import ProcessGroupCommunicator
@@ -12,6 +12,7 @@ __all__ = [
     "Communicator",
     "Ledger",
     "LocalCommunicator",
+    "NonMember",
     "ProcessGroupCommunicator",
     "Reduce",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["Announcement", "Communicator", "Reduce"]
+__all__ = ["Announcement", "Communicator", "NonMember", "Reduce"]
 
 
 class Reduce(Enum):
@@ -43,6 +43,26 @@ class Announcement:
 
     operation: str
     describe: Callable[[], str]
+
+
+class NonMember:
+    """What a process outside of a group has in its place; false, and an error as the ``group`` of any collective.
+
+    Not None, which as a ``group`` means all processes of the job: a process outside would silently call a collective
+    of theirs.
+
+    Attributes:
+        ranks: the members, as they were asked for.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"NonMember(ranks={list(self.ranks)})"
 
 
 class Communicator(ABC):

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from fabric._compat import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
-from fabric.communicators import Communicator
+from fabric.communicators import Communicator, NonMember
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.initialization import created_on
@@ -31,7 +31,7 @@ from fabric.world import World
 __all__ = ["Group", "ParallelStrategy", "Strategy"]
 
 M = TypeVar("M", bound=nn.Module)
-Group = Communicator | dist.ProcessGroup | None
+Group = Communicator | dist.ProcessGroup | NonMember | None
 
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
@@ -363,12 +363,31 @@ class Strategy(ABC):
         return all_reduce(self.runtime.communicator, bool(decision), parse_reduce_op("min" if all else "max"))
 
     def communicator(self, group: Group = None) -> Communicator:
-        """The collectives over a group: a communicator, a process group of torch, or None for all processes."""
+        """The collectives over a group: a communicator, a process group of torch, or None for all processes.
+
+        Raises:
+            UsageError: this process is not a member.
+            ArgumentTypeError: it is no group.
+        """
         if group is None:
             return self.runtime.communicator
         if isinstance(group, Communicator):
             return group
-        return self.runtime.communicator_over(group)
+        if isinstance(group, dist.ProcessGroup):
+            return self.runtime.communicator_over(group)
+        if isinstance(group, NonMember) or group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise UsageError(
+                f"a collective with group={group!r} on rank {self.global_rank}",
+                "this process is not a member of the group",
+                "collectives of a group on its members",
+                "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
+            )
+        raise ArgumentTypeError(
+            f"a collective with group={group!r} on rank {self.global_rank}",
+            f"a {type(group).__name__} is no group",
+            "what fabric.new_group(ranks) returned, a torch ProcessGroup, or None for all processes",
+            "group = fabric.new_group([0, 1])",
+        )
 
     def _own_runtime(self) -> Runtime:
         environment = self.cluster_environment
