@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format types clean
+.PHONY: help install demo test test-slow bench lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -27,6 +27,10 @@ test: .venv/installed ## everything but the slow and gpu marks
 
 test-slow: .venv/installed ## the slow marks: fault matrix, crash points, long property profiles
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+
+bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 15 minutes
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[benchmarks]'
+	$(BIN)/python -m benchmarks
 
 lint: .venv/installed ## ruff check and format check
 	$(BIN)/ruff check .

@@ -1,0 +1,5 @@
+"""The cases, a file for each kind; see :class:`benchmarks.framework.Case`."""
+
+__all__ = ["MODULES"]
+
+MODULES = ("imports", "step", "ranks", "batch", "clip", "trees", "launch", "gpt", "disk", "kit", "gpu")

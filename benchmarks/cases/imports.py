@@ -1,0 +1,46 @@
+"""Importing a library, beyond importing torch."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+from benchmarks.framework import CONTESTANTS, OURS, Case, Measure, Row
+
+# What a script that uses the library writes.
+STATEMENTS = {
+    "raw": "pass",
+    OURS: "from fabric import Fabric",
+    "lightning-fabric": "from lightning_fabric import Fabric",
+    "accelerate": "from accelerate import Accelerator",
+}
+SCRIPT = """
+import sys, time
+import torch
+modules, began = set(sys.modules), time.perf_counter()
+{}
+print(1e3 * (time.perf_counter() - began), len(set(sys.modules) - modules))
+"""
+
+
+def prepare(contestant: str) -> Callable[[bool], Measure]:
+    def prepared(quick: bool) -> Measure:
+        return lambda: measure(STATEMENTS[contestant])
+
+    return prepared
+
+
+def measure(statement: str) -> dict[str, float]:
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(statement)]
+    milliseconds, modules = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.split()[-2:]
+    return {"time": float(milliseconds), "modules": int(modules)}
+
+
+CASES = [
+    Case(
+        name="import",
+        title="Import, beyond torch's",
+        rows={"time": Row("ms", "difference", 50), "modules": Row("modules", "difference")},
+        contestants={name: prepare(name) for name in CONTESTANTS},
+        rounds=5,
+    )
+]

@@ -1,0 +1,229 @@
+"""From the call that launches two ranks to the end of their first collective, cold and again in the same process.
+
+The module is also the script that is run: ``launch.py CONTESTANT METHOD``. It prints the seconds of a first and
+of a second launch from one process; torch and the library are imported before. ``script`` is what is run again.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RANKS = 2
+# Each start method with what our launch may cost over torch's own.
+METHODS = {"spawn": 1.10, "fork": None, "forkserver": None, "popen": 1.10}
+
+
+def arrived() -> float:
+    """The time, on the clock that all processes of the machine share, once all ranks are connected."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+# -- one launch of each kind, which returns when its ranks had their first collective ---------------------------------
+
+
+def raw(method: str) -> Callable[[], float]:
+    import torch.multiprocessing as processes
+
+    def launch() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (folder, free_port())
+            processes.start_processes(raw_rank, arguments, nprocs=RANKS, start_method=method)
+            return float(Path(folder, "arrived").read_text())
+
+    return launch
+
+
+def raw_rank(rank: int, folder: str, port: int) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    when = arrived()
+    if rank == 0:
+        Path(folder, "arrived").write_text(repr(when))
+    dist.destroy_process_group()
+
+
+def ours(method: str) -> Callable[[], float]:
+    from fabric import Fabric
+
+    def launch() -> float:
+        with Fabric(accelerator="cpu", devices=RANKS, strategy="ddp", launcher=method) as fabric:
+            return fabric.launch(our_rank)
+
+    return launch
+
+
+def our_rank(fabric: Any) -> float:
+    import torch
+
+    fabric.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+def lightning(method: str) -> Callable[[], float]:
+    from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
+
+    def launch() -> float:
+        return Fabric(accelerator="cpu", devices=RANKS, strategy=f"ddp_{method}").launch(lightning_rank)
+
+    return launch
+
+
+def lightning_rank(fabric: Any) -> float:
+    import torch
+
+    fabric.all_reduce(torch.ones(1))
+    return time.monotonic()
+
+
+def accelerate(method: str) -> Callable[[], float]:
+    from accelerate import Accelerator, debug_launcher  # noqa: F401  # pyright: ignore[reportMissingImports]  # an extra
+
+    def launch() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            debug_launcher(accelerate_rank, (folder,), num_processes=RANKS)
+            return float(Path(folder, "arrived").read_text())
+
+    return launch
+
+
+def accelerate_rank(folder: str) -> None:
+    import torch
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # an extra
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.reduce(torch.ones(1))
+    if accelerator.process_index == 0:
+        Path(folder, "arrived").write_text(repr(time.monotonic()))
+
+
+def script(contestant: str) -> None:
+    """What each rank runs when scripts are run again: prints when it arrived."""
+    if contestant == "raw":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        when, first = arrived(), dist.get_rank() == 0
+        dist.destroy_process_group()
+    elif contestant == "accelerate":
+        import torch
+        from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # an extra
+
+        accelerator = Accelerator(cpu=True)
+        accelerator.reduce(torch.ones(1))
+        when, first = time.monotonic(), accelerator.process_index == 0
+        accelerator.end_training()
+    else:
+        if contestant == "fabric":
+            from fabric import Fabric
+        else:
+            from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
+
+        import torch
+
+        options = {"launcher": "popen"} if contestant == "fabric" else {}
+        fabric: Any = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp", **options)
+        fabric.launch()
+        fabric.all_reduce(torch.ones(1))
+        when, first = time.monotonic(), fabric.global_rank == 0
+    if first:
+        print(json.dumps([when]), flush=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- measuring ------------------------------------------------------------------------------------------------------
+
+LAUNCHES = {"raw": raw, "fabric": ours, "lightning-fabric": lightning, "accelerate": accelerate}
+
+
+def run_script(contestant: str) -> float:
+    """Seconds from the command line that starts the ranks to their first collective, imports included."""
+    file = [__file__, contestant, "script"]
+    torchrun = ["torch.distributed.run", f"--nproc_per_node={RANKS}", "--master_addr=127.0.0.1"]
+    accelerate_launch = ["--cpu", f"--num_processes={RANKS}", f"--main_process_port={free_port()}"]
+    launchers = {
+        "raw": ["-m", *torchrun, f"--master_port={free_port()}"],
+        "accelerate": ["-m", "accelerate.commands.launch", *accelerate_launch, "--num_machines=1"],
+    }
+    launcher = launchers.get(contestant, [])
+    began = time.monotonic()
+    return last_line([sys.executable, "-W", "ignore", *launcher, *file])[0] - began
+
+
+def measure(contestant: str, method: str) -> dict[str, float]:
+    """The rows of one start method."""
+    if method == "popen":
+        return {"first": run_script(contestant)}
+    first, *again = last_line([sys.executable, "-W", "ignore", __file__, contestant, method])
+    return {"first": first, **({"again": again[0]} if again else {})}
+
+
+def last_line(command: list[str]) -> list[float]:
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200)
+    # Libraries greet on stdout.
+    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[")))
+
+
+def main() -> None:
+    contestant, method = sys.argv[1:]
+    if method == "script":
+        script(contestant)
+        return
+    import torch  # noqa: F401 - the time of its import is not that of a launch
+
+    launch = LAUNCHES[contestant](method)
+    times = []
+    for _ in range(2):
+        began = time.monotonic()
+        times.append(launch() - began)
+    print(json.dumps(times))
+
+
+def cases() -> list[Any]:
+    # Late: this module is a script too, whose ranks would otherwise import more than they need.
+    from benchmarks.framework import Case, Measure, Row
+
+    def preparing(contestant: str, method: str) -> Callable[[bool], Measure]:
+        return lambda quick: lambda: measure(contestant, method)
+
+    def has(contestant: str, method: str) -> bool:
+        return contestant != "accelerate" or method in ("fork", "popen")
+
+    return [
+        Case(
+            name=f"launch-{method}",
+            title=f"From launch to the end of the first collective on two ranks, {method}",
+            rows={
+                "first": Row("s", "ratio", budget),
+                **({} if method == "popen" else {"again": Row("s", "ratio")}),
+            },
+            contestants={name: preparing(name, method) for name in LAUNCHES if has(name, method)},
+            rounds=5,
+            notes={"accelerate": "on a CPU it launches functions by fork alone"},
+        )
+        for method, budget in METHODS.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()
+else:
+    CASES = cases()

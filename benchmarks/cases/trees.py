@@ -1,0 +1,149 @@
+"""Collectives over collections of many small leaves, such as metrics."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.framework import Case, Measure, Row
+from benchmarks.timing import seconds
+
+# Repetitions of one measurement, by the number of leaves. A peer sends a message for each leaf.
+REPETITIONS = {1: 30, 64: 10, 1000: 3}
+BUDGETS = {
+    "all_reduce, 64 floats": 1.5,
+    "all_reduce, 64 tensors": 1.5,
+    "all_reduce, 1000 floats": 1.5,
+    "all_reduce, 1000 tensors": 1.1,
+}
+
+Actions = dict[str, Callable[[], Any]]
+
+
+def floats(leaves: int) -> dict[str, float]:
+    return {f"metric {number}": float(number) for number in range(leaves)}
+
+
+def tensors(leaves: int) -> dict[str, Tensor]:
+    return {name: torch.tensor(value) for name, value in floats(leaves).items()}
+
+
+def raw(ranks: int) -> Actions:
+    """One flat collective; for 1,000 tensors what one writes by hand around it."""
+    dist.init_process_group("gloo")
+
+    def reduce(leaves: int) -> Callable[[], Any]:
+        flat = torch.ones(leaves)
+        return lambda: dist.all_reduce(flat)
+
+    def reduce_stacked(leaves: int) -> Callable[[], Any]:
+        values = list(tensors(leaves).values())
+
+        def action() -> tuple[Tensor, ...]:
+            flat = torch.stack(values)
+            dist.all_reduce(flat)
+            return flat.unbind()
+
+        return action
+
+    def gather(leaves: int) -> Callable[[], Any]:
+        flat, parts = torch.ones(leaves), [torch.empty(leaves) for _ in range(ranks)]
+        return lambda: dist.all_gather(parts, flat)
+
+    return {
+        f"{operation}, {leaves} {kind}": (
+            gather(leaves)
+            if operation == "all_gather"
+            else (reduce_stacked if (leaves, kind) == (1000, "tensors") else reduce)(leaves)
+        )
+        for operation in ("all_reduce", "all_gather")
+        for leaves in REPETITIONS
+        for kind in ("floats", "tensors")
+    }
+
+
+def of_library(reduce: Callable[[Any], Any], gather: Callable[[Any], Any]) -> Actions:
+    """The library's calls on collections; a peer that cannot gather floats is handed them as it wants them."""
+    return {
+        f"{operation}, {leaves} {kind}": partial(collective, make(leaves))
+        for operation, collective in (("all_reduce", reduce), ("all_gather", gather))
+        for leaves in REPETITIONS
+        for kind, make in (("floats", floats), ("tensors", tensors))
+    }
+
+
+def ours(ranks: int) -> Actions:
+    from fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
+    fabric.launch()
+    return of_library(lambda tree: fabric.all_reduce(tree, reduce_op="sum"), fabric.all_gather)
+
+
+def lightning(ranks: int) -> Actions:
+    from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
+
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp")
+    fabric.launch()
+    return of_library(lambda tree: fabric.all_reduce(tree, reduce_op="sum"), fabric.all_gather)
+
+
+def accelerate(ranks: int) -> Actions:
+    from accelerate import Accelerator  # pyright: ignore[reportMissingImports]  # an extra
+
+    accelerator = Accelerator(cpu=True)
+
+    def on(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def run(tree: dict[str, Any]) -> dict[str, Any]:
+            # It takes tensors alone: floats go in and come out by hand.
+            if isinstance(next(iter(tree.values())), Tensor):
+                return operation(tree)
+            results = operation({name: torch.tensor(value) for name, value in tree.items()})
+            return {name: result.tolist() for name, result in results.items()}
+
+        return run
+
+    return of_library(on(lambda tree: accelerator.reduce(tree, "sum")), on(accelerator.gather))
+
+
+def preparing(build: Callable[[int], Actions], ranks: int) -> Callable[[bool], Measure]:
+    def prepare(quick: bool) -> Measure:
+        actions = build(ranks)
+        if quick:
+            actions = {name: action for name, action in actions.items() if " 1000 " not in name}
+
+        def measure() -> dict[str, float]:
+            return {
+                name: 1e3 * seconds(action, 2 if quick else REPETITIONS[int(name.split()[1])])
+                for name, action in actions.items()
+            }
+
+        return measure
+
+    return prepare
+
+
+CASES = [
+    Case(
+        name=f"trees-{ranks}",
+        title=f"Collectives over collections on {ranks} ranks; raw is one flat collective",
+        rows={
+            f"{operation}, {leaves} {kind}": Row("ms", "ratio", BUDGETS.get(f"{operation}, {leaves} {kind}"))
+            for operation in ("all_reduce", "all_gather")
+            for leaves in REPETITIONS
+            for kind in ("floats", "tensors")
+        },
+        contestants={
+            "raw": preparing(raw, ranks),
+            "fabric": preparing(ours, ranks),
+            "lightning-fabric": preparing(lightning, ranks),
+            "accelerate": preparing(accelerate, ranks),
+        },
+        ranks=ranks,
+        rounds=rounds,
+    )
+    for ranks, rounds in ((2, 11), (4, 7))
+]

@@ -1,0 +1,24 @@
+"""One process of a contestant: prepares, then measures and answers each time a line arrives."""
+
+import json
+import os
+import sys
+
+from benchmarks.framework import find_case
+
+
+def main() -> None:
+    module, name, contestant, quick = sys.argv[1:]
+    # Libraries print; the answers go to where stdout was.
+    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+        os.dup2(2, 1)
+        measure = find_case(module, name).contestants[contestant](bool(int(quick)))
+        answers.write("{}\n")
+        for _ in sys.stdin:
+            answers.write(json.dumps(measure()) + "\n")
+    # Straight out: what is measured is over, and teardown of a peer may wait for a rank that has left.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What the numbers come to: a table for each case, the headline table of the README, and a chart."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.framework import CONTESTANTS, OURS, RAW, Case, Comparison, Rounds, Row, compare, spread
+
+__all__ = ["chart", "headline", "in_readme", "missed", "tables", "to_record"]
+
+MARKERS = ("<!-- benchmarks: begin -->", "<!-- benchmarks: end -->")
+# Case and row, with what the README calls them.
+HEADLINE = {
+    ("import", "time"): "import, beyond torch's",
+    ("step-32-true", "time"): "step of a tiny model, one device, 32-true",
+    ("step-bf16-mixed", "time"): "the same, bf16-mixed",
+    ("step-16-mixed", "time"): "the same, 16-mixed",
+    ("step-ddp", "time"): "the same, DDP on 2 ranks",
+    ("step-fsdp", "time"): "the same, FSDP on 2 ranks",
+    ("trees-2", "all_reduce, 64 tensors"): "all_reduce of 64 metrics, 2 ranks",
+    ("trees-2", "all_reduce, 1000 floats"): "all_reduce of 1,000 floats, 2 ranks",
+    ("launch-spawn", "first"): "launch of 2 ranks, spawn",
+    ("launch-popen", "first"): "launch of 2 ranks, as a script, imports included",
+    ("launch-forkserver", "again"): "second launch from one process",
+    ("gpt-ddp", "throughput"): "small GPT, DDP on 2 ranks",
+    ("gpt-fsdp", "throughput"): "small GPT, FSDP on 2 ranks",
+    ("disk-full", "save"): "save 1 GB",
+    ("disk-full", "load"): "load 1 GB, checked for damage",
+}
+
+Record = dict[str, Any]
+
+
+def to_record(case: Case, rounds: Rounds, missing: Mapping[str, str]) -> Record:
+    """What is kept of a case, as JSON holds it."""
+    rows = {name: _row_record(rounds, name, row) for name, row in case.rows.items()}
+    measured = {name: row for name, row in rows.items() if OURS in row["values"]}
+    return {"title": case.title, "rounds": len(rounds), "rows": measured, "missing": dict(missing)}
+
+
+def _row_record(rounds: Rounds, name: str, row: Row) -> Record:
+    values = {
+        contestant: asdict(spread(numbers))
+        for contestant in CONTESTANTS
+        if (numbers := [one[contestant][name] for one in rounds if name in one.get(contestant, {})])
+    }
+    against = {
+        other: asdict(found)
+        for other in CONTESTANTS
+        if other != OURS and (found := compare(rounds, name, OURS, other, row.by)) is not None
+    }
+    return {"unit": row.unit, "by": row.by, "budget": row.budget, "values": values, "against": against}
+
+
+def missed(record: Record) -> list[str]:
+    """A line for each budget that a case misses, with by how much and whether that is beyond the spread."""
+    lines = []
+    for name, row in record["rows"].items():
+        against, budget = row["against"].get(RAW), row["budget"]
+        if against is None or budget is None:
+            continue
+        higher_is_better = row["unit"].endswith("/s")
+        over = budget - against["median"] if higher_is_better else against["median"] - budget
+        if over > 0:
+            sure = against["high"] < budget if higher_is_better else against["low"] > budget
+            how = "beyond the spread" if sure else "within the spread"
+            lines.append(f"{record['title']}: {name}: {_relation(row, RAW)}, budget {_limit(row)}, {how}")
+    return lines
+
+
+def tables(results: Mapping[str, Any]) -> str:
+    """The whole report, as Markdown."""
+    parts = [
+        "# Results",
+        f"Made by `make bench` on {results['machine']}.",
+        "Medians over the rounds. The last columns are the median, over the rounds, of ours beside another's number of "
+        "the same round, with the quartiles: a factor, or a difference in the row's unit.",
+    ]
+    for name, record in results["cases"].items():
+        parts.append(f"## {record['title']}\n\n`python -m benchmarks {name}`, {record['rounds']} rounds")
+        parts.append(_table(record))
+        parts += [f"- {other}: {reason}" for other, reason in record["missing"].items()]
+    late = [line for record in results["cases"].values() for line in missed(record)]
+    parts.append("## Budgets missed\n\n" + ("\n".join(f"- {line}" for line in late) or "None."))
+    return "\n\n".join(parts) + "\n"
+
+
+def _table(record: Record) -> str:
+    others = [name for name in CONTESTANTS if name != OURS]
+    header = ["", "unit", *CONTESTANTS, *(f"ours beside {name}" for name in others), "budget"]
+    rows = [
+        [
+            name,
+            row["unit"],
+            *(_median(row, contestant) for contestant in CONTESTANTS),
+            *(_relation(row, other) for other in others),
+            _limit(row),
+        ]
+        for name, row in record["rows"].items()
+    ]
+    return _markdown([header, *rows])
+
+
+def headline(results: Mapping[str, Any]) -> str:
+    """The README's table, as Markdown, between its markers."""
+    rows = [["", *CONTESTANTS, "ours beside raw"]]
+    for (case, name), label in HEADLINE.items():
+        row = results["cases"].get(case, {}).get("rows", {}).get(name)
+        if row is not None:
+            unit = row["unit"]
+            cells = [f"{cell} {unit}" if cell != "-" else cell for cell in (_median(row, one) for one in CONTESTANTS)]
+            rows.append([label, *cells, _relation(row, RAW)])
+    made = f"Made by `make bench` on {results['machine']}: medians, and in brackets the quartiles."
+    return "\n\n".join([MARKERS[0], _markdown(rows), made, MARKERS[1]])
+
+
+def in_readme(readme: str, results: Mapping[str, Any]) -> str:
+    """The README's text with the headline table of these results in the place of the one it has."""
+    begin, end = map(re.escape, MARKERS)
+    text, count = re.subn(f"{begin}.*?{end}", lambda _: headline(results), readme, flags=re.DOTALL)
+    assert count == 1, f"the README needs {MARKERS[0]} and {MARKERS[1]} once"
+    return text
+
+
+def chart(results: Mapping[str, Any], path: Path) -> None:
+    """Draw the headline rows as bars, each contestant's median as a multiple of raw torch's; lower is faster."""
+    # An extra of its own, and slow to import.
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    found = [
+        (label, row["values"])
+        for (case, name), label in HEADLINE.items()
+        if (row := results["cases"].get(case, {}).get("rows", {}).get(name))
+        and row["values"].get(RAW, {}).get("median")
+        if not row["unit"].endswith("/s")
+    ]
+    figure = Figure(figsize=(9, 1 + 0.5 * len(found)), layout="constrained")
+    axes = figure.add_subplot()
+    height = 0.8 / len(CONTESTANTS)
+    for place, contestant in enumerate(CONTESTANTS):
+        bars = [
+            (number + place * height, values[contestant]["median"] / values[RAW]["median"])
+            for number, (_, values) in enumerate(found)
+            if contestant in values
+        ]
+        axes.barh([at for at, _ in bars], [length for _, length in bars], height, label=contestant)
+    axes.set_yticks([number + 0.4 for number in range(len(found))], [label for label, _ in found])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("times raw torch; lower is faster")
+    axes.legend()
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _median(row: Record, contestant: str) -> str:
+    found = row["values"].get(contestant)
+    return "-" if found is None else _number(found["median"])
+
+
+def _relation(row: Record, other: str) -> str:
+    found = row["against"].get(other)
+    if found is None:
+        return "-"
+    one = Comparison(**found)
+    if row["by"] == "difference":
+        unit = row["unit"]
+        if one.low == one.high:
+            return f"{_signed(one.median)} {unit}"
+        return f"{_signed(one.median)} {unit} ({_signed(one.low)} to {_signed(one.high)})"
+    return f"{one.median:.2f}x ({one.low:.2f} to {one.high:.2f})"
+
+
+def _limit(row: Record) -> str:
+    if row["budget"] is None:
+        return ""
+    return f"+{row['budget']:g} {row['unit']}" if row["by"] == "difference" else f"{row['budget']:.2f}x"
+
+
+def _number(value: float) -> str:
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _signed(value: float) -> str:
+    # Adding zero turns -0.0 into 0.0.
+    return f"{round(value, 1) + 0.0:+g}"
+
+
+def _markdown(rows: Iterable[Iterable[str]]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    columns = lines[0].count("|") - 1
+    return "\n".join([lines[0], "|" + "|".join(["---"] + ["--:"] * (columns - 1)) + "|", *lines[1:]])

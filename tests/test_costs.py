@@ -1,0 +1,152 @@
+"""What fabric costs, in counts that do not depend on the machine, and the record of what it costs in time."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.cases import step
+from benchmarks.framework import OURS, RAW, Case, Row, compare
+from benchmarks.models import step_of, tiny
+from benchmarks.report import in_readme, missed, tables, to_record
+from benchmarks.timing import count_calls
+from fabric import Fabric
+from tests.ranks import run_in_ranks
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "results.json"
+
+
+def warm_calls(one: Callable[[], Any]) -> int:
+    one()
+    one()
+    return count_calls(one, number=3)
+
+
+# The raw loops have autocast and a GradScaler of their own.
+@pytest.mark.parametrize(("precision", "most"), [("32-true", 4), ("bf16-mixed", 4), ("16-mixed", 16)])
+def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(precision: str, most: int) -> None:
+    assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
+
+
+@pytest.mark.parametrize(("strategy", "most"), [("ddp", 47), ("fsdp", 18)])
+def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
+    for ours, by_hand in run_in_ranks(count_both, strategy=strategy, launcher="forkserver"):
+        assert ours - by_hand <= most
+
+
+def count_both(fabric: Fabric) -> tuple[int, int]:
+    model, optimizer, inputs, targets = tiny()
+    ours = warm_calls(step_of(*fabric.setup(model, optimizer), fabric.backward, inputs, targets))
+    model = tiny()[0]
+    prepared: Any = fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
+    return ours, warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
+
+
+def test_the_number_of_python_calls_is_that_of_the_functions_entered() -> None:
+    def inner() -> None: ...
+
+    assert count_calls(lambda: (inner(), inner(), len("c functions do not count"))) == 3
+
+
+def test_the_import_brings_neither_fsdp_nor_loggers_nor_anything_that_torch_has_not_loaded() -> None:
+    script = """
+import sys, torch
+before = set(sys.modules)
+import fabric
+from fabric import Fabric
+print(*sorted(set(sys.modules) - before))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    modules = done.stdout.split()
+    assert not [name for name in modules if name.startswith(("torch.", "fabric.loggers.csv", "fabric.loggers.tens"))]
+    assert {name.split(".")[0] for name in modules} <= {"fabric", *sys.stdlib_module_names}
+
+
+def test_importing_the_package_alone_does_not_import_torch() -> None:
+    script = "import sys, fabric; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_tree_costs_one_collective_for_each_dtype() -> None:
+    tree = {
+        "floats": [float(number) for number in range(100)],
+        "tensors": [torch.ones(2, 2) for _ in range(100)],
+        "integers": [1, torch.tensor(2)],
+    }
+    expected = {"float64", "float32", "int64"}
+    for reduced, gathered in run_in_ranks(count_collectives, tree):
+        assert reduced == gathered == len(expected)
+
+
+def count_collectives(fabric: Fabric, tree: Any) -> list[int]:
+    counts = []
+    for collective in (partial(fabric.all_reduce, reduce_op="sum"), fabric.all_gather):
+        with CommDebugMode() as mode:
+            collective(tree)
+        counts.append(mode.get_total_counts())
+    return counts
+
+
+# -- the record of what it costs in time -----------------------------------------------------------------------------
+
+
+def rounds(raw: list[float], ours: list[float]) -> list[dict[str, dict[str, float]]]:
+    return [{RAW: {"time": a}, OURS: {"time": b}} for a, b in zip(raw, ours, strict=True)]
+
+
+def test_numbers_are_compared_within_their_round() -> None:
+    # The machine is ten times slower in the last round; the ratio of that round is like the others'.
+    found = compare(rounds([1, 2, 10], [1.1, 2.2, 11]), "time", OURS, RAW, "ratio")
+    assert found is not None
+    assert found.low == pytest.approx(found.high) == pytest.approx(1.1)
+
+
+@pytest.mark.parametrize(
+    ("row", "ours", "said"),
+    [
+        (Row("us", "difference", 3), [12.0, 12.0, 12.0], None),
+        (Row("us", "difference", 3), [14.0, 14.0, 14.0], "beyond the spread"),
+        (Row("us", "difference", 3), [8.0, 14.0, 14.0], "within the spread"),
+        (Row("us", "ratio", 1.1), [12.0, 12.0, 12.0], "beyond the spread"),
+        (Row("tokens/s", "ratio", 0.99), [12.0, 12.0, 12.0], None),
+        (Row("tokens/s", "ratio", 0.99), [8.0, 8.0, 8.0], "beyond the spread"),
+    ],
+)
+def test_a_missed_budget_is_told(row: Row, ours: list[float], said: str | None) -> None:
+    case = Case("case", "A case", {"time": row}, {})
+    lines = missed(to_record(case, rounds([10.0] * 3, ours), {}))
+    assert len(lines) == (said is not None)
+    assert all(said in line for line in lines if said)
+
+
+def test_a_missing_peer_is_a_dash_with_its_reason() -> None:
+    case = Case("case", "A case", {"time": Row("us")}, {})
+    record = to_record(case, rounds([1.0], [2.0]), {"accelerate": "No module named 'accelerate'"})
+    text = tables({"machine": "here", "cases": {"case": record}})
+    assert "| time | us | 1 | 2 | - | - | 2.00x (2.00 to 2.00) | - | - |" in text
+    assert "- accelerate: No module named 'accelerate'" in text
+
+
+def test_the_readme_and_the_tables_are_those_of_the_committed_results() -> None:
+    results = json.loads(RESULTS.read_text())
+    readme = (ROOT / "README.md").read_text()
+    assert in_readme(readme, results) == readme
+    assert RESULTS.with_suffix(".md").read_text() == tables(results)
+
+
+@pytest.mark.slow
+def test_every_case_runs() -> None:
+    command = [sys.executable, "-m", "benchmarks", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
