@@ -2,7 +2,8 @@
 
 Runs every case, or those named, prints a table for each and what it says about the budgets, and writes the tables, the
 numbers and a chart to benchmarks/results and the headline table into the README. Cases that are named replace their
-part of the results that are there. With --quick every case runs once, as small as it can be, and nothing is written.
+part of the results that are there. With --quick raw torch and fabric run every case once, as small as it can be, and
+nothing is written.
 
 The exit code is 1 where raw torch or fabric fails in a case. A missed budget is reported, not an error: a machine may
 be busy. A peer that is missing, or fails, is a column of "-" with the reason below.

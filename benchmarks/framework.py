@@ -63,8 +63,7 @@ class Case:
         contestants: for each of them a function ``prepare(quick)`` that gets everything ready and returns the function
             that measures once, ``measure() -> {row: number}``. It runs in each rank; the numbers of rank 0 count.
         ranks: number of processes of each contestant, connected by torchrun's variables.
-        rounds: how often each measures; the first round is a rehearsal and not among them.
-        quick_rounds: the same with ``--quick``.
+        rounds: how often each measures, after a rehearsal; with ``--quick`` it is once, without one.
         cuda: whether it needs a GPU.
         notes: why a contestant is missing, where that is known.
     """
@@ -75,7 +74,6 @@ class Case:
     contestants: Mapping[str, Callable[[bool], Measure]]
     ranks: int = 1
     rounds: int = 10
-    quick_rounds: int = 1
     cuda: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -171,7 +169,7 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
     Args:
         case: the case.
         module: where the ranks find it.
-        quick: fewer rounds and smaller sizes.
+        quick: raw torch and fabric alone, once, at smaller sizes.
         say: told about progress.
 
     Returns:
@@ -186,12 +184,16 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
     began = time.monotonic()
     with ExitStack() as stack:
         for name in case.contestants:
+            if quick and name not in (RAW, OURS):
+                missing[name] = "left out by --quick"
+                continue
             crews[name] = Crew(module, case.name, name, case.ranks, quick)
             stack.callback(crews[name].close)
         for name in list(crews):
             _answer(crews, name, missing)
-        count = case.quick_rounds if quick else case.rounds
-        for number in range(count + 1):
+        # Round 0 is the rehearsal.
+        first, count = (1, 1) if quick else (0, case.rounds)
+        for number in range(first, count + 1):
             say(f"{case.name}: round {number} of {count}, {time.monotonic() - began:.0f} s")
             results = {}
             for name in _turned(list(crews), number):
@@ -199,7 +201,7 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
                 if answer := _answer(crews, name, missing):
                     results[name] = answer
             rounds.append(results)
-    return rounds[1:], missing
+    return rounds[1 - first :], missing
 
 
 def _answer(crews: dict[str, Crew], name: str, missing: dict[str, str]) -> dict[str, float] | None:

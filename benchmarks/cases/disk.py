@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def preparing(build_actions: Callable[[nn.Module], Actions]) -> Callable[[bool],
         def measure() -> dict[str, float]:
             results = {"save": timed(lambda: save(path))}
             if load is not None:
-                results["load"] = timed(lambda: load(path))
+                results["load"] = timed(partial(load, path))
             results["load into the model"] = timed(lambda: restore(path))
             if dist.is_initialized():
                 dist.barrier()

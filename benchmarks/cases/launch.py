@@ -132,7 +132,7 @@ def script(contestant: str) -> None:
 
         import torch
 
-        options = {"launcher": "popen"} if contestant == "fabric" else {}
+        options: dict[str, Any] = {"launcher": "popen"} if contestant == "fabric" else {}
         fabric: Any = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp", **options)
         fabric.launch()
         fabric.all_reduce(torch.ones(1))
