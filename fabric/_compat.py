@@ -24,6 +24,7 @@ __all__ = [
     "local_tensor",
     "max_over_shards",
     "reduce_scatter_into",
+    "reset_after_error",
     "unbind_apart",
     "uncompiled",
     "unreduced_parameters",
@@ -190,3 +191,14 @@ def unbind_apart(tensor: Tensor) -> list[Tensor]:
     """
     with torch._C._AutoDispatchBelowADInplaceOrView():
         return list(tensor.unbind())
+
+
+def reset_after_error(module: Any) -> bool:
+    """Have a sharded model forget a forward pass that was left by an error; False where torch cannot do it.
+
+    ``FSDPModule.reset_iter_state`` came after torch 2.11, the first release that fabric supports.
+    """
+    reset = getattr(module, "reset_iter_state", None)
+    if reset is not None:
+        reset()
+    return reset is not None

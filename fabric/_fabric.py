@@ -420,7 +420,7 @@ class Fabric:
         ]
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def init_module(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+    def init_module(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
 
         Under a strategy that shards, they are built without memory and get their values, shard by shard, in ``setup``:
@@ -428,9 +428,20 @@ class Fabric:
 
         Args:
             empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
+            source: where the values come from under a strategy that shards. ``"recorded"``: what fills the parameters
+                is recorded, and every rank computes it. ``"rank0"``, for what cannot be recorded, such as numpy arrays:
+                the model is built in the memory of rank 0's host and sent out, one tensor at a time.
+
+        Raises:
+            ConfigurationError: another source.
+            UsageError: within, what cannot be recorded; it names the parameter and the way out.
         """
         self._running("init_module")
-        return self.strategy.module_init_context(empty_init)
+        return self.strategy.module_init_context(empty_init, source)
+
+    def sharded_model(self) -> AbstractContextManager[Any]:
+        """Older name of :meth:`init_module`."""
+        return self.init_module()
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """A context in which tensors are created on this process's device and in the dtype of the precision."""

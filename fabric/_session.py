@@ -80,6 +80,7 @@ class Session:
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
+        self.strategy.check_module(module)
         self._plan.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["created_on"]
+from fabric.errors import ConfigurationError
+
+__all__ = ["check_source", "created_on"]
 
 
 @contextmanager
@@ -28,6 +30,17 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
             stack.enter_context(_WithoutInit())
         stack.enter_context(device)
         yield
+
+
+def check_source(source: object) -> None:
+    """Raise a ConfigurationError unless this says where the values of a model that is built sharded come from."""
+    if source not in ("recorded", "rank0"):
+        raise ConfigurationError(
+            f"init_module(source={source!r})",
+            "there is no such source of values",
+            '"recorded", which every rank computes, and "rank0", where the whole model is built on rank 0',
+            'fabric.init_module(source="rank0")',
+        )
 
 
 class _WithoutInit(TorchFunctionMode):

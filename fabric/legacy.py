@@ -103,6 +103,7 @@ def _setup(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", trainer: Any 
     _refuse_mixed_precision(self)
     optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
     self.check_optimizers(optimizers, module)
+    self.check_module(module)
     self.runtime.precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
     for optimizer in optimizers:
@@ -168,6 +169,12 @@ def _without_sync(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", enable
         for module in self._prepared:
             stack.enter_context(self.no_backward_sync(module, enabled))
         yield
+
+
+def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any]:
+    """Older name of ``module_init_context``, which see."""
+    _deprecated("model_sharded_context()", "with fabric.init_module():")
+    return self.module_init_context()
 
 
 def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
@@ -264,6 +271,7 @@ class DDPSpawnPlugin(DDPStrategy):
     setup_optimizers = _setup_optimizers
     model_to_device = _model_to_device
     block_backward_sync = _block_backward_sync
+    model_sharded_context = _model_sharded_context
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
 
@@ -428,6 +436,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     setup_optimizers = _setup_optimizers
     model_to_device = _model_to_device
     block_backward_sync = _block_backward_sync
+    model_sharded_context = _model_sharded_context
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
 

@@ -216,6 +216,16 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+def test_a_sharded_model_forgets_an_error_where_torch_can(group):
+    from torch.distributed.fsdp import fully_shard
+
+    module = nn.Linear(2, 2)
+    assert not _compat.reset_after_error(module)
+    model = fully_shard(module)
+    model(torch.ones(1, 2))
+    assert _compat.reset_after_error(model) == hasattr(model, "reset_iter_state")
+
+
 def test_every_name_has_a_test():
     names = [name for name in _compat.__all__ if name != "OneLevel"]
     with open(__file__) as file:

@@ -3,6 +3,7 @@
 import copy
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import init
 
-from fabric.deferred import deferred
+from fabric.deferred import deferred, outlined
 from fabric.errors import ConfigurationError, UsageError
 
 
@@ -384,12 +385,13 @@ MEMORY = {
 }
 
 
-@pytest.mark.parametrize("read", MEMORY.values(), ids=MEMORY)
-def test_what_needs_memory_names_the_parameter_and_the_way_out(read):
+@pytest.mark.parametrize("name", MEMORY)
+def test_what_needs_memory_names_the_parameter_and_the_way_out(name):
+    way_out = 'source="rank0"' if "numpy" in name else r"outside of fabric\.init_module"
     with deferred():
         layer = nn.Linear(3, 3)
-        with pytest.raises(UsageError, match=r"(?s)Linear\.weight.*outside of fabric\.init_module") as caught:
-            read(layer.weight)
+        with pytest.raises(UsageError, match=rf"(?s)Linear\.weight.*{way_out}") as caught:
+            MEMORY[name](layer.weight)
     assert all([caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead])
 
 
@@ -495,3 +497,54 @@ def test_any_composition_gives_the_values_of_the_plain_build(parts, last, seed):
         return model if last is None else reinitialised(model, MATRICES[last])
 
     assert_equal_to_the_plain_build(build, seed)
+
+
+# -- values that come from elsewhere ----------------------------------------------------------------------------------
+
+
+def from_numpy(w):
+    w.data.copy_(torch.from_numpy(w.detach().numpy() * 2))
+    if w.sum() < 1e9:
+        w.data.mul_(torch.rand(20))
+
+
+@pytest.mark.parametrize("fill", [from_numpy, masked, drawn_with_values, own_generator])
+def test_an_outline_has_the_shapes_of_the_plain_build_and_leaves_its_generator(fill):
+    torch.manual_seed(3)
+    plain, state = Holder(fill), torch.get_rng_state()
+    torch.manual_seed(3)
+    with outlined():
+        module = Holder(fill)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [(n, t.shape, t.device.type) for n, t in tensors(module).items()] == [
+        (n, t.shape, "meta") for n, t in tensors(plain).items()
+    ]
+
+
+def test_an_outline_keeps_no_real_tensor_and_no_tie_apart():
+    kept = []
+
+    def build():
+        module, weight = nn.Module(), nn.Parameter(torch.frombuffer(bytearray(2**20), dtype=torch.float32))
+        kept.append(weakref.ref(weight))
+        module.first = module.second = weight
+        weight.data.add_(1)
+        return module
+
+    with outlined():
+        module = build()
+        assert kept[0]() is None
+    assert module.first is module.second
+    assert module.first.is_meta
+
+
+def test_values_of_an_outline_that_are_gone_are_refused():
+    with outlined(), pytest.raises(UsageError, match="rank 0 alone"):
+        Holder(lambda w: None, (512, 64)).weight.data.copy_(torch.from_numpy(np.ones((512, 64)))).sum().item()
+
+
+def test_a_lazy_layer_and_a_context_within_another_are_refused():
+    with deferred(), pytest.raises(UsageError, match=r"LazyLinear\.weight"):
+        nn.LazyLinear(3)
+    with deferred(), pytest.raises(UsageError, match="inside of another"), outlined():
+        pass

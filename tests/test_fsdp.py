@@ -212,6 +212,30 @@ def test_a_part_called_on_its_own_is_refused_at_the_call() -> None:
         assert "model.blocks[1](...)" in results["unit without gradients"]
 
 
+def after_an_error(fabric: Fabric) -> list[bool]:
+    model, x = fabric.setup(Transformer()), torch.ones(2, 5, 4)
+
+    def gradients(fail: bool) -> Tensor:
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(x).sum())
+        if fail:
+            handle = model.blocks[1].mlp.register_forward_pre_hook(lambda module, args: 1 / 0)
+            assert outcome(lambda: model(2 * x)).startswith("ZeroDivisionError")
+            assert outcome(torch.no_grad()(lambda: model(2 * x))).startswith("ZeroDivisionError")
+            handle.remove()
+        fabric.backward(model(3 * x).sum())
+        found = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        model.zero_grad()
+        return found
+
+    expected = gradients(fail=False)
+    return [torch.equal(gradients(fail=True), expected), torch.equal(gradients(fail=False), expected)]
+
+
+def test_a_forward_pass_left_by_an_error_changes_no_later_gradient() -> None:
+    assert in_ranks(after_an_error) == [[True, True]] * 2
+
+
 class Methods(Net):
     def by_parts(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0](self.encoder(x))).pow(2).mean()

@@ -1,9 +1,11 @@
 """A model built in init_module() under FSDP: each rank gets its shards of the whole build's values, and no more."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from fabric import Fabric
 from fabric._compat import full_tensor
 from fabric.strategies import FSDPStrategy
 from tests.loops import Transformer
-from tests.ranks import outcome
+from tests.ranks import outcome, run_in_ranks
 from tests.test_fsdp import in_ranks, whole
 from tests.test_fsdp_models import Buffers, Frozen, Tied
 
@@ -299,3 +301,122 @@ def test_models_of_one_context_are_set_up_in_any_order() -> None:
     first, second = values_of(Transformer()), values_of(Tied())
     for found in in_ranks(two_models):
         torch.testing.assert_close(found, [second, first], rtol=0, atol=0)
+
+
+# -- built on rank 0 --------------------------------------------------------------------------------------------------
+
+
+class FromNumpy(Tied):
+    """Filled in ways that nothing can record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        numbers = np.random.default_rng(5)
+        self.table = nn.Parameter(torch.from_numpy(numbers.standard_normal((300, 90))).float())
+        self.alias = self.table
+        self.register_buffer("mask", torch.from_numpy(numbers.integers(0, 2, (3, 3)) > 0))
+        self.drawn = nn.Parameter(torch.rand(5, 4))
+        self.drawn.data.copy_(torch.from_numpy(self.drawn.detach().numpy() * 2))
+        if self.drawn.sum() > -1:
+            self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.drawn.sum() + self.table.mean()
+
+
+def built_on_rank_0(fabric: Fabric) -> tuple[dict[str, Tensor], Tensor, list[bool]]:
+    torch.manual_seed(7)
+    with fabric.init_module(source="rank0"):
+        module = FromNumpy()
+    state = torch.get_rng_state()
+    tensors = (*module.parameters(), *module.buffers())
+    blank = all(tensor.is_meta == (fabric.global_rank > 0) for tensor in tensors)
+    if fabric.global_rank == 0:
+        # As any real value of rank 0.
+        nn.init.constant_(module.drawn, 3.0)
+    model, optimizer = fabric.setup(module, adamw(module))
+    values = values_of(model)
+    fabric.backward(model(torch.ones(2, 5, 8)).sum())
+    optimizer.step()
+    return values, state, [blank, model.table is model.alias, not model.frozen.requires_grad]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ranks": 1}, {"ranks": 3}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "ranks": 4}],
+)
+def test_rank_0_builds_what_cannot_be_recorded_and_sends_it_out(options: dict[str, Any]) -> None:
+    expected, expected_state = plain(FromNumpy)
+    expected["drawn"] = torch.full((5, 4), 3.0)
+    for values, state, as_it_should in in_ranks(built_on_rank_0, **options):
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)
+        assert torch.equal(state, expected_state)
+        assert all(as_it_should)
+
+
+def refusals_of_sources(fabric: Fabric) -> dict[str, str]:
+    def recorded() -> None:
+        with fabric.init_module():
+            FromNumpy()
+
+    def unknown() -> None:
+        fabric.init_module(source="rank1")
+
+    def nested() -> None:
+        with fabric.init_module(), fabric.init_module():
+            pass
+
+    def lazy() -> None:
+        with fabric.init_module():
+            nn.LazyLinear(3)
+
+    def lazy_in_setup() -> None:
+        fabric.setup(nn.Sequential(nn.LazyLinear(3)))
+
+    def one_rank_alone_on_meta() -> None:
+        with torch.device("meta" if fabric.global_rank else "cpu"):
+            model = nn.Linear(2, 2)
+        fabric.setup(model)
+
+    def one_rank_alone_recorded() -> None:
+        with fabric.init_module() if fabric.global_rank else nullcontext():
+            model = nn.Linear(2, 2, dtype=torch.float64)
+        fabric.setup(model)
+
+    def another_model() -> None:
+        fabric.setup(nn.Linear(2, 2 + fabric.global_rank))
+
+    def untouched() -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3))
+        outcome(lambda: fabric.setup(model))
+        assert model[0].weight.dtype is torch.float32
+
+    cases = (recorded, unknown, nested, lazy, lazy_in_setup, one_rank_alone_on_meta)
+    cases += (one_rank_alone_recorded, another_model, untouched)
+    return {case.__name__: outcome(case) for case in cases}
+
+
+def test_what_ranks_do_not_agree_on_is_refused_on_all_before_anything_changes() -> None:
+    for results in in_ranks(refusals_of_sources, precision="64-true"):
+        assert results.pop("untouched") == "fine"
+        assert all(text.startswith(("UsageError", "ConfigurationError")) for text in results.values()), results
+        assert "FromNumpy.drawn" in results["recorded"]
+        assert 'source="rank0"' in results["recorded"]
+        assert "inside of another" in results["nested"]
+        assert "LazyLinear.weight" in results["lazy"]
+        assert "0.weight, 0.bias" in results["lazy_in_setup"]
+        assert "weight, bias" in results["one_rank_alone_on_meta"]
+        assert "some ranks have values" in results["one_rank_alone_recorded"]
+        assert "another model" in results["another_model"]
+
+
+def whole_on_every_rank(fabric: Fabric) -> dict[str, Tensor]:
+    torch.manual_seed(7)
+    with fabric.init_module(source="rank0"):
+        return values_of(fabric.setup(FromNumpy()))
+
+
+def test_other_strategies_build_the_model_on_every_rank() -> None:
+    expected, _ = plain(FromNumpy)
+    for values in run_in_ranks(whole_on_every_rank):
+        torch.testing.assert_close(values, expected, rtol=0, atol=0)

@@ -156,6 +156,11 @@ def test_offloading_can_be_spelled_as_torch_does(given: Any, offloads: bool) -> 
     assert (FSDPStrategy(cpu_offload=given).cpu_offload is not None) is offloads
 
 
+def test_replicas_that_are_not_there_are_told() -> None:
+    with pytest.warns(UserWarning, match="device_mesh=\\(2, "), one_process(sharding_strategy="HYBRID_SHARD"):
+        pass
+
+
 def test_offloading_on_the_cpu_warns() -> None:
     with pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"), one_process(cpu_offload=True):
         pass

@@ -204,6 +204,9 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
         strategy.setup_optimizers(trainer)
         strategy.model_to_device()
         strategy.block_backward_sync()
+        with strategy.model_sharded_context():
+            net = Net()
+        assert net.head.weight.is_meta == strategy.shards_modules
         strategy.barrier("a name", "something else", loop=3)
         if isinstance(strategy, DDPSpawnPlugin):
             strategy.pre_backward(torch.ones(()))
@@ -214,7 +217,7 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
     return [(str(one.message), one.filename == __file__) for one in caught if one.category is DeprecationWarning]
 
 
-SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "barrier("]
+SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "model_sharded_context(", "barrier("]
 SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
 
 

@@ -10,7 +10,7 @@ from fabric.deferred.base import BUILT_WHOLE, Evaluation
 from fabric.deferred.recorder import Recorder
 from fabric.errors import ConfigurationError, UsageError
 
-__all__ = ["Recording", "deferred"]
+__all__ = ["Recording", "deferred", "outlined"]
 
 
 @contextmanager
@@ -40,9 +40,27 @@ def deferred(device: torch.device = torch.device("meta")) -> "Iterator[Recording
             'torch.device("meta")',
             "deferred(), or build on this device without it",
         )
+    _refuse_nesting("deferred()")
     recorder = Recorder()
     with recorder.recording():
         yield Recording(recorder)
+
+
+@contextmanager
+def outlined() -> Iterator[None]:
+    """Within this context, modules are built without memory, for values that come from another process.
+
+    As under :func:`deferred` generators advance and numbers can be read. What needs memory gets a copy of what was
+    computed, which may be a numpy array; writing into that changes nothing. Real tensors that are registered in a
+    module, such as those from numpy arrays, are replaced by meta tensors and not kept.
+
+    Raises:
+        UsageError: ``.data_ptr()``, ``.untyped_storage()``, a sparse tensor; or values are read that depend on a real
+            tensor which is gone. It names the parameter or the operation.
+    """
+    _refuse_nesting("outlined()")
+    with Recorder(outline=True).recording():
+        yield
 
 
 class Recording:
@@ -143,7 +161,7 @@ class Recording:
                 f"values of {', '.join(unknown)}",
                 "these meta tensors were not made in the deferred() context of this recording, so nothing fills them",
                 "tensors made inside the context, and real ones",
-                f"build the whole module inside the context, or have {BUILT_WHOLE}",
+                f"build the whole module inside the context, or {BUILT_WHOLE}",
             )
         changed = [name for name, tensor in tensors.items() if self._recorder.changed_since(tensor)]
         if changed:
@@ -153,6 +171,17 @@ class Recording:
                 "initialising inside the context, or after the values are there",
                 "move the initialisation into the context, such as model.apply(init)",
             )
+
+
+def _refuse_nesting(asked: str) -> None:
+    # Inside, a meta tensor says that it is on the CPU.
+    if not torch.empty(0, device="meta").is_meta:
+        raise UsageError(
+            f"{asked}, or init_module(), inside of another such context",
+            "the outer one records already, and would not see what the inner one does",
+            "one context around the whole build",
+            "with fabric.init_module(): model = Model()  # and no such context in Model",
+        )
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -10,9 +10,11 @@ whatever order a model was built and however often it was initialised.
 """
 
 import ctypes
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from fabric.tree import flatten, unflatten
 __all__ = ["BUILT_WHOLE", "Evaluation", "Litter", "Operation", "Outside", "Slot", "Tape"]
 
 _TRIM_AFTER = 16 * 2**20  # bytes
-BUILT_WHOLE = "the module built outside of fabric.init_module(), which takes memory for all of it on every rank"
+BUILT_WHOLE = 'fabric.init_module(source="rank0"), which builds it in the memory of rank 0 and sends out shards'
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,28 +49,37 @@ class Slot:
 class Outside:
     """A real tensor that an operation read, by reference, and its version then; None where versions are not kept."""
 
-    tensor: Tensor
+    reference: Callable[[], Tensor | None]
     version: int | None
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Outside":
-        """Refer to a tensor as it is now."""
-        return cls(tensor, None if tensor.is_inference() else tensor._version)
+    def of(cls, tensor: Tensor, weakly: bool = False) -> "Outside":
+        """Refer to a tensor as it is now; ``weakly`` does not keep it alive."""
+        version = None if tensor.is_inference() else tensor._version
+        return cls(weakref.ref(tensor) if weakly else partial(_itself, tensor), version)
 
     def value(self) -> Tensor:
         """The tensor, unchanged since.
 
         Raises:
-            UsageError: it was written to after it was read.
+            UsageError: it was written to after it was read, or is gone.
         """
-        if self.version is not None and self.tensor._version != self.version:
+        tensor = self.reference()
+        if tensor is None:
             raise UsageError(
-                f"a deferred parameter or buffer was filled from a real tensor of shape {tuple(self.tensor.shape)}",
+                "the values of a tensor, while rank 0 alone builds the model whole",
+                "they come from a real tensor, such as a numpy array, that is not kept on this rank",
+                "values that are read right after they were made, or follow from random numbers",
+                "the module built outside of fabric.init_module(), which takes memory for all of it on every rank",
+            )
+        if self.version is not None and tensor._version != self.version:
+            raise UsageError(
+                f"a deferred parameter or buffer was filled from a real tensor of shape {tuple(tensor.shape)}",
                 "that tensor was changed in place afterwards, before its values were used",
                 "real tensors that stay as they were while the module was built",
-                f"pass a clone of it, or have {BUILT_WHOLE}",
+                f"pass a clone of it, or {BUILT_WHOLE}",
             )
-        return self.tensor
+        return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,13 +256,17 @@ class Evaluation:
         """The memory of a result; a copy where a kernel laid it out unlike its meta kernel, or returned its input."""
         storage = output.untyped_storage()
         taken = {memory._cdata for memory in self._memory.values()}
-        taken |= {leaf.tensor.untyped_storage()._cdata for leaf in operation.leaves if isinstance(leaf, Outside)}
+        taken |= {leaf.value().untyped_storage()._cdata for leaf in operation.leaves if isinstance(leaf, Outside)}
         if _slot(output, slot.storage) == slot and storage._cdata not in taken:
             return storage
         extent = slot.offset + sum((n - 1) * step for n, step in zip(slot.size, slot.stride, strict=True)) + 1
         memory = torch.empty(extent if output.numel() else 0, dtype=slot.dtype, device="cpu").untyped_storage()
         slot.view(memory).copy_(output)
         return memory
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _slot(tensor: Tensor, storage: int) -> Slot:

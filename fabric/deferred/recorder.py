@@ -18,8 +18,10 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric.deferred.base import BUILT_WHOLE, Evaluation, Litter, Operation, Outside, Slot, Tape
 from fabric.errors import UsageError
@@ -36,32 +38,32 @@ _ON_CPU: dict[Callable[..., Any], Any] = {
 }
 _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 # They hand out memory, or the identity of it, through which values could be read or changed unseen.
-_NEED_MEMORY: frozenset[Callable[..., Any]] = frozenset(
-    {
-        Tensor.numpy,
-        Tensor.__array__,
-        Tensor.__dlpack__,
-        Tensor.__reduce_ex__,
-        Tensor.data_ptr,
-        Tensor.share_memory_,
-        Tensor.storage,
-        Tensor.untyped_storage,
-    }
+_READ_VALUES: frozenset[Callable[..., Any]] = frozenset(
+    {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__}
 )
+_NEED_MEMORY = _READ_VALUES | {Tensor.data_ptr, Tensor.share_memory_, Tensor.storage, Tensor.untyped_storage}
+_SMALL = 2**16  # bytes
 _NO_MEMORY = "its values do not exist while the module is built: they are computed afterwards, a few at a time"
+_BUILT_OUTSIDE = "the module built outside of fabric.init_module(), which takes memory for all of it on every rank"
 _DATA_DEPENDENT = torch.Tag.data_dependent_output
 
 
 class Recorder:
     """Writes on a tape what happens to tensors while :meth:`recording` is entered.
 
+    Args:
+        outline: whether values are to come from elsewhere: larger real tensors are not kept, those that are registered
+            in a module are replaced by meta tensors, and what reads values gets a copy of what can be computed.
+
     Attributes:
         tape: what was recorded.
         active: whether operations are being recorded right now.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, outline: bool = False) -> None:
         self.tape = Tape()
+        self._outline = outline
+        self._twins = WeakTensorKeyDictionary()
         self.active = False
         self._evaluation = Evaluation(self.tape)
         self._litter = Litter()
@@ -74,7 +76,8 @@ class Recorder:
         """Record what happens within this context, and refuse nothing but what needs memory."""
         with ExitStack() as stack:
             for register in (register_module_parameter_registration_hook, register_module_buffer_registration_hook):
-                stack.callback(register(self._on_registration).remove)
+                # A hook may return what is to be registered, which the stub leaves out.
+                stack.callback(register(self._on_registration).remove)  # pyright: ignore[reportArgumentType]
             stack.enter_context(_Functions(self))
             # Entered later, so that the functions above see the device that it fills in.
             stack.enter_context(_CPU)
@@ -97,14 +100,16 @@ class Recorder:
         if self.active and kwargs.get("device") is not None:
             kwargs["device"] = _true_device(kwargs["device"], kwargs.get("out"))
         first = args[0] if args and isinstance(args[0], Tensor) else None
-        if not self.active or first is None:
+        if not self.active or first is None or is_lazy(first):
             return function(*args, **kwargs)
         with self.paused():
             slot = self.tape.slot(first)
             if slot is not None and function in _ON_CPU:
                 return _ON_CPU[function]
+            if slot is not None and function in _READ_VALUES and self._outline:
+                return function(*self._values([slot]), *args[1:], **kwargs)
             if slot is not None and function in _NEED_MEMORY:
-                raise self._refusal(function.__name__, slot)
+                raise self._refusal(function.__name__, slot, reads=function in _READ_VALUES)
             if slot is not None and function == Tensor.tolist:
                 return self._values([slot])[0].tolist()
             if slot is not None and function == Tensor.cpu:
@@ -152,7 +157,7 @@ class Recorder:
             entry = Operation(
                 function,
                 encoded,
-                structure,
+                _hollow(structure, len(leaves)),
                 outputs,
                 frozenset(inputs | made),
                 torch.get_default_dtype(),
@@ -215,9 +220,11 @@ class Recorder:
         twin = _twin(tensor)
         slot = self.tape.admit(twin)
         source, structure = flatten(((tensor,), {}))
-        encoded, made = [Outside.of(leaf) for leaf in source], frozenset({slot.storage})
+        encoded, made = [self._outside(leaf) for leaf in source], frozenset({slot.storage})
         clone = torch.ops.aten.clone.default
-        self.tape.append(Operation(clone, encoded, structure, [slot], made, torch.get_default_dtype()), made)
+        self.tape.append(
+            Operation(clone, encoded, _hollow(structure, len(source)), [slot], made, torch.get_default_dtype()), made
+        )
         return twin
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -237,8 +244,11 @@ class Recorder:
         if isinstance(leaf, Tensor) and leaf.is_meta:
             return self.tape.slot(leaf) or _refuse_foreign(leaf)
         if isinstance(leaf, Tensor):
-            return Outside.of(leaf)
+            return self._outside(leaf)
         return None if isinstance(leaf, torch.Generator) else _on_cpu(leaf)
+
+    def _outside(self, tensor: Tensor) -> Outside:
+        return Outside.of(tensor, weakly=self._outline and tensor.nbytes > _SMALL)
 
     def _admitted(self, tensor: Tensor, function: Any) -> Slot:
         return self.tape.admit(self._strided(tensor, function))
@@ -248,12 +258,29 @@ class Recorder:
             return tensor
         raise self._refusal(f"{function} gives a tensor of layout {tensor.layout}", None)
 
-    def _on_registration(self, module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    def _on_registration(self, module: nn.Module, name: str, tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        if is_lazy(tensor):
+            raise _lazy(type(module).__name__, name)
         with self.paused():
-            slot = None if tensor is None else self.tape.slot(tensor)
-        if tensor is not None and slot is not None:
+            replacement = self._twin_of(tensor) if self._outline and not tensor.is_meta else None
+            registered = tensor if replacement is None else replacement
+            slot = self.tape.slot(registered)
+        if slot is not None:
             self._names[slot.storage] = f"{type(module).__name__}.{name}"
-            self._registered.append(weakref.ref(tensor))
+            self._registered.append(weakref.ref(registered))
+        return replacement
+
+    def _twin_of(self, tensor: Tensor) -> Tensor:
+        """The meta tensor that is registered in place of a real one, under whatever names."""
+        if tensor not in self._twins:
+            twin = self._lift(tensor.detach())
+            if isinstance(tensor, nn.Parameter):
+                twin = nn.Parameter(twin, requires_grad=tensor.requires_grad)
+            vars(twin).update(vars(tensor))
+            self._twins[tensor] = twin
+        return self._twins[tensor]
 
     def _note_versions(self) -> None:
         for reference in self._registered:
@@ -263,7 +290,7 @@ class Recorder:
         # Weak references to a tensor keep torch from exchanging it for another in place.
         self._registered.clear()
 
-    def _refusal(self, what: str, slot: Slot | None) -> UsageError:
+    def _refusal(self, what: str, slot: Slot | None, reads: bool = False) -> UsageError:
         reached = set() if slot is None else self.tape.reached_from({slot.storage})
         names = sorted({self._names[storage] for storage in reached if storage in self._names})
         # The tensor's own name says most; else those of the parameters that it was computed from.
@@ -273,7 +300,7 @@ class Recorder:
             f"{what} of {whose}, while the module is built without memory",
             _NO_MEMORY,
             "operations that give tensors, and single numbers read with .item(), .tolist() or in a condition",
-            BUILT_WHOLE,
+            BUILT_WHOLE if reads and not self._outline else _BUILT_OUTSIDE,
         )
 
     @contextmanager
@@ -316,6 +343,11 @@ class _Operations(TorchDispatchMode):
             return recorder.on_operation(func, args, kwargs)
 
 
+def _hollow(structure: Any, leaves: int) -> Any:
+    """The same structure without a reference to the tensors that it was made of."""
+    return flatten(unflatten(structure, [None] * leaves))[1]
+
+
 def _creates(function: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation makes a tensor from nothing, on the CPU; meta is where C++ makes one like a recorded one."""
     device = kwargs.get("device")
@@ -349,6 +381,15 @@ def _refuse_foreign(tensor: Tensor) -> None:
         "it was made outside the deferred() context, so it has none",
         "tensors made inside the context, and real ones",
         "make it inside the context",
+    )
+
+
+def _lazy(module: str, name: str) -> UsageError:
+    return UsageError(
+        f"{module}.{name}, a lazy parameter, in a module that is built without memory",
+        "it has no shape before the first forward pass, so there is nothing to record or to shard",
+        "modules that are told their sizes",
+        f"{module.removeprefix('Lazy')}(...) with all of its sizes, in place of {module}(...)",
     )
 
 

@@ -22,7 +22,7 @@ from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse
 from fabric.communicators import Communicator, NonMember
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.initialization import created_on
+from fabric.initialization import check_source, created_on
 from fabric.precision import PRECISIONS, Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.tree import to_device
@@ -209,6 +209,9 @@ class Strategy(ABC):
         """Move the tensors of any collection to ``device``, or to this process's; see :func:`fabric.tree.to_device`."""
         return to_device(batch, self.root_device if device is None else device)
 
+    def check_module(self, module: nn.Module) -> None:
+        """Raise for a module that this strategy cannot set up; called before anything changes. May be collective."""
+
     @abstractmethod
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make the prepared module of a user's module that is on its device already; may be collective."""
@@ -224,13 +227,23 @@ class Strategy(ABC):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""
 
-    def module_init_context(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+    def module_init_context(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
         """A context in which modules are created on the right device, in the dtype of the precision.
 
         Args:
             empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
+            source: where the values come from under a strategy that shards: ``"recorded"`` or ``"rank0"``, see
+                :meth:`fabric.Fabric.init_module`. Every other strategy builds the whole model on every rank.
+
+        Raises:
+            ConfigurationError: another source.
         """
+        check_source(source)
         return created_on(self.root_device, self.runtime.precision.param_dtype, empty_init)
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Older name of :meth:`module_init_context`."""
+        return self.module_init_context()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole state dict of a prepared or user's module under the user's own names."""

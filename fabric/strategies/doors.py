@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabric._compat import in_backward
+from fabric._compat import in_backward, reset_after_error
 from fabric.errors import UsageError
 
 __all__ = ["Doors"]
@@ -28,10 +28,11 @@ class Doors:
     """
 
     def __init__(self, root: nn.Module, units: Collection[nn.Module], sharded_type: type[Any], rank: int) -> None:
-        self._depth = 0
+        self._depth, self._finished, self._usable = 0, True, True
         self._sharded_type, self._rank = sharded_type, rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._finish),
             root.register_forward_hook(self._leave, always_call=True),
         ]
         for path, part in _parts(root, set(units)):
@@ -45,12 +46,28 @@ class Doors:
         self._handles.clear()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self._usable:
+            raise UsageError(
+                f"model(...) on rank {self._rank}",
+                "an earlier forward pass was left by an error, and this release of torch cannot make the model forget "
+                "that: gradients would be wrong",
+                "forward passes that finish; any with a torch that has FSDPModule.reset_iter_state",
+                "fabric.load(...) of the last checkpoint into a model that is set up anew, or a newer torch",
+            )
         self._depth += 1
+        self._finished = False
+
+    def _finish(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._finished = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # An error in another hook may have come before _enter.
         self._depth = max(0, self._depth - 1)
-        if not self._depth and not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self._depth or torch.compiler.is_compiling():
+            return
+        if not self._finished:
+            self._usable, self._finished = reset_after_error(module), True
+        elif not torch.is_grad_enabled():
             # No backward pass will do it, and a change of whole parameters would be lost.
             sharded: list[Any] = [part for part in module.modules() if isinstance(part, self._sharded_type)]
             for part in sharded:

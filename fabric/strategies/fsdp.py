@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -20,7 +21,8 @@ from fabric._compat import full_tensor, local_tensor, uncompiled, unreduced_para
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, FabricError, UsageError
+from fabric.initialization import check_source
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies.base import ParallelStrategy
@@ -37,7 +39,7 @@ from fabric.strategies.fsdp_options import (
     parse_state_dict_type,
     policy_of_precision,
 )
-from fabric.strategies.materialise import Nursery, has_meta
+from fabric.strategies.materialise import Blank, Nursery, has_meta
 from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
 from fabric.tree import map_tensors
 
@@ -83,7 +85,8 @@ class FSDPStrategy(ParallelStrategy):
         state_dict_type: what ``save`` writes: ``"sharded"``, a folder into which each rank writes its shards, or
             ``"full"``, one file, for which rank 0 gathers the whole. ``checkpoint_io`` wins. Every strategy loads both.
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
-            or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node.
+            or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
+            replica for each node, as in torch, and a warning where there is one node.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
         num_nodes: number of nodes of the job.
         **fsdp_kwargs: passed to ``fully_shard`` for every unit, such as ``reshard_after_forward=True``.
@@ -167,6 +170,12 @@ class FSDPStrategy(ParallelStrategy):
         self.runtime.accelerator.return_freed_memory()
         if self.cpu_offload is not None and self.root_device.type == "cpu" and self.is_global_zero:
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
+        if self._replicates_nothing() and self.is_global_zero:
+            warnings.warn(
+                "HYBRID_SHARD without device_mesh has a replica for each node, and there is one node: it shards like "
+                f"FULL_SHARD. For replicas within the node: device_mesh=(2, {max(1, self.world_size // 2)})",
+                stacklevel=2,
+            )
 
     @override
     def teardown(self) -> None:
@@ -194,32 +203,46 @@ class FSDPStrategy(ParallelStrategy):
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     @override
-    def module_init_context(self, empty_init: bool = False) -> AbstractContextManager[Any]:
+    def module_init_context(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
         """A context in which modules are built without memory; :meth:`setup_module` gives each rank its shards.
 
         The values, and the state of torch's generator afterwards, are those of the same build on the CPU, in the dtype
         of the precision. They are computed one tensor at a time, so that no rank ever holds the whole model. Every rank
-        computes them, which takes the same seed on all.
+        computes them, which takes the same seed on all. With ``source="rank0"`` rank 0 builds the whole model in the
+        memory of its host, and :meth:`setup_module` sends it out, one tensor at a time; what the build draws from
+        random generators is still drawn on every rank.
 
         Args:
             empty_init: skip what the common layers draw, for a model that a checkpoint fills.
+            source: ``"recorded"`` or ``"rank0"``.
+
+        Raises:
+            ConfigurationError: another source.
+            UsageError: within, what cannot be recorded; it names the parameter.
         """
-        return self._nursery.building(self.runtime.precision.param_dtype, empty_init)
+        check_source(source)
+        dtype = self.runtime.precision.param_dtype
+        if source == "rank0":
+            return self._nursery.receiving(dtype, empty_init, self.global_rank)
+        return self._nursery.building(dtype, empty_init)
 
     @override
     def module_to_device(self, module: M) -> M:
-        # What has no memory yet gets it in setup_module, where the rest of such a module moves as well.
-        return module if has_meta(module) else super().module_to_device(module)
+        # What has no memory yet, or is whole in rank 0's, gets to the device in setup_module, shard by shard.
+        waits = has_meta(module) or uncompiled(module) in self._nursery
+        return module if waits else super().module_to_device(module)
+
+    @override
+    def check_module(self, module: nn.Module) -> None:
+        self._examine(uncompiled(module))
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = uncompiled(module)
-        blank = self._nursery.blank(root)
-        units = find_units(root, self.auto_wrap_policy)
-        _refuse_scalars(root)
-        blank.check(self.runtime.communicator)
+        blank, units = self._examine(root)
         whole = dict(root.named_parameters())
         _recompute_activations(root, self.activation_checkpointing)
+        self._share_values(root, blank.to_send)
         self._shard(root, units)
         blank.fill(self.runtime.communicator, self._home)
         self._nursery.forget(root)
@@ -228,6 +251,18 @@ class FSDPStrategy(ParallelStrategy):
         self._doors[root] = Doors(root, units, _sharded_type(), self.global_rank)
         self._synced[root] = True
         return module
+
+    def _examine(self, root: nn.Module) -> tuple[Blank, list[nn.Module]]:
+        """What is to be filled, and the units; an error on every rank when any rank has one. Collective."""
+        blank, units, refusal = self._nursery.blank(root), [], None
+        try:
+            _refuse_what_has_no_shards(root)
+            _chosen_for_recomputation(root, self.activation_checkpointing)
+            units = find_units(root, self.auto_wrap_policy)
+        except FabricError as error:
+            refusal = error
+        blank.check(self.runtime.communicator, refusal)
+        return blank, units
 
     @override
     def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
@@ -339,7 +374,6 @@ class FSDPStrategy(ParallelStrategy):
         options: dict[str, Any] = {"mesh": mesh, **self._resharding(), **self.fsdp_kwargs}
         if self.cpu_offload is not None and self.root_device.type != "cpu":
             options["offload_policy"] = self.cpu_offload
-        self._share_values(root)
         if self._buffer_dtype is not None:
             _convert_buffers(root, self._buffer_dtype)
         # The next unit casts its inputs itself: only the whole model's outputs are to have a dtype of their own.
@@ -366,20 +400,28 @@ class FSDPStrategy(ParallelStrategy):
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         return self.runtime.mesh(replicas=replicas, shards=shards)
 
-    def _share_values(self, root: nn.Module) -> None:
-        """Give every rank rank 0's values, as DDP does."""
+    def _replicates_nothing(self) -> bool:
+        no_mesh = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
+        return no_mesh and self.runtime.world.num_nodes == 1
+
+    def _share_values(self, root: nn.Module, except_for: Mapping[str, torch.Tensor]) -> None:
+        """Give every rank rank 0's values, as DDP does; what is sent later is left out."""
         with torch.no_grad():
-            for tensor in (*root.parameters(), *root.buffers()):
-                if not tensor.is_meta:
+            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+                if not tensor.is_meta and name not in except_for:
                     tensor.copy_(broadcast(self.runtime.communicator, tensor.detach(), 0, self.root_device))
 
 
 def _recompute_activations(root: nn.Module, which: Any) -> None:
+    for module in _chosen_for_recomputation(root, which):
+        # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+
+
+def _chosen_for_recomputation(root: nn.Module, which: Any) -> list[nn.Module]:
     chosen = parse_activation_checkpointing(which)
-    if chosen is None:
-        return
-    found = [module for module in root.modules() if chosen(module)]
-    if not found:
+    found = [] if chosen is None else [module for module in root.modules() if chosen(module)]
+    if chosen is not None and not found:
         present = sorted({type(module).__name__ for module in root.modules()})
         raise ConfigurationError(
             f"FSDPStrategy(activation_checkpointing={which!r}) for {type(root).__name__}",
@@ -387,9 +429,7 @@ def _recompute_activations(root: nn.Module, which: Any) -> None:
             f"classes that it is made of: {', '.join(present)}",
             "FSDPStrategy(activation_checkpointing=Block)",
         )
-    for module in found:
-        # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    return found
 
 
 def _convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
@@ -422,7 +462,14 @@ def _is_freed(parameter: torch.Tensor) -> bool:
     return is_plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
 
 
-def _refuse_scalars(root: nn.Module) -> None:
+def _refuse_what_has_no_shards(root: nn.Module) -> None:
+    if lazy := [name for name, parameter in root.named_parameters() if is_lazy(parameter)]:
+        raise ConfigurationError(
+            f"setup({type(root).__name__}) with FSDP",
+            f"these are lazy and have no shape before a first forward pass: {', '.join(lazy)}",
+            "parameters that have a shape",
+            "nn.Linear(in_features, out_features) in place of nn.LazyLinear, or one model(batch) before setup()",
+        )
     if scalars := [name for name, parameter in root.named_parameters() if parameter.dim() == 0]:
         raise ConfigurationError(
             f"setup({type(root).__name__}) with FSDP",

@@ -4,11 +4,14 @@
 A blank module goes through ``setup`` as others do: it is converted and sharded while nothing of it has memory. What
 converts a module may put new meta tensors in place of the recorded ones, so the nursery remembers where those were. In
 the end each rank computes one whole tensor after another, and keeps its shard.
+
+Under ``source="rank0"`` only the modules of the other ranks are blank, and nothing says what fills them: rank 0, where
+the same tensors are real, sends one whole tensor after another.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,13 +24,15 @@ from torch.nn.modules.module import (
 )
 
 from fabric._compat import local_tensor
+from fabric.collectives import broadcast
 from fabric.communicators import Communicator
-from fabric.deferred import Recording, deferred
-from fabric.errors import UsageError
+from fabric.deferred import Recording, deferred, outlined
+from fabric.errors import FabricError, UsageError
 from fabric.initialization import created_on
 
 __all__ = ["Blank", "Nursery", "has_meta"]
 
+_Place = tuple[nn.Module, str, str]  # where a tensor is registered: the module, its name there, and in the whole
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -36,13 +41,13 @@ class _Build:
     """What one context recorded.
 
     Attributes:
-        recording: computes the values.
+        recording: computes the values; None where rank 0 sends them.
         empty: whether they are left to a checkpoint.
         generator: digest of the states of torch's generator before and after; empty when nothing was drawn from it.
         recorded: for each tensor, by its identity, itself and an alias that stays in the memory that was recorded.
     """
 
-    recording: Recording
+    recording: Recording | None
     empty: bool
     generator: str = ""
     recorded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -80,39 +85,42 @@ class Nursery:
             yield
         after = torch.get_rng_state()
         drawn = "" if torch.equal(before, after) else _digest([before.tolist(), after.tolist()])
-        build = _Build(recording, empty, drawn)
+        self._note(seen, _Build(recording, empty, drawn))
+
+    @contextmanager
+    def receiving(self, dtype: torch.dtype | None, empty: bool, rank: int) -> Iterator[None]:
+        """Within this context, modules are built whole on rank 0, and blank on the others, for rank 0's values."""
+        seen: WeakSet[nn.Module] = WeakSet()
+        with created_on(torch.device("cpu"), dtype, empty), outlined() if rank else nullcontext(), _noting(seen):
+            yield
+        self._note(seen, _Build(None, empty))
+
+    def __contains__(self, module: nn.Module) -> bool:
+        return module in self._origins
+
+    def _note(self, seen: "WeakSet[nn.Module]", build: _Build) -> None:
         for module in {part: None for top in seen for part in top.modules()}:
             self._origins[module] = build, build.note(module)
 
     def blank(self, root: nn.Module) -> "Blank":
-        """What is still to be filled in a module.
-
-        Raises:
-            UsageError: it has meta tensors that were not built in the context, with all their names.
-        """
-        prefixes = {module: f"{path}." if path else "" for path, module in root.named_modules()}
-        found: dict[int, _Gap] = {}
-        unknown = []
-        for module, prefix in prefixes.items():
-            for name, tensor in _own_tensors(module).items():
-                if not tensor.is_meta:
-                    continue
-                gap = found.get(id(tensor)) or self._gap(module, name, tensor, prefix + name)
-                if gap is None:
-                    unknown.append(prefix + name)
+        """What is still to be filled in a module."""
+        gaps, unknown = [], []
+        for tensor, places in _registered(root).values():
+            if tensor.is_meta:
+                path = places[0][2]
+                build, alias = next(filter(None, (self._origin(*place[:2], tensor) for place in places)), (None, None))
+                if build is None or alias is None:
+                    unknown.append(path)
                 else:
-                    found[id(tensor)] = gap
-                    gap.places.append((module, name))
-        if unknown:
-            _refuse_unknown(root, unknown)
-        return Blank(type(root).__name__, list(found.values()))
+                    gaps.append(_Gap(path, build, alias, [place[:2] for place in places]))
+        return Blank(root, gaps, unknown)
 
     def forget(self, root: nn.Module) -> None:
         """Let go of what was recorded for a module and its parts."""
         for module in root.modules():
             self._origins.pop(module, None)
 
-    def _gap(self, module: nn.Module, name: str, tensor: Tensor, path: str) -> "_Gap | None":
+    def _origin(self, module: nn.Module, name: str, tensor: Tensor) -> tuple[_Build, Tensor] | None:
         if module not in self._origins:
             return None
         build, aliases = self._origins[module]
@@ -120,9 +128,7 @@ class Nursery:
         # A parameter that was converted is the same object; a buffer is another one in the same place.
         if known is None and not isinstance(tensor, nn.Parameter):
             alias = aliases.get(name)
-        if alias is None or alias.shape != tensor.shape:
-            return None
-        return _Gap(path, build, alias)
+        return None if alias is None or alias.shape != tensor.shape else (build, alias)
 
 
 @dataclass(eq=False)
@@ -132,9 +138,9 @@ class _Gap:
     name: str
     build: _Build
     alias: Tensor
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    places: Sequence[tuple[nn.Module, str]]
 
-    def take(self, fresh: Tensor) -> None:
+    def _take(self, fresh: Tensor) -> None:
         """Put a tensor with memory in all places; it keeps ``requires_grad`` and the attributes that were set."""
         [old, *_] = [_own_tensors(module)[name] for module, name in self.places]
         if isinstance(old, nn.Parameter):
@@ -143,39 +149,76 @@ class _Gap:
         for module, name in self.places:
             setattr(module, name, fresh)
 
-    def current(self) -> Tensor:
-        """What stands in its place now."""
+    def fill(self, value: Tensor, on_device: Callable[[Tensor], torch.device]) -> None:
+        """Put a value in all places, or of what is sharded this rank's part; in the dtype of what stands there."""
         module, name = self.places[0]
-        return _own_tensors(module)[name]
+        current = _own_tensors(module)[name]
+        self._take(_placed(value.to(current.dtype), current, on_device(current)))
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells the others of a module before anything is changed.
+
+    Attributes:
+        refusal: why it cannot be set up here; None when it can.
+        layout: digest of the names, ties, shapes and dtypes of its tensors.
+        blank: for each blank tensor, whether this rank computes its value or awaits it from rank 0.
+        seeds: digests of the states of the generator that the values depend on.
+    """
+
+    refusal: str | None
+    layout: str
+    blank: Mapping[str, str]
+    seeds: Sequence[str]
 
 
 class Blank:
-    """The blank tensors of one module, each once.
+    """The blank tensors of one module, each once, and those of its real ones that other ranks await.
 
     Args:
-        title: what the module is called in errors.
-        gaps: the tensors, in the order of the module.
+        root: the module.
+        gaps: its blank tensors, in the order of the module.
+        unknown: the names of its other meta tensors.
     """
 
-    def __init__(self, title: str, gaps: list[_Gap]) -> None:
-        self._title, self._gaps = title, gaps
+    def __init__(self, root: nn.Module, gaps: list[_Gap], unknown: list[str]) -> None:
+        self._title, self._gaps, self._unknown = type(root).__name__, gaps, unknown
+        self._tensors = _registered(root)
+        self._to_send: dict[str, Tensor] = {}
 
-    def check(self, communicator: Communicator) -> None:
-        """Collective if anything is blank. Compare names, shapes and states of generators over the ranks.
+    def check(self, communicator: Communicator, refusal: FabricError | None) -> None:
+        """Agree with the other ranks that a module can be set up, and who has its values. Collective.
+
+        Args:
+            communicator: all ranks.
+            refusal: why it cannot be set up on this rank, if there is a reason.
 
         Raises:
-            UsageError: they differ, or a tensor was written to where nothing recorded it; nothing has been changed.
+            FabricError: the refusal, of this rank or another; or the module, or the seed, is not the same on all ranks;
+                or nothing fills some of it. It is raised on every rank, and nothing has been changed.
         """
-        seeds = sorted({gap.build.generator for gap in self._gaps if not gap.build.empty})
-        names = [(gap.name, tuple(gap.alias.shape), str(gap.alias.dtype)) for gap in self._gaps]
-        failure = self._failure()
-        mark = _digest([seeds, names]) if failure is None else str(failure)
-        self._compare(communicator, mark, "torch's generator was in different states, or it is", failure)
+        refusal = refusal or self._refusal()
+        layout = "" if refusal else _digest([_traits(tensor, places) for tensor, places in self._tensors.values()])
+        blank = {gap.name: "awaited" if gap.build.recording is None else "computed" for gap in self._gaps}
+        seeds = sorted({build.generator for build in self._computed() if not build.empty})
+        reports = communicator.gather_objects(_Report(None if refusal is None else str(refusal), layout, blank, seeds))
+        if refusal is not None:
+            raise refusal
+        self._refuse_others(communicator.rank, reports)
+        awaited = {name for report in reports for name, how in report.blank.items() if how == "awaited"}
+        by_name = {places[0][2]: tensor for tensor, places in self._tensors.values()}
+        self._to_send = {name: tensor.detach() for name, tensor in by_name.items() if name in awaited}
+
+    @property
+    def to_send(self) -> Mapping[str, Tensor]:
+        """What goes from rank 0 to the others: the values on rank 0, meta tensors elsewhere. After :meth:`check`."""
+        return self._to_send
 
     def fill(self, communicator: Communicator, on_device: Callable[[Tensor], torch.device]) -> None:
         """Collective if anything is blank. Give every tensor memory and values; of what is sharded, those of the shard.
 
-        Whole, on the CPU, is one tensor at a time. What an empty build leaves to a checkpoint
+        Whole, on the CPU or on its way from rank 0, is one tensor at a time. What an empty build leaves to a checkpoint
         has the constants of the build, such as the ones of a norm, or whatever was in memory.
 
         Args:
@@ -185,20 +228,35 @@ class Blank:
         Raises:
             UsageError: they cannot be computed, or they differ between ranks.
         """
+        self._receive(communicator, on_device)
         checksums = []
-        for build, gaps in self._by_build().items():
+        for build, gaps in self._computed().items():
+            assert build.recording is not None
             for name, value in build.recording.values({name: gap.alias for name, gap in gaps.items()}):
                 if not build.empty:
                     checksums.append(_checksum(value))
-                current = gaps[name].current()
-                gaps[name].take(_placed(value.to(current.dtype), current, on_device(current)))
+                gaps[name].fill(value, on_device)
                 # Else this name would hold on to the value while the next one is computed.
                 del value
-        self._compare(communicator, _digest(checksums), "the values that they computed differ, or it is")
+        if self._computed():
+            marks = communicator.gather_objects(_digest(checksums))
+            self._compare(communicator.rank, "the values that they computed differ, or it is", marks)
 
-    def _failure(self) -> UsageError | None:
+    def _receive(self, communicator: Communicator, on_device: Callable[[Tensor], torch.device]) -> None:
+        gaps = {gap.name: gap for gap in self._gaps}
+        for name, tensor in self._to_send.items():
+            value = broadcast(communicator, tensor if communicator.rank == 0 else None, 0, communicator.device)
+            if name in gaps:
+                gaps[name].fill(value, on_device)
+            del value, tensor
+        self._to_send = {}
+
+    def _refusal(self) -> UsageError | None:
         """Why values cannot be computed, if so; a rank that raised at once would leave the others waiting."""
-        for build, gaps in self._by_build().items():
+        if self._unknown:
+            return _unknown(self._title, self._unknown)
+        for build, gaps in self._computed().items():
+            assert build.recording is not None
             smallest_first = sorted(gaps.values(), key=lambda gap: gap.alias.numel())
             try:
                 # All are checked before the first is computed.
@@ -207,20 +265,40 @@ class Blank:
                 return error
         return None
 
-    def _by_build(self) -> dict[_Build, dict[str, _Gap]]:
+    def _computed(self) -> dict[_Build, dict[str, _Gap]]:
         builds: dict[_Build, dict[str, _Gap]] = {}
         for gap in self._gaps:
-            builds.setdefault(gap.build, {})[gap.name] = gap
+            if gap.build.recording is not None:
+                builds.setdefault(gap.build, {})[gap.name] = gap
         return builds
 
-    def _compare(self, communicator: Communicator, mark: str, wrong: str, failure: UsageError | None = None) -> None:
-        marks = communicator.gather_objects(mark) if self._gaps else [mark]
-        if failure is not None:
-            raise failure
+    def _refuse_others(self, rank: int, reports: Sequence[_Report]) -> None:
+        refusing = {rank: report.refusal for rank, report in enumerate(reports) if report.refusal is not None}
+        if refusing:
+            first = min(refusing)
+            raise UsageError(
+                f"setup({self._title}) on rank {rank}",
+                f"rank(s) {', '.join(map(str, refusing))} cannot set it up; rank {first}: {refusing[first]}",
+                "a model that every rank can set up",
+                f"what the error of rank {first} says",
+            )
+        self._compare(rank, "it is", [report.layout for report in reports])
+        computed = [[name for name, how in report.blank.items() if how == "computed"] for report in reports]
+        awaited = [[name for name, how in report.blank.items() if how == "awaited"] for report in reports[1:]]
+        if any(names != computed[0] for names in computed) or any(names != awaited[0] for names in awaited):
+            raise UsageError(
+                f"setup({self._title}) on rank {rank}",
+                "some ranks have values, or can compute them, where others cannot",
+                "a model that is built in the same way on every rank",
+                'with fabric.init_module(): model = Model()  # or init_module(source="rank0"), on every rank',
+            )
+        self._compare(rank, "torch's generator was in different states, or it is", [report.seeds for report in reports])
+
+    def _compare(self, rank: int, wrong: str, marks: Sequence[object]) -> None:
         different = [rank for rank, other in enumerate(marks) if other != marks[0]]
         if different:
             raise UsageError(
-                f"setup({self._title}), built in init_module(), on rank {communicator.rank}",
+                f"setup({self._title}) on rank {rank}",
                 f"{wrong} another model, on rank(s) {', '.join(map(str, different))} than on rank 0: every rank keeps "
                 "shards of its own build, so these have to be equal",
                 "one seed on all ranks, and a build that does not depend on the rank",
@@ -286,10 +364,23 @@ def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def _refuse_unknown(root: nn.Module, names: list[str]) -> None:
-    raise UsageError(
-        f"setup({type(root).__name__}) with meta tensors",
+def _unknown(title: str, names: Sequence[str]) -> UsageError:
+    return UsageError(
+        f"setup({title}) with meta tensors",
         f"these have no values, and nothing recorded which they were to have: {', '.join(names)}",
         "modules that were built in fabric.init_module(), as a whole, and modules that are not on the meta device",
         "with fabric.init_module(): model = Model()  # in place of torch.device('meta')",
     )
+
+
+def _registered(root: nn.Module) -> dict[int, tuple[Tensor, list[_Place]]]:
+    """The tensors of a module by their identity, each with all places where it is registered."""
+    found: dict[int, tuple[Tensor, list[_Place]]] = {}
+    for path, module in root.named_modules():
+        for name, tensor in _own_tensors(module).items():
+            found.setdefault(id(tensor), (tensor, []))[1].append((module, name, f"{path}.{name}" if path else name))
+    return found
+
+
+def _traits(tensor: Tensor, places: Sequence[_Place]) -> list[object]:
+    return [[path for _, _, path in places], tuple(tensor.shape), tensor.dtype, tensor.requires_grad]
