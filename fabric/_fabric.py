@@ -874,6 +874,8 @@ class Fabric:
         state: MutableMapping[str, Any] | None = None,
         strict: bool = True,
         rng: bool = True,
+        *,
+        weights_only: bool | None = True,
     ) -> dict[str, Any]:
         """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
 
@@ -886,6 +888,8 @@ class Fabric:
             state: names and objects to restore; None returns everything as it was stored.
             strict: whether what one side lacks is an error; if not, what fits by name is loaded.
             rng: whether each process continues its random streams, if there were as many processes.
+            weights_only: False rebuilds any object that a file holds, which runs whatever code the file names: only for
+                a file whose writer you trust. None means True, as it does for torch.
 
         Returns:
             The entries that ``state`` did not name; of a folder those without tensors, since every process would hold
@@ -894,22 +898,27 @@ class Fabric:
         Raises:
             CheckpointNotFoundError: there is no such file or folder.
             CheckpointError: it is damaged or does not fit, with all reasons.
-            UnsafeCheckpointError: it holds code.
+            UnsafeCheckpointError: it holds code, which is named and was not run.
+            ConfigurationError: ``weights_only=False`` for a folder, which never needs it.
         """
-        return self._running("load").checkpoint().load(Path(path), state, strict, rng)
+        return self._running("load").checkpoint().load(Path(path), state, strict, rng, weights_only is not False)
 
-    def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
+    def load_raw(
+        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = True
+    ) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
 
         Args:
             path: the file, as ``torch.save(model.state_dict(), path)`` wrote it.
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
             strict: as for :meth:`load`.
+            weights_only: likewise.
 
         Raises:
             CheckpointError: the file is damaged, does not fit or has entries of several kinds; or it is a folder.
+            UnsafeCheckpointError: it holds code, which is named and was not run.
         """
-        self._running("load_raw").checkpoint().load_raw(Path(path), obj, strict)
+        self._running("load_raw").checkpoint().load_raw(Path(path), obj, strict, weights_only is not False)
 
     # -- output ---------------------------------------------------------------------------------------------------
 

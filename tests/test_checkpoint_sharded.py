@@ -351,11 +351,11 @@ def test_a_payload_in_a_byte_entry_is_never_unpickled(path, state, tmp_path):
     layout.storage_data[index].relative_path, layout.storage_data[index].offset = "planted", 0
     layout.storage_data[index].length = len(stream.getvalue())
     replace_layout(path, pickle.dumps(layout))
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(UnsafeCheckpointError, match=r"model\.count.*system"):
         io.load(path)  # as the bytes of a tensor
     layout.state_dict_metadata["model.count"] = dcp.metadata.BytesStorageMetadata()
     replace_layout(path, pickle.dumps(layout))
-    with pytest.raises(CheckpointError, match="not of one save"):
+    with pytest.raises(CheckpointError, match=r"no tensor there for 'model\.count'"):
         io.load(path)  # as an entry of bytes
     assert not (tmp_path / "run").exists()
 

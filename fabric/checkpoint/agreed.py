@@ -24,7 +24,7 @@ from fabric.checkpoint.state import (
 )
 from fabric.checkpoint.unison import together
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError
+from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state, set_rng_state
 
 __all__ = ["JobCheckpoint"]
@@ -106,7 +106,14 @@ class JobCheckpoint:
         else:
             together(self._communicator, asked, write)
 
-    def load(self, path: Path, state: MutableMapping[str, Any] | None, strict: bool, rng: bool) -> dict[str, Any]:
+    def load(
+        self,
+        path: Path,
+        state: MutableMapping[str, Any] | None,
+        strict: bool,
+        rng: bool,
+        weights_only: bool = True,
+    ) -> dict[str, Any]:
         """Restore ``state``, the loss scale and this rank's random state. Collective; every rank reads.
 
         Returns:
@@ -114,18 +121,20 @@ class JobCheckpoint:
         """
         asked = f"fabric.load({str(path)!r}, ...)"
         io = self._format_of(path)
+        _check_trust(asked, io, weights_only)
         if isinstance(io, ShardedCheckpoint):
             metadata, rest = self._load_shards(asked, io, path, state, strict)
         else:
-            metadata, rest = self._load_whole(asked, io, path, state, strict)
+            metadata, rest = self._load_whole(asked, io, path, state, strict, weights_only)
         if state is not None:
             self._restore_process(metadata, rng)
         return rest
 
-    def load_raw(self, path: Path, target: Any, strict: bool) -> None:
+    def load_raw(self, path: Path, target: Any, strict: bool, weights_only: bool = True) -> None:
         """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
         asked = f"fabric.load_raw({str(path)!r}, ...)"
         io = self._format_of(path)
+        _check_trust(asked, io, weights_only)
 
         def read() -> dict[str, Any]:
             if isinstance(io, ShardedCheckpoint) and os.path.isdir(path):
@@ -135,7 +144,7 @@ class JobCheckpoint:
                     "a file that is the state dict itself; a folder may be a sharded checkpoint, which has entries",
                     f"fabric.load({str(path)!r}, {{'model': model}}), with the entry that you want",
                 )
-            return FullCheckpoint().load(path) if isinstance(io, ShardedCheckpoint) else io.load(path)
+            return _read(FullCheckpoint() if isinstance(io, ShardedCheckpoint) else io, path, weights_only)
 
         loaded = together(self._communicator, asked, read)
         together(self._communicator, asked, lambda: apply_raw(loaded, target, strict=strict, **self._loading))
@@ -149,10 +158,16 @@ class JobCheckpoint:
         return self._communicator.broadcast_object(kind, 0)()
 
     def _load_whole(
-        self, asked: str, io: CheckpointIO, path: Path, state: MutableMapping[str, Any] | None, strict: bool
+        self,
+        asked: str,
+        io: CheckpointIO,
+        path: Path,
+        state: MutableMapping[str, Any] | None,
+        strict: bool,
+        weights_only: bool,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         def read() -> tuple[dict[str, Any], dict[str, Any]]:
-            loaded = io.load(path)
+            loaded = _read(io, path, weights_only)
             return loaded, read_metadata(loaded)
 
         loaded, metadata = together(self._communicator, asked, read)
@@ -213,6 +228,23 @@ class JobCheckpoint:
         # The streams of another number of ranks belong to none of these.
         if rng and len(states) == self._communicator.size:
             set_rng_state(states[self._communicator.rank])
+
+
+def _read(io: CheckpointIO, path: Path, weights_only: bool) -> dict[str, Any]:
+    if isinstance(io, FullCheckpoint):
+        return io.load(path, weights_only=weights_only)
+    return io.load(path)
+
+
+def _check_trust(asked: str, io: CheckpointIO, weights_only: bool) -> None:
+    if weights_only or isinstance(io, FullCheckpoint):
+        return
+    raise ConfigurationError(
+        asked,
+        f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code",
+        "weights_only=False for one file, as torch.save writes it, whose writer you trust",
+        f"{asked} without weights_only",
+    )
 
 
 def _targets(value: Any, described: Any) -> Any:

@@ -17,6 +17,7 @@ What is imported inside functions here takes a second to import, and only those 
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -42,11 +43,21 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["LAYOUT", "Reading", "check_files", "file_checksum", "plan_reading", "read_layout", "write_tensors"]
+__all__ = [
+    "LAYOUT",
+    "TRUSTED",
+    "Reading",
+    "check_files",
+    "file_checksum",
+    "plan_reading",
+    "read_layout",
+    "write_tensors",
+]
 
 LAYOUT = ".metadata"
 
 _PIECE = 1 << 24
+TRUSTED = "a checkpoint from a source that you trust, or another copy of this one"
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = frozenset(
@@ -229,6 +240,8 @@ def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout
             for name, parts in by_name.items():
                 reader.read_data(LoadPlan(parts), planner).wait()
                 progress(local_tensor(targets[name]).nbytes)
+        except pickle.UnpicklingError as error:
+            raise _unsafe_bytes(asked, name, error) from error
         except _DAMAGE as error:
             raise _damaged(asked, f"{type(error).__name__}: {error}") from error
 
@@ -283,7 +296,7 @@ class _InertUnpickler(pickle.Unpickler):
             self._asked,
             f"its {LAYOUT} holds {module_name}.{global_name}: to rebuild that could run any code; nothing was loaded",
             f"names, sizes and places of tensors, as {_METADATA_MODULE} has them",
-            "a checkpoint from a source that you trust, or another copy of this one",
+            TRUSTED,
         )
 
 
@@ -370,6 +383,19 @@ def _sum_what_is_written(writer: "FileSystemWriter") -> dict[str, int]:
 
     writer.fs = SummingFileSystem()
     return checksums
+
+
+def _unsafe_bytes(asked: str, name: str, error: pickle.UnpicklingError) -> CheckpointError:
+    """What torch refused to read as the tensor ``name``; its checksum is right, so somebody put it there."""
+    found = re.findall(r"GLOBAL (\S+)", str(error))
+    if not found:
+        return _damaged(asked, f"{name!r}: {error}")
+    return UnsafeCheckpointError(
+        asked,
+        f"the bytes of {name!r} hold {found[0]}: to rebuild that could run any code; it was not run",
+        "tensors, as torch.save writes them",
+        TRUSTED,
+    )
 
 
 def _damaged(asked: str, wrong: str) -> CheckpointError:

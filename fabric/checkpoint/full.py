@@ -60,33 +60,43 @@ class FullCheckpoint:
                     "another path, or a state without what the line above names; the old file is untouched",
                 ) from error
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         """Read a file that :meth:`save` or ``torch.save`` wrote, with every tensor on the CPU.
 
         The checksum of every record is compared first. Tensors are mapped from the file and read when they are used:
-        copy them if the file may be overwritten in place (fabric itself never does that) while they live. Nothing that
-        the file holds is run.
+        copy them if the file may be overwritten in place (fabric itself never does that) while they live.
+
+        Args:
+            path: the file.
+            weights_only: nothing that the file holds is run. False rebuilds any object, which runs whatever code the
+                file names: only for a file whose writer you trust.
 
         Raises:
             CheckpointNotFoundError: there is no such file; similar names beside it are listed.
             UnsafeCheckpointError: it holds objects that only running code can rebuild; they are named.
             CheckpointError: it is damaged, was not written by ``torch.save``, or does not hold a dict.
+
+        With ``weights_only=False``, whatever the code in the file raises comes out as it is.
         """
         asked = f"load the checkpoint {str(path)!r}"
         _require_file(asked, path)
         try:
             is_archive = _verify(asked, path)
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+            if weights_only:
+                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
         except CheckpointError:
             raise
         except _DAMAGE as error:
             raise _diagnosis(asked, path, error) from error
+        if not weights_only:
+            # Its errors are those of somebody else's code, which no list of ours foresees.
+            loaded = torch.load(path, map_location="cpu", weights_only=False, mmap=is_archive)
         if not isinstance(loaded, dict):
             raise CheckpointError(
                 asked,
                 f"the file holds a {type(loaded).__name__}",
                 "a dict, as fabric.save writes it",
-                f"torch.load({str(path)!r}, weights_only=True)",
+                f"torch.load({str(path)!r}, weights_only={weights_only})",
             )
         return loaded
 
@@ -200,8 +210,8 @@ def _diagnosis(asked: str, path: Path, error: Exception) -> CheckpointError:
             asked,
             f"it holds {', '.join(offenders)}: rebuilding that could run any code, so nothing was loaded",
             _SAFE_LOAD,
-            "if you trust the file, load it once with torch.load(path, weights_only=False) and save it again as plain "
-            "data; a class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
+            "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what the file "
+            "names. A class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
         )
     return CheckpointError(
         asked,

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.dcp import LAYOUT, Reading, check_files, file_checksum, plan_reading, read_layout, write_tensors
+from fabric.checkpoint.dcp import (
+    LAYOUT,
+    TRUSTED,
+    Reading,
+    check_files,
+    file_checksum,
+    plan_reading,
+    read_layout,
+    write_tensors,
+)
 from fabric.checkpoint.directory import Staging, read_manifest, remove
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.plain import check_plain
@@ -17,7 +26,7 @@ from fabric.checkpoint.state import METADATA_KEY
 from fabric.checkpoint.unison import reported, together
 from fabric.communicators import Communicator
 from fabric.communicators.local import LocalCommunicator
-from fabric.errors import CheckpointError
+from fabric.errors import CheckpointError, UnsafeCheckpointError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -307,20 +316,25 @@ def _open(asked: str, path: Path) -> Stored:
     manifest = read_manifest(asked, path)
     check_files(asked, manifest.data, [_SKELETON], manifest.checksums)
     layout = read_layout(asked, manifest.data, manifest.checksums.get(LAYOUT))
-    content = FullCheckpoint().load(manifest.data / _SKELETON)
+    content = _read_skeleton(asked, manifest.data / _SKELETON)
     skeleton, names = content.get("skeleton"), content.get("tensors")
-    if (
-        isinstance(skeleton, dict)
-        and isinstance(names, dict)
-        and layout.state_dict_metadata.keys() >= {*names.values()}
-    ):
+    absent = {*names.values()} - layout.state_dict_metadata.keys() if isinstance(names, dict) else set()
+    if isinstance(skeleton, dict) and isinstance(names, dict) and not absent:
         return Stored(manifest.data, asked, manifest.checksums, skeleton, names, layout)
     raise CheckpointError(
         asked,
-        f"its {_SKELETON} and its {LAYOUT} are not of one save",
+        f"its {_SKELETON} and its {LAYOUT} are not of one save: no tensor there for {_list(map(repr, absent))}",
         "a folder as fabric wrote it, complete",
         "an older checkpoint, or a fresh copy of this one",
     )
+
+
+def _read_skeleton(asked: str, path: Path) -> dict[str, Any]:
+    try:
+        return FullCheckpoint().load(path)
+    except UnsafeCheckpointError as error:
+        # No reason to offer weights_only=False: fabric writes none that needs it.
+        raise UnsafeCheckpointError(asked, f"its {path.name}: {error.wrong}", error.valid, TRUSTED) from error
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Place]:
