@@ -236,14 +236,14 @@ def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout
         by_name: dict[str, list[Any]] = {}
         for item in items:
             by_name.setdefault(item.dest_index.fqn, []).append(item)
-        try:
-            for name, parts in by_name.items():
+        for name, parts in by_name.items():
+            try:
                 reader.read_data(LoadPlan(parts), planner).wait()
-                progress(local_tensor(targets[name]).nbytes)
-        except pickle.UnpicklingError as error:
-            raise _unsafe_bytes(asked, name, error) from error
-        except _DAMAGE as error:
-            raise _damaged(asked, f"{type(error).__name__}: {error}") from error
+            except pickle.UnpicklingError as error:
+                raise _unsafe_bytes(asked, name, error) from error
+            except _DAMAGE as error:
+                raise _damaged(asked, f"{type(error).__name__}: {error}") from error
+            progress(local_tensor(targets[name]).nbytes)
 
     return Reading(files, copy)
 

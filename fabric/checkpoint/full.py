@@ -80,6 +80,7 @@ class FullCheckpoint:
         """
         asked = f"load the checkpoint {str(path)!r}"
         _require_file(asked, path)
+        loaded: Any = None
         try:
             is_archive = _verify(asked, path)
             if weights_only:
