@@ -7,9 +7,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "DispatchMode",
     "OneLevel",
     "abort_process_group",
     "all_gather_into",
@@ -23,13 +26,21 @@ __all__ = [
     "leave_join",
     "local_tensor",
     "max_over_shards",
+    "operator_schema",
     "reduce_scatter_into",
     "reset_after_error",
+    "storage_key",
+    "storage_reference",
+    "tensor_property",
     "unbind_apart",
     "uncompiled",
     "unreduced_parameters",
     "unscale_and_check",
 ]
+
+
+# Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
+DispatchMode = TorchDispatchMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,3 +213,26 @@ def reset_after_error(module: Any) -> bool:
     if reset is not None:
         reset()
     return reset is not None
+
+
+def operator_schema(operator: Any) -> Any:
+    """What an ATen operator declares: its ``name``, and its ``arguments`` with what each of them aliases."""
+    return operator._schema
+
+
+def tensor_property(name: str) -> Any:
+    """The descriptor of a property of tensors, whose accessors are what a ``TorchFunctionMode`` is handed.
+
+    It belongs to the private base class, for which ``torch.Tensor`` has only inherited access.
+    """
+    return vars(torch._C.TensorBase)[name]
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that identifies a storage while it is alive; meta storages have no address to compare."""
+    return storage._cdata
+
+
+def storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """A weak reference that keeps the :func:`storage_key` of a storage from being given to another; has ``expired``."""
+    return StorageWeakRef(storage)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.overrides import TorchFunctionMode
 
 from fabric import Fabric, _compat
 
@@ -226,8 +227,52 @@ def test_a_sharded_model_forgets_an_error_where_torch_can(group):
     assert _compat.reset_after_error(model) == hasattr(model, "reset_iter_state")
 
 
+class Seen(_compat.DispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operators_and_what_they_write():
+    with Seen() as seen:
+        torch.ones(2, device="meta").add_(1)
+    made, added = map(_compat.operator_schema, seen.operators)
+    assert (made.name, added.name) == ("aten::ones", "aten::add_")
+    assert [one.name for one in added.arguments if one.alias_info is not None and one.alias_info.is_write] == ["self"]
+    assert "device" in [one.name for one in made.arguments]
+
+
+def test_properties_reach_a_function_mode_as_their_accessors():
+    class Asked(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            asked.append(func)
+            return func(*args, **(kwargs or {}))
+
+    asked, tensor = [], torch.ones(2)
+    with Asked():
+        tensor.device  # noqa: B018 - reading it is what is seen
+        tensor.data = torch.zeros(2)
+    assert asked[0] == _compat.tensor_property("device").__get__
+    assert asked[-1] == _compat.tensor_property("data").__set__
+
+
+def test_a_storage_keeps_its_key_which_a_reference_reserves():
+    tensor = torch.empty(3, device="meta")
+    key = _compat.storage_key(tensor.untyped_storage())
+    reference = _compat.storage_reference(tensor.untyped_storage())
+    assert key == _compat.storage_key(tensor[1:].untyped_storage())
+    assert not reference.expired()
+    del tensor
+    assert reference.expired()
+    assert key not in [_compat.storage_key(torch.empty(3, device="meta").untyped_storage()) for _ in range(9)]
+
+
 def test_every_name_has_a_test():
-    names = [name for name in _compat.__all__ if name != "OneLevel"]
+    names = [name for name in _compat.__all__ if name not in ("DispatchMode", "OneLevel", "operator_schema")]
     with open(__file__) as file:
         text = file.read()
     assert [name for name in names if f"_compat.{name}(" not in text] == []

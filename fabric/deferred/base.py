@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from fabric._compat import storage_key, storage_reference
 from fabric.errors import UsageError
 from fabric.tree import flatten, unflatten
 
@@ -114,21 +114,21 @@ class Tape:
 
     operations: list[Operation] = field(default_factory=list)
     _writers: dict[int, list[int]] = field(default_factory=dict)
-    _alive: dict[int, StorageWeakRef] = field(default_factory=dict)
+    _alive: dict[int, Any] = field(default_factory=dict)
 
     def admit(self, tensor: Tensor) -> Slot:
         """Put the storage of a new meta tensor on the tape; one that is there already stays as it is."""
         # The weak reference keeps the number from being given to another storage.
-        reference = StorageWeakRef(tensor.untyped_storage())
-        self._alive.setdefault(reference.cdata, reference)
-        self._writers.setdefault(reference.cdata, [])
-        return _slot(tensor, reference.cdata)
+        key = storage_key(tensor.untyped_storage())
+        self._alive.setdefault(key, storage_reference(tensor.untyped_storage()))
+        self._writers.setdefault(key, [])
+        return _slot(tensor, key)
 
     def slot(self, tensor: Tensor) -> Slot | None:
         """Where a tensor lies on the tape; None when it does not."""
         if tensor.layout is not torch.strided or not tensor.is_meta:
             return None
-        key = tensor.untyped_storage()._cdata
+        key = storage_key(tensor.untyped_storage())
         return _slot(tensor, key) if key in self._writers else None
 
     def append(self, operation: Operation, written: Collection[int]) -> None:
@@ -255,9 +255,9 @@ class Evaluation:
     def _laid_out(self, output: Tensor, slot: Slot, operation: Operation) -> torch.UntypedStorage:
         """The memory of a result; a copy where a kernel laid it out unlike its meta kernel, or returned its input."""
         storage = output.untyped_storage()
-        taken = {memory._cdata for memory in self._memory.values()}
-        taken |= {leaf.value().untyped_storage()._cdata for leaf in operation.leaves if isinstance(leaf, Outside)}
-        if _slot(output, slot.storage) == slot and storage._cdata not in taken:
+        taken = {storage_key(memory) for memory in self._memory.values()}
+        taken |= {storage_key(leaf.value().untyped_storage()) for leaf in operation.leaves if isinstance(leaf, Outside)}
+        if _slot(output, slot.storage) == slot and storage_key(storage) not in taken:
             return storage
         extent = slot.offset + sum((n - 1) * step for n, step in zip(slot.size, slot.stride, strict=True)) + 1
         memory = torch.empty(extent if output.numel() else 0, dtype=slot.dtype, device="cpu").untyped_storage()

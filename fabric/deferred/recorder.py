@@ -20,9 +20,9 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fabric._compat import DispatchMode, operator_schema, tensor_property
 from fabric.deferred.base import BUILT_WHOLE, Evaluation, Litter, Operation, Outside, Slot, Tape
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors, unflatten
@@ -32,11 +32,11 @@ __all__ = ["Recorder"]
 _CPU, _META = torch.device("cpu"), torch.device("meta")
 # Properties reach the function mode as the accessors of their descriptors.
 _ON_CPU: dict[Callable[..., Any], Any] = {
-    vars(torch._C.TensorBase)["device"].__get__: _CPU,
-    vars(torch._C.TensorBase)["is_meta"].__get__: False,
-    vars(torch._C.TensorBase)["is_cpu"].__get__: True,
+    tensor_property("device").__get__: _CPU,
+    tensor_property("is_meta").__get__: False,
+    tensor_property("is_cpu").__get__: True,
 }
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA = tensor_property("data").__set__
 # They hand out memory, or the identity of it, through which values could be read or changed unseen.
 _READ_VALUES: frozenset[Callable[..., Any]] = frozenset(
     {Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__}
@@ -187,7 +187,7 @@ class Recorder:
         """Draw what this operation draws, so that the generator moves on; the values are dropped."""
         # What it overwrites, and what gives no more than a shape, may hold anything; the rest can decide how much is
         # drawn.
-        shapes = leaves if function._schema.name.endswith("_like") else written
+        shapes = leaves if operator_schema(function).name.endswith("_like") else written
         blank = [
             _twin(leaf, _CPU) if isinstance(leaf, Tensor) and any(leaf is other for other in shapes) else leaf
             for leaf in leaves
@@ -326,11 +326,11 @@ class _Functions(TorchFunctionMode):
         return self._recorder.on_call(func, args, dict(kwargs or {}))
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Shows the recorder the operations that reach torch's kernels."""
 
     def __init__(self, recorder: Recorder) -> None:
-        TorchDispatchMode.__init__(self)
+        DispatchMode.__init__(self)
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -351,14 +351,14 @@ def _hollow(structure: Any, leaves: int) -> Any:
 def _creates(function: Any, tensors: list[Tensor], kwargs: Mapping[str, Any]) -> bool:
     """Whether an operation makes a tensor from nothing, on the CPU; meta is where C++ makes one like a recorded one."""
     device = kwargs.get("device")
-    takes_device = any(argument.name == "device" for argument in function._schema.arguments)
+    takes_device = any(argument.name == "device" for argument in operator_schema(function).arguments)
     return not tensors and takes_device and (device is None or device.type in ("cpu", "meta"))
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors among the arguments that an operation writes into."""
     written: list[Any] = []
-    for position, argument in enumerate(function._schema.arguments):
+    for position, argument in enumerate(operator_schema(function).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[position] if position < len(args) else kwargs.get(argument.name))
     if function is torch.ops.aten.native_batch_norm.default and args[5]:
