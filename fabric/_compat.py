@@ -16,6 +16,7 @@ __all__ = [
     "OneLevel",
     "abort_process_group",
     "all_gather_into",
+    "around_local",
     "backoff_or_grow",
     "compiled_in_place",
     "default_store",
@@ -129,6 +130,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     """
     to_local = getattr(tensor, "_local_tensor", None)
     return tensor if to_local is None else to_local
+
+
+def around_local(tensor: Tensor, local: Tensor) -> Tensor:
+    """A DTensor like ``tensor`` with ``local`` as the part of this rank, on whatever device that is.
+
+    ``DTensor.from_local`` would move it to the device of the mesh.
+    """
+    make: Any = type(tensor)
+    return make(local, tensor._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

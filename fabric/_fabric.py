@@ -21,12 +21,13 @@ from fabric._compat import uncompiled
 from fabric._plan import Plan, resolve
 from fabric._session import Session
 from fabric.accelerators import Accelerator
+from fabric.checkpoint import PendingSave
 from fabric.clipping import check_clipping, clip_gradients
 from fabric.collectives import parse_reduce_op
 from fabric.communicators import Communicator, NonMember
 from fabric.data import FabricDataLoader
 from fabric.environments import Environment
-from fabric.errors import UsageError
+from fabric.errors import CheckpointError, UsageError
 from fabric.initialization import created_on
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
 from fabric.loggers.base import metrics_as_floats
@@ -286,7 +287,7 @@ class Fabric:
             if exception is not None and self._session is not None:
                 self.strategy.on_exception(exception)
         finally:
-            self.teardown()
+            self._close_after(exception)
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -839,13 +840,35 @@ class Fabric:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
+    @overload
     def save(
         self,
         path: str | os.PathLike[str],
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
         trainable_only: bool = False,
-    ) -> None:
+        *,
+        async_: Literal[False] = False,
+    ) -> None: ...
+    @overload
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+        trainable_only: bool = False,
+        *,
+        async_: Literal[True],
+    ) -> PendingSave: ...
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+        trainable_only: bool = False,
+        *,
+        async_: bool = False,
+    ) -> PendingSave | None:
         """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
 
         Collective. Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as their
@@ -861,12 +884,19 @@ class Fabric:
                 folder of shards, values are DTensors where they are spread over processes.
             trainable_only: leave out parameters of modules that do not require a gradient. Buffers and what else
                 belongs to a module's state are kept, and so are optimizers; load it with ``strict=False``.
+            async_: return as soon as everything has been copied to memory of the host, which is kept for the next save;
+                training may go on and change it. One save is under way at a time: the next ``save`` or ``load`` waits
+                for it, and so does ``teardown``.
+
+        Returns:
+            With ``async_`` the :class:`fabric.checkpoint.PendingSave`, else None.
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
-            CheckpointError: it could not be written, ``path`` is of the other kind, or it failed on another process.
+            CheckpointError: it could not be written, ``path`` is of the other kind, or it failed on another process; or
+                an earlier save with ``async_`` did, and nobody was told yet.
         """
-        self._running("save").checkpoint().save(Path(path), state, filter, trainable_only)
+        return self._running("save").checkpoint().save(Path(path), state, filter, trainable_only, async_)
 
     def load(
         self,
@@ -1026,6 +1056,15 @@ class Fabric:
 
     def _is_first(self) -> bool:
         return self._plan.world is None or self._plan.world.rank == 0
+
+    def _close_after(self, exception: BaseException | None) -> None:
+        try:
+            self.teardown()
+        except CheckpointError as error:
+            if exception is None:
+                raise
+            # A save that was under way; it often fails because of what happened, and must not take its place.
+            exception.add_note(f"Besides: {error}")
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting where this one will never come.

@@ -16,6 +16,7 @@ from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
+from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
@@ -77,6 +78,7 @@ class Session:
         # Sharded parameters take turns with whole ones in the module: what was there at setup counts.
         self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
+        self._saves = BackgroundSaves(self.runtime.background)
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
@@ -223,6 +225,7 @@ class Session:
         own = ShardedCheckpoint() if strategy.saves_shards else FullCheckpoint()
         return JobCheckpoint(
             self.runtime.communicator,
+            self._saves,
             own if strategy.checkpoint_io is None else strategy.checkpoint_io,
             module_state=lambda module: strategy.get_module_state_dict(prepared_module(module)),
             load_module=lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest),
@@ -274,6 +277,7 @@ class Session:
             for closed in (*self._guards, *self.first_steps):
                 stack.callback(closed.close)
             stack.callback(self._leave)
+            stack.callback(self._saves.close)
 
     def _leave(self) -> None:
         # The rank that hosts the store may have finished and gone.

@@ -61,6 +61,7 @@ class Runtime:
         self._connected, self._backend, self._timeout = connected, backend, timeout
         self._checks = check_collectives
         self._communicator: Communicator | None = None
+        self._background: Communicator | None = None
         self._store: dist.Store | None = None
         self._owns_group = False
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
@@ -110,10 +111,30 @@ class Runtime:
             return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
         return inner
 
+    def background(self) -> Communicator:
+        """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
+
+        Collective the first time that it is asked for.
+        """
+        if self._background is None:
+            whole = self.communicator
+            if self._connected and self.device.type != "cpu":
+                # Two collectives at a time on one device can wait for each other; and objects need none.
+                group = dist.new_group(timeout=self._timeout, backend="gloo")
+                assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+                self._background = self.communicator_over(group)
+            else:
+                self._background = whole.new_group(range(whole.size))
+        assert self._background is not None, "every rank is a member"
+        return self._background
+
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
         if self._communicator is None:
             return
+        if self._background is not None:
+            self._background.close()
+            self._background = None
         self._communicator.close()
         self._communicator = None
         self._meshes.clear()
@@ -131,7 +152,7 @@ class Runtime:
             self._communicator.close()
             if self._owns_group and dist.is_initialized():
                 abort_process_group()
-        self._communicator = self._store = None
+        self._communicator = self._background = self._store = None
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
         """The processes of the job in rank order as a mesh of named sizes, the last of which varies fastest.

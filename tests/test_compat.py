@@ -141,6 +141,9 @@ def test_a_sharded_tensor_gives_its_local_part_and_its_whole(group):
     assert type(local) is torch.Tensor
     local.mul_(2)
     assert _compat.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
+    other = _compat.around_local(sharded, torch.ones(4))
+    assert (other.placements, other.device_mesh) == (sharded.placements, sharded.device_mesh)
+    assert _compat.full_tensor(other).tolist() == [1.0] * 4
 
 
 def test_a_plain_tensor_is_its_own_local_part_and_whole():

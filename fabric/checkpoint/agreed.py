@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from fabric.checkpoint.background import BackgroundSaves, PendingSave
 from fabric.checkpoint.base import CheckpointIO
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.sharded import Prepared, ShardedCheckpoint
@@ -40,6 +41,7 @@ class JobCheckpoint:
 
     Args:
         communicator: all ranks of the job.
+        background: its saves that are under way.
         io: the format to save in. One of fabric's own also reads the other: on load, the path decides.
         module_state: names and values of a module as they stand in a checkpoint, whole.
         load_module: puts such a state into a module.
@@ -54,6 +56,7 @@ class JobCheckpoint:
     def __init__(
         self,
         communicator: Communicator,
+        background: BackgroundSaves,
         io: CheckpointIO,
         *,
         module_state: ModuleState,
@@ -64,7 +67,7 @@ class JobCheckpoint:
         load_optimizer: LoadOptimizer,
         scaler: Any = None,
     ) -> None:
-        self._communicator, self._io, self._scaler = communicator, io, scaler
+        self._communicator, self._background, self._io, self._scaler = communicator, background, io, scaler
         self._module_shards, self._load_module_shards = module_shards, load_module_shards
         self._collecting: dict[str, Any] = {"module_state": module_state, "optimizer_state": optimizer_state}
         self._loading: dict[str, Any] = {
@@ -74,12 +77,18 @@ class JobCheckpoint:
         }
 
     def save(
-        self, path: Path, state: Mapping[str, Any], filter: Mapping[str, Any] | None, trainable_only: bool = False
-    ) -> None:
+        self,
+        path: Path,
+        state: Mapping[str, Any],
+        filter: Mapping[str, Any] | None,
+        trainable_only: bool = False,
+        async_: bool = False,
+    ) -> PendingSave | None:
         """Write ``state``, the loss scale and the random states of all ranks.
 
-        Collective. Rank 0 writes, or every rank its shards if that is the format.
+        Collective. Rank 0 writes, or every rank its shards if that is the format; ``async_``, after this has returned.
         """
+        self._background.settle(self._communicator)
         asked = f"fabric.save({str(path)!r}, ...)"
         shards = self._io if isinstance(self._io, ShardedCheckpoint) else None
         collecting = self._collecting
@@ -97,14 +106,17 @@ class JobCheckpoint:
             "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
-        def write() -> None:
-            if self._communicator.rank == 0:
-                self._io.save(with_metadata(entries, metadata), path)
+        def write(state: Mapping[str, Any], communicator: Communicator) -> None:
+            if shards is not None:
+                shards.save(state, path, communicator)
+            else:
+                together(communicator, asked, lambda: self._io.save(state, path) if communicator.rank == 0 else None)
 
-        if shards is not None:
-            shards.save(with_metadata(entries, metadata), path, self._communicator)
-        else:
-            together(self._communicator, asked, write)
+        whole = with_metadata(entries, metadata) if shards is not None or self._communicator.rank == 0 else {}
+        if async_:
+            return self._background.begin(self._communicator, asked, path, whole, write)
+        write(whole, self._communicator)
+        return None
 
     def load(
         self,
@@ -119,6 +131,7 @@ class JobCheckpoint:
         Returns:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
+        self._background.settle(self._communicator)
         asked = f"fabric.load({str(path)!r}, ...)"
         io = self._format_of(path)
         _check_trust(asked, io, weights_only)
@@ -132,6 +145,7 @@ class JobCheckpoint:
 
     def load_raw(self, path: Path, target: Any, strict: bool, weights_only: bool = True) -> None:
         """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
+        self._background.settle(self._communicator)
         asked = f"fabric.load_raw({str(path)!r}, ...)"
         io = self._format_of(path)
         _check_trust(asked, io, weights_only)

@@ -1,0 +1,276 @@
+"""Saves that go on beside the loop: what is written is what there was, one at a time, and no error is lost."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.checkpoint.background import BackgroundSaves
+from fabric.checkpoint.snapshot import SnapshotBuffers
+from fabric.communicators.local import LocalCommunicator
+from fabric.errors import CheckpointError
+from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+
+class Gated:
+    """A format that writes nothing before its gate is open, and notes when a save begins and ends."""
+
+    gate: threading.Event  # given to it in the process that saves, since it does not travel
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        self.events.append(f"{path.stem} begins")
+        assert self.gate.wait(60)
+        FullCheckpoint().save(state, path)
+        self.events.append(f"{path.stem} ends")
+
+    def load(self, path: Path) -> dict[str, Any]:
+        return FullCheckpoint().load(path)
+
+    def remove(self, path: Path) -> None:
+        FullCheckpoint().remove(path)
+
+    def wait(self) -> None:
+        pass
+
+
+class GatedShards(ShardedCheckpoint):
+    """Shards, of which this rank writes none before its gate is open."""
+
+    gate: threading.Event
+
+    def save(self, state: Mapping[str, Any], path: Path, communicator: Any = None) -> None:
+        assert self.gate.wait(60)
+        ShardedCheckpoint.save(self, state, path, communicator)
+
+
+def single(io: Any = None) -> Fabric:
+    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+
+
+def trained(fabric: Fabric) -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    step(fabric, model, optimizer)
+    return model, optimizer
+
+
+def step(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    fabric.backward(model(torch.ones(2, 4)).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_the_file_is_that_of_a_save_at_once_whatever_the_optimizer_does_meanwhile(tmp_path: Path) -> None:
+    io = Gated()
+    io.gate = threading.Event()
+    with single(io) as fabric:
+        model, optimizer = trained(fabric)
+        state = {"model": model, "optimizer": optimizer, "notes": [torch.arange(6).view(2, 3).t(), {"best": 0.5}]}
+        for name in ("first.pt", "second.pt"):
+            FullCheckpoint().save({}, tmp_path / name)
+            io.gate.clear()
+            pending = fabric.save(tmp_path / name, state, async_=True)
+            assert not pending.done()
+            io.gate.set()
+            fabric.save(tmp_path / "at_once.pt", state)
+            assert pending.done()
+            io.gate.clear()
+            again = fabric.save(tmp_path / name, state, async_=True)
+            step(fabric, model, optimizer)
+            state["notes"][0].add_(1)
+            state["notes"][1]["best"] += 1
+            assert not again.done()
+            io.gate.set()
+            again.wait()
+            assert (tmp_path / name).read_bytes() == (tmp_path / "at_once.pt").read_bytes()
+
+
+def test_one_save_is_under_way_at_a_time_and_a_load_waits_for_it(tmp_path: Path) -> None:
+    io = Gated()
+    io.gate = threading.Event()
+    with single(io) as fabric:
+        first = fabric.save(tmp_path / "a.pt", {"step": 1}, async_=True)
+        threading.Timer(0.1, io.gate.set).start()
+        second = fabric.save(tmp_path / "b.pt", {"step": 2}, async_=True)
+        assert first.done()
+        assert fabric.load(tmp_path / "b.pt") == {"step": 2}
+        assert second.done()
+        assert second.exception() is None
+        third = fabric.save(tmp_path / "c.pt", {"step": 3}, async_=True)
+    assert third.done(), "the end of the job waits for it"
+    assert io.events == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+    assert FullCheckpoint().load(tmp_path / "c.pt")["step"] == 3
+
+
+def fail(fabric: Fabric, folder: Path) -> Any:
+    """Begin a save whose target is a file inside of a file."""
+    return fabric.save(folder / "file" / "state.pt", {"step": 1}, async_=True)
+
+
+def test_what_goes_wrong_is_raised_once_by_what_comes_next(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with single() as fabric:
+        fabric.save(tmp_path / "s.pt", {"step": 1})
+        for later in (
+            lambda: fabric.save(tmp_path / "s.pt", {"step": 2}),
+            lambda: fabric.load(tmp_path / "s.pt"),
+            lambda: fabric.load_raw(tmp_path / "s.pt", nn.Linear(1, 1)),
+        ):
+            fail(fabric, tmp_path)
+            text = outcome(later)
+            assert "the file system refuses" in text
+            assert "began earlier" in text
+            assert fabric.load(tmp_path / "s.pt") == {"step": 1}
+        assert "the file system refuses" in outcome(fail(fabric, tmp_path).wait)
+        assert isinstance(fail(fabric, tmp_path).exception(), CheckpointError)
+        fabric.save(tmp_path / "s.pt", {"step": 3})
+
+
+def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="refuses"), single() as fabric:
+        fail(fabric, tmp_path)
+    with pytest.raises(LookupError) as raised, single() as fabric:  # noqa: PT012 - both belong into the block
+        fail(fabric, tmp_path)
+        raise LookupError("of the user")
+    assert "the file system refuses" in raised.value.__notes__[0]
+
+
+def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
+    io: Any = fabric.strategy.checkpoint_io
+    io.gate = threading.Event()
+    model, optimizer = trained(fabric)
+    expected = []
+    for number in range(2):
+        io.gate.clear()
+        before = fabric.strategy.get_module_state_dict(model._fabric_prepared)
+        expected.append({name: value.clone() for name, value in before.items()})
+        pending = fabric.save(path, {"model": model, "optimizer": optimizer, "step": number}, async_=True)
+        step(fabric, model, optimizer)
+        done = fabric.all_gather(torch.tensor(pending.done())).any().item()
+        io.gate.set()
+        pending.wait()
+        loaded = {"model": model, "optimizer": optimizer, "step": -1}
+        fabric.load(path, loaded)
+        after = fabric.strategy.get_module_state_dict(model._fabric_prepared)
+        same = all(torch.equal(after[name], value) for name, value in expected[-1].items())
+        assert (done, same, loaded["step"]) == (False, fabric.global_rank == 0 or bool(after) is bool(before), number)
+        step(fabric, model, optimizer)
+    background = fabric._running("").runtime.background
+    return background() is background()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        DDPStrategy(checkpoint_io=Gated(), start_method="forkserver"),
+        DDPStrategy(checkpoint_io=GatedShards(), start_method="forkserver"),
+        FSDPStrategy(checkpoint_io=GatedShards()),
+        FSDPStrategy(checkpoint_io=Gated()),
+    ],
+    ids=["full", "shards", "fsdp shards", "fsdp full"],
+)
+def test_ranks_train_and_talk_while_a_save_is_under_way_and_what_was_there_before_is_loaded(
+    strategy: Any, tmp_path: Path
+) -> None:
+    checks = "shards" in type(strategy.checkpoint_io).__name__.lower()
+    results = run_in_ranks(
+        save_beside_the_loop, tmp_path / "s", strategy=strategy, launcher="forkserver", check_collectives=checks
+    )
+    assert results == [True, True]
+
+
+def errors_in_ranks(fabric: Fabric, folder: Path) -> list[str]:
+    def keep(name: str, value: Any) -> bool:
+        if fabric.global_rank == 1:
+            raise LookupError("no such prefix")
+        return True
+
+    texts = []
+    fabric.save(folder / "s.pt", {"step": 1})
+    model = fabric.setup(Net())
+    state, choice = {"model": model}, {"model": keep}
+    texts.append(outcome(lambda: fabric.save(folder / "s.pt", state, filter=choice, async_=True)))
+    pending = fail(fabric, folder)
+    # One rank learns of it from the handle, and the other from the next call: still both of them raise there.
+    if fabric.global_rank == 0:
+        texts.append(outcome(pending.wait))
+    texts.append(outcome(lambda: fabric.save(folder / "s.pt", {"step": 2})))
+    texts.append(str(fabric.load(folder / "s.pt")["step"]))
+    return texts
+
+
+def test_every_rank_raises_what_goes_wrong_on_one(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (filtered, waited, saved, value), (own, other, value_too) = run_in_ranks(errors_in_ranks, tmp_path)
+    assert "it failed on rank 1 of 2: LookupError" in filtered
+    assert own.startswith("LookupError")
+    assert "the file system refuses" in waited
+    assert "it failed on rank 1 of 2: CheckpointError" in saved
+    assert "it failed on rank 0 of 2: CheckpointError" in other
+    assert value == value_too == "1"
+
+
+def test_a_snapshot_is_the_state_and_does_not_change_with_it() -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    parameter = nn.Parameter(torch.ones(2))
+    module = OrderedDict[str, Any](weight=base, tied=base, view=base[:, 1])
+    vars(module)["_metadata"] = {"": {"version": 1}}  # as torch does
+    kinds = {
+        "complex": torch.ones(2, dtype=torch.complex64).conj() * 1j,
+        "conjugate": torch.tensor([1j]).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 3),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "leaf": torch.ones(1, requires_grad=True),
+    }
+    state = {"model": module, "parameter": parameter, "kinds": kinds, "plain": [1, (2, {3}), b"4", torch.float16]}
+    taken = SnapshotBuffers().take(state)
+    base.zero_()
+    assert type(taken["model"]) is OrderedDict
+    assert vars(taken["model"]) == vars(module)
+    assert taken["plain"] == state["plain"]
+    assert isinstance(taken["parameter"], nn.Parameter)
+    assert taken["kinds"]["leaf"].requires_grad
+    for name, tensor in kinds.items():
+        assert torch.equal(taken["kinds"][name].to_dense(), tensor.to_dense()), name
+    assert torch.equal(taken["model"]["view"], torch.tensor([1.0, 5.0, 9.0]))
+    taken["model"]["weight"].zero_()
+    assert not taken["model"]["tied"].any()
+    assert not taken["model"]["view"].any()
+
+
+def test_the_memory_of_a_snapshot_is_kept_for_the_next_one_of_the_same_size() -> None:
+    buffers = SnapshotBuffers()
+
+    def places(*sizes: int) -> set[int]:
+        taken = buffers.take({"x": [torch.ones(size) for size in sizes]})
+        return {tensor.data_ptr() for tensor in taken["x"]}
+
+    first = places(1000, 1000, 3000)
+    assert places(1000, 1000, 3000) == first
+    assert len(first & places(1000, 2000, 3000)) == 2
+
+
+def test_what_cannot_be_copied_is_an_error_of_the_call_and_nothing_is_under_way(tmp_path: Path) -> None:
+    alone = LocalCommunicator(torch.device("cpu"))
+    saves = BackgroundSaves(lambda: alone)
+    with pytest.raises(RuntimeError, match="meta"):
+        saves.begin(alone, "save", tmp_path, {"x": torch.empty(2, device="meta")}, lambda state, group: None)
+    saves.settle(alone)
+    saves.close()
