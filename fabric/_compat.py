@@ -88,7 +88,7 @@ def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inverse_scale: Ten
     The fused kernel behind ``torch.amp.GradScaler``; it has no public name. ``found_inf`` and ``inverse_scale`` are
     float32 tensors of one element on the same device.
     """
-    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
 def backoff_or_grow(
@@ -99,7 +99,7 @@ def backoff_or_grow(
     The kernel behind ``torch.amp.GradScaler.update``; it has no public name. ``scale`` and ``found_inf`` are float32
     tensors of one element, ``growth_tracker`` is int32.
     """
-    torch.ops.aten._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
+    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
 
 
 def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:

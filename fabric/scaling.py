@@ -64,8 +64,8 @@ class LossScaler:
         growth_interval: int = 2000,
         agree: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._scale = torch.full((1,), init_scale, dtype=torch.float32, device=device)
-        self._growth_tracker = torch.zeros(1, dtype=torch.int32, device=device)
+        self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
+        self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
@@ -120,11 +120,11 @@ class LossScaler:
         for optimizer, state in self._states.items():
             if state.stage in (_Stage.UNSCALED, _Stage.STEPPED):
                 for grads in _by_device_and_dtype(_gradients(optimizer)):
-                    foreach_multiply(grads, self._scale.to(grads[0].device).squeeze(0))
+                    foreach_multiply(grads, self._scale.to(grads[0].device))
             state.stage = _Stage.SCALED
         if loss.dtype is torch.float16:
             loss = loss.float()
-        return loss * self._scale.to(loss.device, loss.dtype).squeeze(0)
+        return loss * self._scale.to(loss.device, loss.dtype)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Take the scale off an optimizer's gradients, once a step; further calls change nothing.
@@ -185,7 +185,8 @@ class LossScaler:
         for grads in parcels:
             found_inf = state.found_inf.to(grads[0].device)
             unscale_and_check(grads, found_inf, inverse.to(grads[0].device))
-            state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
+            if found_inf is not state.found_inf:  # gradients on another device than the scale
+                state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
         if self._agree is not None:
             state.found_inf = self._agree(state.found_inf)
 
@@ -201,7 +202,7 @@ class LossScaler:
         overflow = self.unscale(optimizer)
         if state.stage is _Stage.UNSCALED:
             found = state.found_inf
-            self._pending = found.clone() if self._pending is None else torch.maximum(self._pending, found)
+            self._pending = found if self._pending is None else torch.maximum(self._pending, found)
         if overflow:
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             state.held = [(parameter, parameter.grad) for parameter in parameters]

@@ -33,7 +33,7 @@ def warm_calls(one: Callable[[], Any]) -> int:
 
 
 # The raw loops have autocast and a GradScaler of their own.
-@pytest.mark.parametrize(("precision", "most"), [("32-true", 4), ("bf16-mixed", 4), ("16-mixed", 16)])
+@pytest.mark.parametrize(("precision", "most"), [("32-true", 4), ("bf16-mixed", 4), ("16-mixed", 14)])
 def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(precision: str, most: int) -> None:
     assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
 
