@@ -43,9 +43,16 @@ def _variables() -> dict[str, str]:
 
 
 def _is_warm_server(process: psutil.Process) -> bool:
-    """The fork server and multiprocessing's resource tracker live as long as this process, by design."""
+    """The fork server and multiprocessing's resource tracker live as long as this process, and what guards the files
+    of a pool as long as the pool, by design.
+    """
     try:
-        command = " ".join(process.cmdline())
+        arguments = process.cmdline()
     except psutil.Error:
         return False
-    return "forkserver" in command or "resource_tracker" in command
+    command = " ".join(arguments)
+    return "forkserver" in command or "resource_tracker" in command or _guards_a_pool(arguments)
+
+
+def _guards_a_pool(arguments: list[str]) -> bool:
+    return "shutil.rmtree(sys.argv[1]" in " ".join(arguments) and os.path.exists(arguments[-1])

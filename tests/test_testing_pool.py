@@ -19,6 +19,7 @@ import torch
 from fabric import Fabric
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.testing import PerRank, RankPool
+from tests.faults.jobs import nothing_left
 
 
 @pytest.fixture(scope="module")
@@ -198,13 +199,15 @@ def test_ctrl_c_ends_the_call_and_its_ranks(pool: RankPool) -> None:
     assert pool.run(total, 1) == [2, 2]
 
 
-def test_ranks_end_with_the_process_that_owns_the_pool() -> None:
+def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path) -> None:
     code = (
         "import os, signal; from fabric.testing import RankPool; pool = RankPool(1)\n"
         "print(*pool.run(lambda fabric: os.getpid()), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)
+    nothing_left(tmp_path)

@@ -21,6 +21,7 @@ from typing import Any, Self
 
 from fabric._fabric import Fabric
 from fabric.errors import UsageError
+from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import RunDirectory
 from fabric.launchers._forkserver import fork_server
 from fabric.launchers._fresh import Orders
@@ -125,9 +126,10 @@ class _Crew:
 
     def __init__(self, size: int, fabric: Fabric) -> None:
         self._directory = RunDirectory.create()
+        guard = DirectoryGuard(self._directory.path)
         self._members: list[Member] = []
         # A pool that is dropped, or still open when the interpreter leaves, ends its processes too.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._members, self._directory)
+        self._end = weakref.finalize(self, _end, os.getpid(), self._members, self._directory, guard)
         for rank in range(size):
             theirs, lifeline = Pipe(duplex=False)
             answers, sending = Pipe(duplex=True)
@@ -220,7 +222,7 @@ class _Crew:
         return ""
 
 
-def _end(owner: int, members: list[Member], directory: RunDirectory) -> None:
+def _end(owner: int, members: list[Member], directory: RunDirectory, guard: DirectoryGuard) -> None:
     """Kill what still runs, and wait until it is gone. A forked copy of the owner has no business here."""
     if os.getpid() != owner:
         return
@@ -231,6 +233,7 @@ def _end(owner: int, members: list[Member], directory: RunDirectory) -> None:
         member.lifeline.close()
         _pipe(member).close()
     directory.remove()
+    guard.close()
 
 
 def _wait_until(condition: Callable[[], bool], limit: float) -> None:
