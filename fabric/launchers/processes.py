@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -117,8 +118,8 @@ class ProcessLauncher(Launcher):
                 answers = crew.run()
         except JobInterrupted as interruption:
             _pass_on(interruption)
-        except RankFailedError:
-            _leave_as_the_rank_did()
+        except RankFailedError as error:
+            _leave_as_the_rank_did(error)
             raise
         if spec.results == "none":
             return None
@@ -229,11 +230,20 @@ def _start_served(lifeline: Connection, answers: Connection) -> RankProcess:
     return fork_server(os.getpid()).start_rank(lifeline, answers)
 
 
-def _leave_as_the_rank_did() -> None:
-    """Let a RankFailedError that ends this process give it the exit code of the rank; a hook of the user stays."""
+def _leave_as_the_rank_did(error: RankFailedError) -> None:
+    """Let the error, if it ends this process, give it the exit code of the rank; a hook of the user stays.
+
+    The hook is there as long as the error is: one that is caught and dropped leaves nothing behind.
+    """
     is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if sys.excepthook is sys.__excepthook__ and not is_prompt:
         sys.excepthook = _print_and_leave
+        weakref.finalize(error, _restore_hook).atexit = False
+
+
+def _restore_hook() -> None:
+    if sys.excepthook is _print_and_leave:
+        sys.excepthook = sys.__excepthook__
 
 
 def _print_and_leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
