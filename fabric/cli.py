@@ -30,6 +30,7 @@ from fabric.errors import ConfigurationError, FabricError, RankFailedError
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+    from fabric.launchers._agent import MeetingPlace
     from fabric.launchers._failures import FailureRecorder
 
 __all__ = ["main"]
@@ -253,46 +254,38 @@ def _process_restored() -> Iterator[None]:
 
 def _launch(options: argparse.Namespace, processes: int, directory: Path) -> int:
     import torch
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from fabric.launchers._agent import run_agent
 
     nodes = options.num_nodes or 1
-    config = LaunchConfig(
-        min_nodes=nodes,
-        max_nodes=nodes,
-        nproc_per_node=processes,
-        run_id=f"fabric-{directory.name}" if nodes == 1 else "fabric",
-        max_restarts=options.max_restarts,
-        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "agent")),
-        **_meeting_place(options, nodes, directory),
-    )
     try:
-        elastic_launch(config, sys.executable)(*_rank_command(options, directory))
-    except ChildFailedError as error:
-        return _report(error.failures, processes * nodes, directory)
+        failures = run_agent(
+            [sys.executable, *_rank_command(options, directory)],
+            _meeting_place(options, nodes, directory),
+            nodes=nodes,
+            processes=processes,
+            restarts=options.max_restarts,
+            directory=directory,
+        )
     except SignalException as error:
         return 128 + error.sigval
     except (RendezvousError, torch.distributed.DistError, TimeoutError) as error:
         print(_unmet(options, nodes, error), file=sys.stderr, flush=True)
         return 1
-    return 0
+    return _report(failures, processes * nodes, directory) if failures else 0
 
 
-def _meeting_place(options: argparse.Namespace, nodes: int, directory: Path) -> dict[str, Any]:
+def _meeting_place(options: argparse.Namespace, nodes: int, directory: Path) -> "MeetingPlace":
+    from fabric.launchers._agent import MeetingPlace
+
     if nodes == 1:
-        return {
-            "rdzv_backend": "c10d",
-            "rdzv_endpoint": str(directory / "agents"),
-            "rdzv_configs": {"store_type": "file"},
-            "local_addr": "127.0.0.1",
-        }
-    return {
-        "rdzv_backend": "static",
-        "rdzv_endpoint": f"{options.main_address}:{options.main_port}",
-        "rdzv_configs": {"rank": options.node_rank},
-    }
+        file = str(directory / "agents")
+        return MeetingPlace(backend="c10d", endpoint=file, configs={"store_type": "file"}, address="127.0.0.1")
+    main = options.main_address, options.main_port
+    endpoint, configs = f"{options.main_address}:{options.main_port}", {"rank": options.node_rank}
+    return MeetingPlace(backend="static", endpoint=endpoint, configs=configs, main=main)
 
 
 def _unmet(options: argparse.Namespace, nodes: int, error: Exception) -> FabricError:
@@ -330,13 +323,12 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
         arguments: of the script.
     """
     from fabric.launchers._custody import end_with_parent
-    from fabric.launchers._signals import leave_in_time, raise_on_signals
+    from fabric.launchers._signals import raise_on_signals
 
     end_with_parent()
-    threading.Thread(target=_leave_with, args=(int(agent),), name="fabric-agent", daemon=True).start()
     recorder = _recorder(Path(directory))
+    threading.Thread(target=_attend, args=(int(agent), recorder), name="fabric-agent", daemon=True).start()
     raise_on_signals(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
-    leave_in_time()
     if first_path:
         sys.path.insert(0, first_path)
     sys.argv = [script, *arguments]
@@ -368,10 +360,9 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
 
 
 def _recorder(directory: Path) -> "FailureRecorder":
-    from fabric.launchers._failures import FailureRecorder, RunDirectory
+    from fabric.launchers._failures import FailureRecorder, attempt_directory
 
-    # Every attempt has its own place: a FileStore cannot be used twice, and old errors would be told again.
-    attempt = RunDirectory(directory / f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    attempt = attempt_directory(directory, int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     attempt.path.mkdir(mode=0o700, exist_ok=True)
     rank = int(os.environ["RANK"])
     if os.environ["GROUP_WORLD_SIZE"] == "1":
@@ -381,10 +372,17 @@ def _recorder(directory: Path) -> "FailureRecorder":
     return FailureRecorder(attempt, rank)
 
 
-def _leave_with(agent: int) -> None:
-    """End this process and what it started once the agent is gone, where the kernel has not done so."""
+def _attend(agent: int, recorder: "FailureRecorder") -> None:
+    """Tell the agent, when it asks, of an error whose ``finally`` does not end, and leave once the agent is gone.
+
+    Where the kernel ends this process with its agent, the latter is for one that had gone before it was asked to.
+    """
+    asked = False
     while os.getppid() == agent:
-        time.sleep(1.0)
+        if not asked and recorder.directory.is_asked():
+            asked = True
+            recorder.record_pending()
+        time.sleep(0.1)
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpgrp(), signal.SIGKILL)
     os._exit(1)
@@ -399,14 +397,17 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
 
 def _report(failures: Mapping[int, "ProcessFailure"], world_size: int, directory: Path) -> int:
     """Tell which rank ended the job and why, and return the exit code of this command."""
-    from fabric.launchers._failures import RunDirectory
+    from fabric.launchers._failures import attempt_directory
     from fabric.launchers._supervision import exit_status
 
-    attempt = RunDirectory(directory / f"attempt-{len(list(directory.glob('attempt-*'))) - 1}")
+    attempt = attempt_directory(directory, len(list(directory.glob("attempt-*"))) - 1)
     rank = min(failures, key=lambda rank: _suspicion(failures[rank], attempt.read(rank)))
     code, recorded = failures[rank].exitcode, attempt.read(rank)
     how = f"was killed by {failures[rank].signal_name()}" if code < 0 else f"failed with exit code {code}"
     wrong = "the system kills this way when memory runs out" if code == -signal.SIGKILL else ""
+    if recorded is not None and recorded.pending:
+        # It was still handling the error when it was ended.
+        code, how = 1, "failed with exit code 1"
     finished = attempt.finished()
     if recorded is not None and recorded.deserted and finished:
         rank, code, how = finished[0], 0, "left with exit code 0"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fabric.errors import CollectiveMismatchError
 
-__all__ = ["Failure", "FailureRecorder", "RunDirectory", "is_consequence"]
+__all__ = ["Failure", "FailureRecorder", "RunDirectory", "attempt_directory", "is_consequence"]
 
 _LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
 
@@ -97,6 +97,14 @@ class RunDirectory:
         """Whether this rank does."""
         return (self.path / f"saving-{rank}").exists()
 
+    def ask(self) -> None:
+        """Ask the ranks for the errors that they are handling; for those that have no lifeline."""
+        (self.path / "asked").touch()
+
+    def is_asked(self) -> bool:
+        """Whether they have been."""
+        return (self.path / "asked").exists()
+
     def write(self, failure: Failure) -> None:
         """Keep a failure; whoever reads sees all of it or nothing."""
         partial = self.path / f"failure-{failure.rank}.partial"
@@ -123,6 +131,11 @@ class RunDirectory:
 
     def _failure_file(self, rank: int) -> Path:
         return self.path / f"failure-{rank}.json"
+
+
+def attempt_directory(directory: Path, number: int) -> RunDirectory:
+    """The place of the ranks of one attempt: a FileStore cannot be used twice, and old errors would be told again."""
+    return RunDirectory(directory / f"attempt-{number}")
 
 
 class FailureRecorder:

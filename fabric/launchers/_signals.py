@@ -11,9 +11,9 @@ from fabric.errors import UsageError
 from fabric.launchers._failures import RunDirectory
 from fabric.world import World
 
-__all__ = ["StopRequest", "leave_in_time", "raise_on_signals"]
+__all__ = ["StopRequest", "raise_on_signals"]
 
-_GRACE = 3.0  # seconds for ``finally`` blocks
+_FIRST_PAUSE = 0.01  # seconds until the main thread is told again; the next ones are twice as long each
 
 
 class _RaiseOnce:
@@ -37,27 +37,29 @@ def raise_on_signals(interruptible: bool) -> None:
         signal.signal(signal.SIGTERM, _RaiseOnce(SystemExit(128 + signal.SIGTERM)))
     if interruptible and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
         signal.signal(signal.SIGINT, _RaiseOnce(KeyboardInterrupt()))
+    _keep_waking()
 
 
-def leave_in_time() -> None:
-    """Let this rank end some seconds after a signal of :func:`raise_on_signals`, whatever the main thread waits for.
+def _keep_waking() -> None:
+    """Wake the main thread until it has acted on a signal.
 
-    For ranks whose launcher is torch's: it would wait for half a minute. While C++ code waits Python runs no handler,
-    but the interpreter tells a pipe.
+    A signal that comes between the interpreter's last look and the start of a wait, or is taken by another thread,
+    interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     """
     told, telling = os.pipe()
     os.set_blocking(telling, False)
     signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
+    # A process that this one forks would tell of its own signals here.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    main = threading.main_thread().ident
+    assert main is not None
 
     def watch() -> None:
-        while True:
-            [number] = os.read(told, 1)
-            ours = isinstance(signal.getsignal(number), _RaiseOnce) or signal.getsignal(number) is signal.SIG_IGN
-            if number in (signal.SIGTERM, signal.SIGINT) and ours:
-                # The kernel may have told another thread, and then the main one sleeps on; ignored once it has raised.
-                signal.pthread_kill(threading.main_thread().ident or 0, number)
-                time.sleep(_GRACE)
-                os._exit(128 + number)
+        while received := os.read(told, 1):
+            time.sleep(pause := _FIRST_PAUSE)
+            while isinstance(signal.getsignal(received[0]), _RaiseOnce):
+                signal.pthread_kill(main, received[0])
+                time.sleep(pause := 2 * pause)
 
     threading.Thread(target=watch, name="fabric-signals", daemon=True).start()
 

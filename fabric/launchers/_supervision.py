@@ -21,6 +21,12 @@ from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import Failure, RunDirectory
 
 __all__ = [
+    "ASK",
+    "COLLECT",
+    "INSISTING",
+    "INTERRUPT",
+    "SAVE",
+    "WIND_DOWN",
     "Crew",
     "JobInterrupted",
     "Member",
@@ -33,9 +39,10 @@ __all__ = [
 
 # Seconds: for the other errors to arrive; for the ranks that remain to tell theirs; for ``finally`` blocks after a
 # failure and after an interruption; for the system to reap a killed process; from a signal to one that means insisting.
-_COLLECT, _ASK, _WIND_DOWN, _INTERRUPT, _REAP, _INSISTING = 1.0, 0.3, 2.0, 3.0, 5.0, 0.3
+# Nothing that a user waits for after a fault may sum up to five: a test counts.
+COLLECT, ASK, WIND_DOWN, INTERRUPT, _REAP, INSISTING = 1.0, 0.3, 2.0, 3.0, 5.0, 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
-_SAVE = 30.0
+SAVE = 30.0
 
 
 class RankProcess(Protocol):
@@ -141,7 +148,7 @@ class _Interruptions:
 
     def is_impatient(self) -> bool:
         """Whether the user insists; `timeout` and others send the same signal twice in one go, and do not mean it."""
-        return self.received[-1][1] - self.received[0][1] > _INSISTING
+        return self.received[-1][1] - self.received[0][1] > INSISTING
 
 
 class Crew:
@@ -241,18 +248,18 @@ class Crew:
             pass
 
     def _conclude(self) -> None:
-        self._collect_until(time.monotonic() + _COLLECT, lambda: self._signals.received)
+        self._collect_until(time.monotonic() + COLLECT, lambda: self._signals.received)
         for member in self._alive():
             member.ask()
-        self._collect_until(time.monotonic() + _ASK, lambda: self._signals.received)
+        self._collect_until(time.monotonic() + ASK, lambda: self._signals.received)
         cause = self._cause()
-        self._end(signal.SIGTERM, _WIND_DOWN)
+        self._end(signal.SIGTERM, WIND_DOWN)
         raise cause
 
     def _interrupt(self) -> None:
         number, _ = self._signals.received[0]
         saving = number == signal.SIGTERM and any(self.directory.is_saving(member.rank) for member in self.members)
-        self._end(number, _SAVE if saving else _INTERRUPT, self._signals.is_impatient)
+        self._end(number, SAVE if saving else INTERRUPT, self._signals.is_impatient)
         raise JobInterrupted(number, self._signals.previous.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:

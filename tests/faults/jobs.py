@@ -19,7 +19,11 @@ DEADLINE = 60
 
 
 def within(seconds: float = 5.0) -> float:
-    """As many seconds as a machine with nothing else to do would have; more when others use its cores."""
+    """What is promised of a machine with nothing else to do, times the processes that want each of its cores.
+
+    The factor is an allowance of the tests, no part of the promise: fabric's own waits sum to less than 3.5 s, see
+    ``test_launchers_signals.py``, and the rest is work.
+    """
     return seconds * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 

@@ -66,7 +66,7 @@ def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher,
 
 @pytest.mark.slow
 @LINUX
-@pytest.mark.parametrize("launcher", [name for name in LAUNCHERS if name != "run"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, launcher):
     with Job(temporary, launcher, "holds_the_lock") as job:
         ended = job.end(job.signal(signal.SIGTERM))

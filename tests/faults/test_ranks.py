@@ -12,6 +12,7 @@ EXPECTED = {
     "raises": (1, "failed", "ValueError: the loss is not a number"),
     "raises_in_collective": (1, "failed", ""),
     "raises_in_backward": (1, "failed", "ValueError: the loss is not a number"),
+    "raises_beside_a_lock": (1, "failed", "ValueError: the loss is not a number"),
     "raises_and_tears_down": (1, "failed", "ValueError: the loss is not a number"),
     "exits": (3, "exit code 3", ""),
     "returns": (1, "left", ""),

@@ -54,6 +54,11 @@ def raises_in_backward(fabric: Fabric) -> None:
     fabric.backward(value.sum())
 
 
+def raises_beside_a_lock(fabric: Fabric) -> None:
+    """The other rank is in C, holding the interpreter's lock."""
+    raises(fabric)
+
+
 def raises_and_tears_down(fabric: Fabric) -> None:
     """The group is gone before anybody can look at the error, and the ``finally`` never ends."""
     try:
@@ -127,8 +132,8 @@ def saves_and_leaves(fabric: Fabric) -> None:
 
 # What happens on rank 1 alone.
 ON_ONE: tuple[Callable[[Fabric], None], ...] = (
-    raises, raises_in_collective, raises_in_backward, raises_and_tears_down, exits, returns, killed, segfaults,
-    out_of_memory, raises_stubborn, raises_long,
+    raises, raises_in_collective, raises_in_backward, raises_beside_a_lock, raises_and_tears_down, exits, returns,
+    killed, segfaults, out_of_memory, raises_stubborn, raises_long,
 )  # fmt: skip
 # What all ranks do until a signal comes.
 ON_ALL: tuple[Callable[[Fabric], None], ...] = (waits, trains, waits_in_cpp, holds_the_lock, saves_and_leaves)
@@ -140,7 +145,7 @@ def job(fabric: Fabric, fault: str) -> None:
     if meet in ON_ONE:
         say("ready", fabric.global_rank, os.getpid())
         if fabric.global_rank == 0:
-            trains(fabric)
+            (holds_the_lock if meet is raises_beside_a_lock else trains)(fabric)
         say("fault", time.monotonic())
         meet(fabric)
         return
