@@ -163,7 +163,9 @@ def part_for(rank: int) -> dict[str, Any]:
     values = torch.arange(4.0 * (rank + 1))[:: rank + 1]
     z = torch.tensor([1 + 2j, rank]).conj()
     small = torch.tensor([1, 0, rank]).to(torch.float8_e5m2)
-    return {"x": values, "z": z, "small": small, "flag": torch.tensor(rank == 1), "name": f"part {rank}", "no": None}
+    few = {"one": values[:1], "none": values[:0]}  # contiguous to torch, with any strides
+    flag = torch.tensor(rank == 1)
+    return {"x": values, "z": z, "small": small, **few, "flag": flag, "name": f"part {rank}", "no": None}
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:

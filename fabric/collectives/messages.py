@@ -160,7 +160,8 @@ def _message(tree: Any, device: torch.device) -> Tensor:
     parts = [torch.frombuffer(head, dtype=torch.uint8).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
-        parts.append(values.reshape(-1).view(torch.uint8))
+        # Not reshaped: what has fewer than two elements is contiguous with any strides, and would keep them.
+        parts.append(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
     return torch.cat(parts)
 
 
