@@ -155,6 +155,9 @@ class ProcessGroupCommunicator(Communicator):
             return None
         communicator = ProcessGroupCommunicator(group, self._own_device, self._timeout)
         communicator._owns_group = True
+        if communicator.device.type == "cpu":
+            # gloo has connected this rank, not all: one that closes the group first would break the others' connection.
+            communicator.barrier("new_group")
         return communicator
 
     @override
