@@ -55,6 +55,10 @@ class PerRank:
         # What hypothesis prints: strides are often what matters, and torch does not show them.
         return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # Without this method hypothesis prints the fields of a dataclass, whatever its repr.
+        printer.text(repr(self))
+
 
 class Pair(NamedTuple):
     """A namedtuple for generated collections."""
