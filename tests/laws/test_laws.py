@@ -1,0 +1,24 @@
+"""The laws hold for fabric's collectives, on one to four real processes."""
+
+from collections.abc import Callable
+
+import pytest
+
+from fabric.testing import RankPool
+from tests.laws import exchanges, reductions, universal
+from tests.laws.base import Law, Subject, check
+
+LAWS = (*reductions.LAWS, *exchanges.LAWS, *universal.LAWS)
+SHORT, LONG = 25, 100
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law(rank_pool: Callable[[int], RankPool], law: Law) -> None:
+    check(law, Subject(rank_pool), SHORT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_in_many_examples(rank_pool: Callable[[int], RankPool], law: Law) -> None:
+    assert len(LAWS) * LONG >= 2000
+    check(law, Subject(rank_pool), LONG)

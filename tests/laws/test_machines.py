@@ -1,0 +1,44 @@
+"""Sequences of collectives on real processes agree with the oracles; a call that differs is told to all who came."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from fabric.testing import RankPool, ThreadedWorld
+from tests.laws.base import Subject, profile
+from tests.laws.machines import disagreeing, interleaved
+from tests.laws.planted import ReusesItsBuffer
+
+checked_pool = partial(RankPool, check_collectives=True)
+
+
+def check(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
+    run_state_machine_as_test(machine, settings=settings(profile(examples), stateful_step_count=steps))
+
+
+def test_interleaved_collectives_agree_with_their_oracles(rank_pool: Callable[[int], RankPool]) -> None:
+    check(interleaved(Subject(rank_pool)), 15, steps=12)
+
+
+def test_a_buffer_that_is_used_again_is_found_by_two_reductions() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check(interleaved(Subject(ThreadedWorld, ReusesItsBuffer)), 100, steps=6)
+    printed = "\n".join(caught.value.__notes__)
+    assert printed.count("name='all_reduce") == printed.count("name=") == 2
+
+
+def test_every_rank_that_arrives_is_told_of_a_call_that_differs() -> None:
+    check(disagreeing(checked_pool), 8, steps=4)
+
+
+@pytest.mark.slow
+def test_many_interleaved_collectives_agree_with_their_oracles(rank_pool: Callable[[int], RankPool]) -> None:
+    check(interleaved(Subject(rank_pool)), 150, steps=30)
+
+
+@pytest.mark.slow
+def test_every_rank_that_arrives_is_told_in_many_ways_to_differ() -> None:
+    check(disagreeing(checked_pool), 100, steps=6)

@@ -1,0 +1,64 @@
+"""The laws find bugs, and shrink them to what one would write by hand."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from fabric.testing import RankPool
+from tests.laws import planted
+from tests.laws.base import Law, Subject, check
+from tests.laws.exchanges import ragged_gathers_agree_with_their_oracle
+from tests.laws.reductions import all_reduce_agrees_with_its_oracle
+from tests.laws.universal import (
+    arguments_are_left_as_they_are,
+    gradients_are_those_of_the_sum_of_all_losses,
+    groups_share_the_world,
+)
+
+ENOUGH = 300
+
+
+def falsified(law: Law, pool: Callable[[int], RankPool], broken: type[planted.Broken]) -> dict[str, str]:
+    """What hypothesis prints of its counterexample: each value by its label."""
+    with pytest.raises(AssertionError) as caught:
+        check(law, Subject(pool, broken), ENOUGH)
+    printed = "\n".join(caught.value.__notes__)
+    return dict(re.findall(r"^Draw \d+ \((\w+)\): (.*)$", printed, flags=re.MULTILINE))
+
+
+def test_an_ignored_reduction_shrinks_to_one_number_that_differs(rank_pool: Callable[[int], RankPool]) -> None:
+    assert falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresTheReduction) == {
+        "size": "2",
+        "reduce_op": "'mean'",
+        "values": "PerRank([tensor(0.), tensor(0.2500)])",
+    }
+
+
+def test_ignored_strides_shrink_to_two_elements_that_are_apart(rank_pool: Callable[[int], RankPool]) -> None:
+    assert falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides) == {
+        "size": "1",
+        "reduce_op": "'sum'",
+        "values": "PerRank([tensor([0., 0.]) of strides (2,)])",
+    }
+
+
+def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(rank_pool: Callable[[int], RankPool]) -> None:
+    assert falsified(ragged_gathers_agree_with_their_oracle, rank_pool, planted.TakesARowOfPadding) == {
+        "size": "2",
+        "values": "PerRank([tensor([]), tensor([0.])])",
+        "how": "'ragged'",
+    }
+
+
+@pytest.mark.parametrize(
+    ("broken", "law"),
+    [
+        (planted.WorksInPlace, arguments_are_left_as_they_are),
+        (planted.KeepsGradientsAtHome, gradients_are_those_of_the_sum_of_all_losses),
+        (planted.ReducesInTheWorld, groups_share_the_world),
+    ],
+    ids=lambda value: value.__name__,
+)
+def test_other_bugs_are_found_too(rank_pool: Callable[[int], RankPool], broken: type[planted.Broken], law: Law) -> None:
+    falsified(law, rank_pool, broken)
