@@ -2,13 +2,42 @@
 
 import os
 import random
+import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 pytest_plugins = ["fabric.testing.plugin"]
+
+
+MARK = "FABRIC_TESTS_RUN"  # inherited by every process that a test starts, also by one that lost its parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """After the last test no process is left, no file where temporary files go, and the environment is as it was.
+
+    The run has a temporary folder of its own, so that nobody else's files are taken for ours.
+    """
+    variables = _variables()
+    tmp_path_factory.getbasetemp()  # pytest keeps it on purpose: settled while temporary files still go elsewhere
+    temporary = Path(tempfile.mkdtemp(prefix="run-"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(MARK, secrets.token_hex(8))
+        patch.setenv("TMPDIR", str(temporary))
+        patch.setattr(tempfile, "tempdir", str(temporary))
+        yield
+        processes = _started_in_this_run(os.environ[MARK])
+    # Two caches that live as long as this process: of torch's compiler, and of multiprocessing for its sockets.
+    files = [path.name for path in temporary.iterdir() if not path.name.startswith(("torchinductor_", "pymp-"))]
+    shutil.rmtree(temporary)
+    changed = sorted(name for name, _ in variables.items() ^ _variables().items())
+    assert (processes, files, changed) == ([], [], []), "left behind: processes, files or variables"
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +69,23 @@ def _variables() -> dict[str, str]:
     # pytest names the running test in one, and torch's compiler notes its cache folder in another when it is imported.
     foreign = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}
     return {name: value for name, value in os.environ.items() if name not in foreign}
+
+
+def _started_in_this_run(mark: str) -> list[psutil.Process]:
+    """Those that still live, wherever in the tree of processes they are by now."""
+    left = set(psutil.Process().children(recursive=True))
+    left |= {process for process in psutil.process_iter() if _environment(process).get(MARK) == mark}
+    # Ranks have the command line of the server that forked them; it is our child, they are not.
+    ours = {process for process in psutil.Process().children() if _is_warm_server(process)}
+    left -= {psutil.Process(), *ours}
+    return psutil.wait_procs(left, timeout=5)[1]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}  # it has ended, or is another user's
 
 
 def _is_warm_server(process: psutil.Process) -> bool:
