@@ -78,7 +78,7 @@ def _started_in_this_run(mark: str) -> list[psutil.Process]:
     # Ranks have the command line of the server that forked them; it is our child, they are not.
     ours = {process for process in psutil.Process().children() if _is_warm_server(process)}
     left -= {psutil.Process(), *ours}
-    return psutil.wait_procs(left, timeout=5)[1]
+    return psutil.wait_procs(left, timeout=30)[1]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
