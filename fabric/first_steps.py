@@ -3,8 +3,9 @@
 [Note: First steps] Some mistakes cost nothing but the result: parameters that no set-up module has, gradients that
 never arrive or are not reduced yet, replicas that drift apart. Hooks around an optimizer's first steps look for them
 and go away. What has to agree over ranks, fingerprints of the replicas, goes through the store, never through a
-collective: each rank leaves its own and looks at those of its neighbours in rank order, after the step and again after
-the next backward pass, by when they are there. If all neighbours agree, all ranks do.
+collective: the rank that comes first leaves its own, each other compares with that, and leaves its own beside it if
+they differ. Those that saw no difference look for one again after the next backward pass, by when all have been there.
+So the store, which is in the memory of one node, holds two fingerprints at most, however many ranks there are.
 
 Only what is certainly wrong is an error. A gradient that is missing is one where the strategy needs it; elsewhere it is
 a warning, after the last of these steps.
@@ -34,11 +35,12 @@ _OFF = "Fabric(check_training=False) if this is meant"
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 1_000_003
+_RANK = 4  # bytes that hold a rank
 
 
 @dataclass(frozen=True)
 class _Posted:
-    """Fingerprints of this rank that its neighbours' are still to be compared with."""
+    """Fingerprints of this rank that were those of the first to come; a later one may have others."""
 
     step: int
     names: tuple[str, ...]
@@ -187,34 +189,40 @@ class FirstSteps:
         if replicas:
             names, tensors = zip(*replicas, strict=True)
             posted = _Posted(self._steps, names, fingerprint(tensors))
-            self._runtime.post(self._key(posted.step, self._runtime.world.rank), posted.values)
             self._compare(posted)
             self._posted.append(posted)
         if self.finished and self._backwards:
             self._warn_of_missing(own)
 
-    def _key(self, step: int, rank: int) -> str:
-        return f"first steps/{self._number}/{step}/{rank}"
-
     def _look(self) -> None:
         waiting, self._posted = self._posted, []
         for posted in waiting:
-            self._compare(posted)
+            self._refuse_other(posted, self._runtime.peek(self._key(posted, "other")))
 
     def _compare(self, posted: _Posted) -> None:
-        rank = self._runtime.world.rank
-        for other in self._runtime.world.neighbours:
-            theirs = self._runtime.peek(self._key(posted.step, other))
-            if theirs is None or theirs == posted.values:
-                continue
-            pairs = zip(posted.names, _words(posted.values), _words(theirs), strict=False)
-            names = [name for name, mine, his in pairs if mine != his]
-            raise UsageError(
-                f"step {posted.step} of {self._kind} on rank {rank}",
-                f"the replicas of ranks {min(rank, other)} and {max(rank, other)} differ after it: {_some(names)}",
-                "the same gradients and the same step on all ranks" + self._cause(),
-                f"forward and backward through model, and a step after a backward pass with synchronisation; {_OFF}",
-            )
+        own = self._runtime.world.rank.to_bytes(_RANK, "little") + posted.values
+        first = self._runtime.first(self._key(posted, "first"), own)
+        if first[_RANK:] != posted.values:
+            self._runtime.post(self._key(posted, "other"), own)
+            self._refuse_other(posted, first)
+        self._refuse_other(posted, self._runtime.peek(self._key(posted, "other")))
+
+    def _key(self, posted: _Posted, which: str) -> str:
+        return f"first steps/{self._number}/{posted.step}/{which}"
+
+    def _refuse_other(self, posted: _Posted, left: bytes | None) -> None:
+        """Raise if another rank has left fingerprints that are not those of this one."""
+        if left is None:
+            return
+        rank, other = self._runtime.world.rank, int.from_bytes(left[:_RANK], "little")
+        pairs = zip(posted.names, _words(posted.values), _words(left[_RANK:]), strict=False)
+        names = [name for name, mine, theirs in pairs if mine != theirs]
+        raise UsageError(
+            f"step {posted.step} of {self._kind} on rank {rank}",
+            f"the replicas of ranks {min(rank, other)} and {max(rank, other)} differ after it: {_some(names)}",
+            "the same gradients and the same step on all ranks" + self._cause(),
+            f"forward and backward through model, and a step after a backward pass with synchronisation; {_OFF}",
+        )
 
     def _cause(self) -> str:
         models = [model for model in self._models() if self._strategy.replicated(model._fabric_prepared)]

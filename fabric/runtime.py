@@ -189,6 +189,12 @@ class Runtime:
                 "check for a branch on the rank around the loop over the loader",
             ) from error
 
+    def first(self, key: str, value: bytes) -> bytes:
+        """What the first rank that came here with ``key`` brought: ``value`` if it is this one. No collective."""
+        if self._store is None:
+            return value
+        return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType] - as in agree()
+
     def post(self, key: str, value: bytes) -> None:
         """Leave a value for other ranks that :meth:`peek` at ``key``; the latest counts. No collective."""
         if self._store is not None:

@@ -1,0 +1,338 @@
+"""How cost grows with the number of processes, up to 4,096 of them on one machine.
+
+`python -m benchmarks.scaling` sets up a stack of blocks under ddp, fsdp and HYBRID_SHARD, by hand with raw torch and
+with fabric, in one process that poses as rank 0 of ever larger worlds: torch's `fake` backend answers every collective
+at once, with values that mean nothing. What is counted does not depend on them: the processor's time until all is set
+up, the collectives of a step and the bytes handed to them, the memory that Python holds after setup, and the keys that
+stay in the job's store. `--quick` takes two worlds and a smaller model; `--plot FILE` draws the figure of
+docs/scaling.md, with matplotlib.
+
+The exit code is 1 where a step of ours has other collectives or bytes than raw torch's, or where what we hold beyond
+raw torch, or leave in the store, grows with the world.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import tracemalloc
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fabric import Fabric
+from fabric.strategies import DDPStrategy, FSDPStrategy
+
+__all__ = ["Cost", "broken", "main", "measure"]
+
+ROOT = Path(__file__).parents[1]
+KINDS = ("ddp", "fsdp", "HYBRID_SHARD")
+WORLDS, QUICK_WORLDS = (8, 64, 512, 4096), (8, 512)
+NODE = 8  # processes of a node
+LAYERS, QUICK_LAYERS, WIDTH = 12, 2, 64
+# Beyond the second, an optimizer is no longer watched by Fabric(check_training=True).
+STEPS = 4
+ROUNDS = 3
+SLACK = 8192  # bytes; Python's own tables grow in jumps. A list of 512 ranks takes more.
+DEADLINE = 300
+
+
+class Cost(NamedTuple):
+    """What one rank pays.
+
+    Attributes:
+        seconds: of the processor until module and optimizer are set up, the process group being there.
+        collectives: names and numbers of the collectives of each step.
+        bytes: what each step hands to them: of each, the larger of what goes in and what comes out.
+        held: bytes of Python objects after setup, without tensors' values.
+        keys: left in the job's store by setup and all steps.
+    """
+
+    seconds: float
+    collectives: list[dict[str, int]]
+    bytes: list[int]
+    held: int
+    keys: int
+
+
+class Block(nn.Module):
+    """One residual layer of two matrices; no part is called twice, which CommDebugMode does not follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+class Stack(nn.Module):
+    """Blocks and a head; returns a loss."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x)).mean()
+
+
+class BytesMode(TorchDispatchMode):
+    """Adds up the bytes of the collectives that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor  # with all else that takes a second to import
+
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back as operations on its shard
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.total += max(_size(argument) for argument in args)
+        return func(*args, **(kwargs or {}))
+
+
+def _size(argument: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
+
+
+def measure(world: int, layers: int, rounds: int, deadline: float = DEADLINE) -> dict[str, dict[str, Cost]]:
+    """Costs by kind, of "raw" and "ours", measured in a new process.
+
+    Raises ``CalledProcessError`` or ``TimeoutExpired``.
+    """
+    place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(NODE)}
+    # Nothing listens there: the process group is made before fabric looks for one.
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "benchmarks.scaling", "--job", json.dumps([world, layers, rounds])]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **place}, stdout=subprocess.PIPE, check=True, timeout=deadline, text=True
+    )
+    found = json.loads(done.stdout)
+    return {kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in found.items()}
+
+
+def run_job(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
+    """Pose as rank 0 of a world; ours and raw torch's take turns."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
+
+    # CommDebugMode watches the modules' inputs, and a batch has no gradients.
+    warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+    makers: dict[str, Callable[..., Any]] = {"raw": set_up_raw, "ours": set_up_ours}
+    result: dict[str, dict[str, Cost]] = {}
+    for kind in KINDS:
+        steps, keys = {}, {}
+        for who, make in makers.items():  # before the rest is timed: this imports, and fills caches
+            with posing(world) as store, set_up(make, kind, layers) as (step, _):
+                steps[who], keys[who] = [count_step(step) for _ in range(STEPS)], store.num_keys()
+        seconds: dict[str, list[float]] = {who: [] for who in makers}
+        for _ in range(rounds):
+            for who, make in makers.items():
+                with posing(world), set_up(make, kind, layers) as (_, took):
+                    seconds[who].append(took)
+        result[kind] = {
+            who: Cost(
+                seconds=statistics.median(seconds[who]),
+                collectives=[counts for counts, _ in steps[who]],
+                bytes=[total for _, total in steps[who]],
+                held=weigh(world, make, kind, layers),
+                keys=keys[who],
+            )
+            for who, make in makers.items()
+        }
+    return result
+
+
+@contextmanager
+def posing(world: int) -> Any:
+    """Within, this process is rank 0 of a process group of that size that talks to nobody; yields its store."""
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=world)
+    try:
+        yield store
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def set_up(make: Callable[..., Any], kind: str, layers: int) -> Any:
+    """Yields a function that trains for a step, and the seconds that it took to set up."""
+    model: nn.Module = Stack(layers)
+    start = time.process_time()
+    model, optimizer, backward, close = make(kind, model)
+    took = time.process_time() - start
+
+    def step() -> None:
+        backward(model(torch.ones(2, WIDTH)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    try:
+        yield step, took
+    finally:
+        close()
+
+
+def set_up_raw(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
+    """As one writes it by hand."""
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, average)
+    else:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        world = dist.get_world_size()
+        sizes = (world // NODE, NODE) if kind == "HYBRID_SHARD" else (world,)
+        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters()), Tensor.backward, lambda: None
+
+
+def set_up_ours(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
+    """With fabric, every default on."""
+    strategies = {
+        "ddp": lambda: DDPStrategy(ddp_comm_hook=average),
+        "fsdp": lambda: "fsdp",
+        "HYBRID_SHARD": lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD"),
+    }
+    fabric = Fabric(accelerator="cpu", strategy=strategies[kind]())
+    fabric.launch()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    return model, optimizer, fabric.backward, fabric.teardown
+
+
+def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """What DDP does of itself, which asks for a result that collectives of the fake backend do not have."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    dist.all_reduce(buffer)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
+
+
+def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
+    """The collectives of a step and their bytes."""
+    from torch.distributed.tensor.debug import CommDebugMode  # takes a second to import
+
+    with BytesMode() as sizes, CommDebugMode() as counts:
+        step()
+    return {str(name): count for name, count in counts.get_comm_counts().items()}, sizes.total
+
+
+def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
+    """Bytes of Python objects that setting up leaves; the least of several times, since caches fill now and then."""
+    found = []
+    for _ in range(3):
+        with posing(world):
+            gc.collect()
+            tracemalloc.start()
+            try:
+                with set_up(make, kind, layers):
+                    gc.collect()
+                    found.append(tracemalloc.get_traced_memory()[0])
+            finally:
+                tracemalloc.stop()
+    return min(found)
+
+
+def broken(results: dict[int, dict[str, dict[str, Cost]]]) -> Iterable[str]:
+    """What is not as it should be."""
+    smallest = results[min(results)]
+    for world, costs in results.items():
+        for kind, cost in costs.items():
+            raw, ours = cost["raw"], cost["ours"]
+            if (raw.collectives, raw.bytes) != (ours.collectives, ours.bytes):
+                yield f"{kind} in a world of {world}: a step of ours has other collectives or bytes than raw torch's"
+            if beyond(cost) > beyond(smallest[kind]) + SLACK:
+                yield f"{kind} in a world of {world}: we hold more than in a world of {min(results)}"
+            if ours.keys - raw.keys > smallest[kind]["ours"].keys - smallest[kind]["raw"].keys:
+                yield f"{kind} in a world of {world}: we leave more in the store than in a world of {min(results)}"
+
+
+def beyond(cost: dict[str, Cost]) -> int:
+    """What we hold beyond raw torch, in bytes."""
+    return cost["ours"].held - cost["raw"].held
+
+
+def row(world: int, kind: str, cost: dict[str, Cost]) -> str:
+    """A line of the table."""
+    raw, ours = cost["raw"], cost["ours"]
+    return (
+        f"| {kind} | {world:,} | {1e3 * raw.seconds:.1f} | {1e3 * ours.seconds:.1f} "
+        f"| {per_step(raw)} | {per_step(ours)} | {raw.bytes[-1]:,} | {ours.bytes[-1]:,} "
+        f"| {raw.held / 1024:,.0f} | {beyond(cost) / 1024:+.1f} | {ours.keys - raw.keys} |"
+    )
+
+
+def per_step(cost: Cost) -> int:
+    """The number of collectives of the last step."""
+    return sum(cost.collectives[-1].values())
+
+
+def plot(results: dict[int, dict[str, dict[str, Cost]]], path: Path) -> None:
+    """Draw how setup, collectives and our memory grow."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for kind, color in zip(KINDS, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+        costs = [results[world][kind] for world in results]
+        for axes, value in zip(panels[:2], (lambda cost: 1e3 * cost.seconds, per_step), strict=True):
+            axes.plot(list(results), [value(cost["raw"]) for cost in costs], "o--", color=color, mfc="none")
+            axes.plot(list(results), [value(cost["ours"]) for cost in costs], "x-", color=color, label=kind)
+        panels[2].plot(list(results), [beyond(cost) / 1024 for cost in costs], "x-", color=color, label=kind)
+    titles = ("setup, ms of the processor", "collectives per step", "Python memory beyond raw torch, KiB")
+    for axes, title in zip(panels, titles, strict=True):
+        axes.set_xscale("log", base=8)
+        axes.set_xticks(list(results), [f"{world:,}" for world in results])
+        axes.set(title=title, xlabel="processes", ylim=(0, None))
+    panels[0].legend(title="raw torch: dashed, circles", frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="worlds of 8 and 512, a smaller model, one round")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the figure")
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.job is not None:
+        print(json.dumps(run_job(*args.job)))
+        return 0
+    print("| strategy | processes | setup, ms of the processor: raw | ours | collectives a step: raw | ours ", end="")
+    print("| bytes a step: raw | ours | Python memory, KiB: raw | ours beyond | our keys in the store |")
+    print("|---|" + "--:|" * 10)
+    results = {}
+    for world in QUICK_WORLDS if args.quick else WORLDS:
+        results[world] = measure(world, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else ROUNDS)
+        for kind, cost in results[world].items():
+            print(row(world, kind, cost), flush=True)
+    if args.plot is not None:
+        plot(results, args.plot)
+    failures = list(broken(results))
+    print(*failures, sep="\n", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
