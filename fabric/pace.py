@@ -28,7 +28,8 @@ class Progress(Protocol):
 
 @dataclass(eq=False)
 class _Iteration:
-    key: str
+    loader: str
+    number: int
     progress: Progress
     length: int | None
     unseen: list[int]
@@ -66,13 +67,15 @@ class Pace:
         """Note that an iteration over a loader has begun.
 
         Args:
-            key: tells it apart; the same on all ranks.
+            key: tells it apart, as ``"loader/number"``, numbers counting up; the same on all ranks.
             progress: its progress.
             length: number of batches that it will have; None when that is not known.
         """
         if self._neighbours:
-            self._post(f"batches/{key}/{self._rank}", str(length).encode())
-            self._latest = _Iteration(key, progress, length, list(self._neighbours))
+            loader, _, number = key.rpartition("/")
+            # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
+            self._post(f"batches/{loader}/{self._rank}", f"{number} {length}".encode())
+            self._latest = _Iteration(loader, int(number), progress, length, list(self._neighbours))
 
     def step(self) -> None:
         """Note that a step begins, before anything waits for other ranks.
@@ -156,10 +159,12 @@ class Pace:
         if iteration.length is None:
             self._suspects = True
         for other in list(iteration.unseen):
-            theirs = self._peek(f"batches/{iteration.key}/{other}")
-            if theirs is not None:
+            theirs = self._peek(f"batches/{iteration.loader}/{other}")
+            number, length = (b"-1", b"") if theirs is None else theirs.split()
+            if int(number) >= iteration.number:
                 iteration.unseen.remove(other)
-                self._suspects |= theirs.decode() != str(iteration.length)
+                # One that is further ended this iteration earlier, after nobody knows how many batches.
+                self._suspects |= int(number) > iteration.number or length.decode() != str(iteration.length)
 
     def _numbers(self, key: str, count: int) -> list[int]:
         found = self._peek(key)

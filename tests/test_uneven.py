@@ -273,7 +273,7 @@ def test_equal_lengths_leave_one_place_for_each_iteration() -> None:
     board: dict[str, bytes] = {}
     written: list[str] = []
     pace = Pace(0, (1,), lambda key, value: written.append(key), board.get)
-    board["batches/0/0/1"] = b"9"
+    board["batches/0/1"] = b"0 9"
     progress = Progress()
     pace.began("0/0", progress, 9)
     for _ in range(9):
@@ -281,4 +281,4 @@ def test_equal_lengths_leave_one_place_for_each_iteration() -> None:
         pace.step()
     progress.finished = True
     pace.meet()
-    assert written == ["batches/0/0/0", "step/0/0"]
+    assert written == ["batches/0/0", "step/0/0"]
