@@ -26,7 +26,7 @@ def test_a_step_costs_what_raw_torch_costs_and_nothing_of_ours_grows_with_the_wo
     [
         (COST._replace(collectives=[{"all_reduce": 2}]), "other collectives or bytes"),
         (COST._replace(bytes=[65]), "other collectives or bytes"),
-        (COST._replace(held=20_000), "we hold more"),
+        (COST._replace(held=30_000), "we hold more"),
         (COST._replace(keys=2), "we leave more in the store"),
         (COST, None),
     ],
