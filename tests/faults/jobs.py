@@ -1,9 +1,11 @@
 """Starting the job of ``train.py`` and looking at how it ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import psutil
 
 from tests.faults.train import LAUNCHERS
 
-__all__ = ["Ended", "Job", "nothing_left", "within"]
+__all__ = ["Ended", "Job", "command", "nothing_left", "within"]
 
 TRAIN = Path(__file__).with_name("train.py")
 DEADLINE = 60
@@ -29,33 +31,47 @@ def within(seconds: float = 5.0) -> float:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended; seconds since the fault."""
+    """How a job ended; seconds since the fault, to the end of the launching process and all ranks.
 
-    code: int
+    ``code`` is None when the launching process still ran at the limit; ``alive`` counts ranks that did.
+    """
+
+    code: int | None
     output: list[str]
     errors: str
     seconds: float
+    alive: int = 0
+
+
+def command(launcher: str, fault: str) -> list[str]:
+    """What starts the job of ``train.py`` with a launcher of fabric."""
+    assert launcher in LAUNCHERS
+    run = ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"] if launcher == "run" else []
+    return [sys.executable, *run, str(TRAIN), launcher, fault]
 
 
 class Job:
     """Two ranks in a process group of their own, as a terminal would start them; leaving the block kills what lives."""
 
-    def __init__(self, directory: Path, launcher: str, fault: str, *, prefix: tuple[str, ...] = ()) -> None:
-        assert launcher in LAUNCHERS
-        run = ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"] if launcher == "run" else []
+    def __init__(self, directory: Path, started: list[str]) -> None:
         self.directory = directory
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed on exit
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, *run, str(TRAIN), launcher, fault],
+            started,
             env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(directory)},
             cwd=directory.parent,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._errors,
             text=True,
             process_group=0,
         )
         self.output: list[str] = []
-        self.ranks = [psutil.Process(int(self.line("ready").split()[2])) for _ in range(2)]
+        try:
+            self.ranks = [psutil.Process(int(self.line("ready").split()[2])) for _ in range(2)]
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __enter__(self) -> "Job":
         return self
@@ -64,6 +80,7 @@ class Job:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.communicate(timeout=DEADLINE)
+        self._errors.close()
 
     def line(self, first_word: str) -> str:
         """The next line that starts with this word; others are kept."""
@@ -75,7 +92,7 @@ class Job:
             if line.startswith(first_word):
                 return line
             self.output.append(line.rstrip("\n"))
-        raise AssertionError(f"the job ended before {first_word!r}: {self.process.communicate()[1][-2000:]}")
+        raise AssertionError(f"the job ended before {first_word!r}: {self._written()[-2000:]}")
 
     def signal(self, number: int, *, to_group: bool = False) -> float:
         """Send a signal to the launching process or to all; when, on the monotonic clock."""
@@ -84,12 +101,27 @@ class Job:
 
     def end(self, since: float) -> Ended:
         """Wait for it; every rank has to end with it, and no file may be left."""
-        output, errors = self.process.communicate(timeout=DEADLINE)
-        _, alive = psutil.wait_procs(self.ranks, timeout=10)
-        seconds = time.monotonic() - since
-        assert not alive, "ranks outlived the launching process"
+        ended = self.watch(since, DEADLINE)
+        assert ended.code is not None, "the launching process did not end"
+        assert not ended.alive, "ranks outlived the launching process"
         nothing_left(self.directory)
-        return Ended(self.process.returncode, [*self.output, *output.splitlines()], errors, seconds)
+        return ended
+
+    def watch(self, since: float, limit: float) -> Ended:
+        """Wait for it, for so many seconds at most; what lives then is counted and killed."""
+        deadline = time.monotonic() + limit
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit)
+        _, alive = psutil.wait_procs(self.ranks, timeout=max(0.0, deadline - time.monotonic()))
+        seconds, code = time.monotonic() - since, self.process.poll()
+        for process in [self.process, *alive]:
+            process.kill()
+        output, _ = self.process.communicate(timeout=DEADLINE)
+        return Ended(code, [*self.output, *output.splitlines()], self._written(), seconds, len(alive))
+
+    def _written(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read()
 
 
 def nothing_left(directory: Path) -> None:

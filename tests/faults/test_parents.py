@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.jobs import Job, within
+from tests.faults.jobs import Job, command, within
 from tests.faults.train import LAUNCHERS
 
 pytestmark = pytest.mark.timeout(90)
@@ -35,7 +35,7 @@ def matrix(*quick, states=STATES):
 
 @pytest.mark.parametrize(("launcher", "state"), matrix(("popen", "holds_the_lock"), ("run", "waits_in_cpp")))
 def test_ranks_follow_a_launching_process_that_was_killed(temporary, launcher, state):
-    with Job(temporary, launcher, state) as job:
+    with Job(temporary, command(launcher, state)) as job:
         ended = job.end(job.signal(signal.SIGKILL))
     assert ended.seconds < within()
     assert len(ended.errors.splitlines()) <= 15
@@ -44,7 +44,7 @@ def test_ranks_follow_a_launching_process_that_was_killed(temporary, launcher, s
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_started_under_nohup_follow_too(temporary, launcher):
-    with Job(temporary, launcher, "waits_in_cpp", prefix=("nohup",)) as job:
+    with Job(temporary, ["nohup", *command(launcher, "waits_in_cpp")]) as job:
         os.kill(job.process.pid, signal.SIGHUP)
         assert job.process.poll() is None
         assert job.end(job.signal(signal.SIGKILL)).seconds < within()
@@ -54,7 +54,7 @@ def test_ranks_started_under_nohup_follow_too(temporary, launcher):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 @pytest.mark.parametrize(("launcher", "state"), matrix(("run", "waits"), states=STATES[:3]))
 def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher, state, number, to_group):
-    with Job(temporary, launcher, state) as job:
+    with Job(temporary, command(launcher, state)) as job:
         ended = job.end(job.signal(number, to_group=to_group))
     assert ended.seconds < within()
     assert len(ended.errors.splitlines()) <= 15
@@ -68,7 +68,7 @@ def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher,
 @LINUX
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, launcher):
-    with Job(temporary, launcher, "holds_the_lock") as job:
+    with Job(temporary, command(launcher, "holds_the_lock")) as job:
         ended = job.end(job.signal(signal.SIGTERM))
     assert (ended.code, ended.seconds < within()) == (143, True)
 
@@ -77,7 +77,7 @@ def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, lau
     "launcher", [name if name in ("popen", "run") else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
 )
 def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
-    with Job(temporary, launcher, "saves_and_leaves") as job:
+    with Job(temporary, command(launcher, "saves_and_leaves")) as job:
         for _ in job.ranks:
             job.line("asked")
         ended = job.end(job.signal(signal.SIGTERM))
@@ -89,7 +89,7 @@ def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
 
 
 def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
-    with Job(temporary, "forkserver", "saves_and_leaves") as job:
+    with Job(temporary, command("forkserver", "saves_and_leaves")) as job:
         for _ in job.ranks:
             job.line("asked")
         os.kill(job.ranks[1].pid, signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.faults.jobs import Job, within
+from tests.faults.jobs import Job, command, within
 from tests.faults.train import LAUNCHERS, ON_ONE
 
 pytestmark = pytest.mark.timeout(90)
@@ -36,7 +36,7 @@ def test_the_first_rank_to_fail_has_the_last_word(tmp_path, launcher, fault):
     code, words, last = EXPECTED[fault]
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    with Job(temporary, launcher, fault) as job:
+    with Job(temporary, command(launcher, fault)) as job:
         ended = job.end(float(job.line("fault").split()[1]))
     report = ended.errors[ended.errors.rindex("rank 1 of 2 ") :]
     assert words in report.splitlines()[0]

@@ -113,8 +113,10 @@ def waits_in_cpp(fabric: Fabric) -> None:
 
 
 def holds_the_lock(fabric: Fabric) -> None:
-    """In C, holding the interpreter's lock: no other thread of the rank can run."""
-    ctypes.PyDLL(None).sleep(100)
+    """In C, holding the interpreter's lock: no other thread of the rank can run, and no signal ends the wait."""
+    mutex = ctypes.create_string_buffer(64)
+    for _ in range(2):  # the second time it waits for itself
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
 
 
 def saves_and_leaves(fabric: Fabric) -> None:

@@ -1,0 +1,120 @@
+"""Faults of a launch from a notebook: the cell ends with the error of the rank, and the kernel lives on."""
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from jupyter_client import BlockingKernelClient, KernelManager
+
+from tests.faults.jobs import nothing_left, within
+from tests.faults.test_ranks import EXPECTED
+
+pytestmark = pytest.mark.timeout(150)
+DEADLINE = 60
+DEFINITIONS = """
+from fabric import Fabric
+from tests.faults import train
+
+def job(fabric, fault):
+    train.job(fabric, fault)
+
+def total(fabric):
+    return fabric.all_reduce(fabric.global_rank + 1, reduce_op="sum")
+
+def launch(*call):
+    return Fabric(accelerator="cpu", devices=2).launch(*call)
+"""
+
+
+class Notebook:
+    """A kernel, and what a cell of it has written."""
+
+    def __init__(self, manager: KernelManager, client: BlockingKernelClient, directory: Path) -> None:
+        self.manager, self.directory = manager, directory
+        self._client = client
+        self._request = self.written = ""
+
+    def run(self, cell: str, until: str = "") -> dict:
+        """Run a cell, or begin one and return once it has written a text."""
+        self.written = ""
+        self._request = self._client.execute(cell)
+        while until == "" or not re.search(until, self.written):
+            message = self._client.get_iopub_msg(timeout=DEADLINE)
+            if not self._answers(message):
+                continue
+            if message["msg_type"] == "stream":
+                self.written += message["content"]["text"]
+            if message["content"].get("execution_state") == "idle":
+                break
+        return {} if until else self.reply()
+
+    def reply(self) -> dict:
+        """The end of the cell that was begun last."""
+        while not self._answers(message := self._client.get_shell_msg(timeout=DEADLINE)):
+            pass
+        return message["content"]
+
+    def _answers(self, message: dict) -> bool:
+        return message["parent_header"].get("msg_id") == self._request
+
+    def numbers(self, pattern: str) -> list[float]:
+        return [float(number) for number in re.findall(pattern, self.written)]
+
+    def works(self) -> bool:
+        """Whether nothing is left of the last launch, and another one returns its result."""
+        nothing_left(self.directory)
+        return self.run("assert launch(total) == 3")["status"] == "ok"
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    directory = tmp_path_factory.mktemp("notebook")
+    variables = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    root = str(Path(__file__).parents[2])
+    variables |= {"TMPDIR": str(directory), "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    manager = KernelManager()
+    manager.start_kernel(env=variables, cwd=root)
+    client = manager.blocking_client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(timeout=DEADLINE)
+        notebook = Notebook(manager, client, directory)
+        # The server from which ranks are forked takes its time the first time.
+        assert notebook.run(DEFINITIONS + "launch(total)")["status"] == "ok"
+        yield notebook
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "killed")) for name in EXPECTED]
+)
+def test_a_cell_ends_with_the_error_of_its_rank_and_the_next_one_works(notebook, fault):
+    _, words, last = EXPECTED[fault]
+    reply = notebook.run(f"launch(job, {fault!r})")
+    [since] = notebook.numbers(r"fault ([\d.]+)")
+    assert time.monotonic() - since < within()
+    assert reply["ename"] == "RankFailedError"
+    first, *_ = reply["evalue"].splitlines()
+    assert first.startswith("rank 1 of 2 "), reply["evalue"]
+    assert words in first
+    assert reply["evalue"].rstrip().endswith(last)
+    assert notebook.works()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ["waits", "trains", "waits_in_cpp", "holds_the_lock"])
+def test_the_stop_button_ends_the_ranks_and_not_the_kernel(notebook, state):
+    notebook.run(f"launch(job, {state!r})", until=r"(?s)ready.*ready \d \d+\n")
+    ranks = [psutil.Process(int(pid)) for pid in notebook.numbers(r"ready \d (\d+)")]
+    since = time.monotonic()
+    notebook.manager.interrupt_kernel()
+    assert notebook.reply()["ename"] == "KeyboardInterrupt"
+    assert time.monotonic() - since < within()
+    assert not any(rank.is_running() for rank in ranks)
+    assert notebook.works()
