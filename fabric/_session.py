@@ -277,6 +277,8 @@ class Session:
             for closed in (*self._guards, *self.first_steps):
                 stack.callback(closed.close)
             stack.callback(self._leave)
+            if self.strategy.checkpoint_io is not None:
+                stack.callback(self.strategy.checkpoint_io.wait)
             stack.callback(self._saves.close)
 
     def _leave(self) -> None:

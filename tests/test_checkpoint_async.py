@@ -1,5 +1,7 @@
 """Saves that go on beside the loop: what is written is what there was, one at a time, and no error is lost."""
 
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -44,7 +46,7 @@ class Gated:
         FullCheckpoint().remove(path)
 
     def wait(self) -> None:
-        pass
+        self.events.append("all is on the disk")
 
 
 class GatedShards(ShardedCheckpoint):
@@ -113,7 +115,8 @@ def test_one_save_is_under_way_at_a_time_and_a_load_waits_for_it(tmp_path: Path)
         assert second.exception() is None
         third = fabric.save(tmp_path / "c.pt", {"step": 3}, async_=True)
     assert third.done(), "the end of the job waits for it"
-    assert io.events == [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+    saves = [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
+    assert io.events == [*saves, "all is on the disk"], "a format that itself writes later is asked at the end, too"
     assert FullCheckpoint().load(tmp_path / "c.pt")["step"] == 3
 
 
@@ -149,6 +152,27 @@ def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_e
         fail(fabric, tmp_path)
         raise LookupError("of the user")
     assert "the file system refuses" in raised.value.__notes__[0]
+
+
+SCRIPT = """
+import sys
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=1, environment="none")
+fabric.save(sys.argv[1], {"step": 1}, async_=True)
+fabric.save(sys.argv[2], {"step": 1}, async_=True)
+"""
+
+
+def test_a_script_that_just_ends_finishes_its_save_and_prints_what_goes_wrong(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    good, bad = tmp_path / "state.pt", tmp_path / "file" / "state.pt"
+    for paths, texts in ((good, good), []), ((good, bad), ["CheckpointError", "the file system refuses"]):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *map(str, paths)], capture_output=True, text=True, timeout=80, check=True
+        )
+        assert all(text in done.stderr for text in texts)
+        assert bool(done.stderr) is bool(texts)
+        assert FullCheckpoint().load(good)["step"] == 1
 
 
 def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
