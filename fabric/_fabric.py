@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
@@ -36,6 +37,7 @@ from fabric.precision import Precision
 from fabric.seed import seed_everything
 from fabric.strategies import Strategy
 from fabric.strategies.base import Group
+from fabric.watchdog import DEFAULT_WATCHDOG
 from fabric.world import World
 
 __all__ = ["Fabric"]
@@ -70,6 +72,10 @@ class Fabric:
         check_collectives: whether the ranks compare every collective before anything moves, so that one that differs
             or is missing raises :class:`fabric.errors.CollectiveMismatchError` with the lines where each rank called;
             the environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
+        timeout: how long a collective may wait for other ranks before it raises, in seconds or as a timedelta; None is
+            the strategy's, half an hour. The error says where each rank is.
+        watchdog: how long a rank waits before the first one prints which ranks have come, which have not, and the
+            stacks of those, in seconds or as a timedelta; 0 for never. With one process there is nothing to watch.
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
@@ -91,6 +97,8 @@ class Fabric:
         environment: Environment | str | None = None,
         launcher: Launcher | str | None = None,
         check_collectives: bool = False,
+        timeout: timedelta | float | None = None,
+        watchdog: timedelta | float = DEFAULT_WATCHDOG,
         callbacks: Any = None,
         loggers: Any = None,
         check_training: bool = True,
@@ -104,6 +112,8 @@ class Fabric:
             environment=environment,
             launcher=launcher,
             check_collectives=check_collectives,
+            timeout=timeout,
+            watchdog=watchdog,
         )
         self._origin = _origin(self._plan)
         self._callbacks = _checks.as_list(callbacks)
@@ -490,7 +500,10 @@ class Fabric:
         session = self._session
         if session is not None and session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
-        tensor.backward(*args, **kwargs)
+        if session is None or session.record is None:
+            tensor.backward(*args, **kwargs)
+        else:
+            session.recorded_backward(session.record, tensor, args, kwargs)
         if self._guarded and session is not None:
             session.after_backward()
         if session is not None and session.first_steps:
@@ -537,13 +550,14 @@ class Fabric:
             _checks.refuse_clipping(optimizer)
         session.check_belongs(module, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
-        return clip_gradients(
-            [parameter for group in optimizer.param_groups for parameter in group["params"]],
-            clip_val=clip_val,
-            max_norm=max_norm,
-            norm_type=norm_type,
-            error_if_nonfinite=error_if_nonfinite and not overflow,
-        )
+        with session.phase("clip_gradients"):
+            return clip_gradients(
+                [parameter for group in optimizer.param_groups for parameter in group["params"]],
+                clip_val=clip_val,
+                max_norm=max_norm,
+                norm_type=norm_type,
+                error_if_nonfinite=error_if_nonfinite and not overflow,
+            )
 
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
@@ -896,7 +910,9 @@ class Fabric:
             CheckpointError: it could not be written, ``path`` is of the other kind, or it failed on another process; or
                 an earlier save with ``async_`` did, and nobody was told yet.
         """
-        return self._running("save").checkpoint().save(Path(path), state, filter, trainable_only, async_)
+        session = self._running("save")
+        with session.phase("save"):
+            return session.checkpoint().save(Path(path), state, filter, trainable_only, async_)
 
     def load(
         self,
@@ -931,7 +947,9 @@ class Fabric:
             UnsafeCheckpointError: it holds code, which is named and was not run.
             ConfigurationError: ``weights_only=False`` for a folder, which never needs it.
         """
-        return self._running("load").checkpoint().load(Path(path), state, strict, rng, weights_only is not False)
+        session = self._running("load")
+        with session.phase("load"):
+            return session.checkpoint().load(Path(path), state, strict, rng, weights_only is not False)
 
     def load_raw(
         self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = True
@@ -948,7 +966,9 @@ class Fabric:
             CheckpointError: the file is damaged, does not fit or has entries of several kinds; or it is a folder.
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
-        self._running("load_raw").checkpoint().load_raw(Path(path), obj, strict, weights_only is not False)
+        session = self._running("load_raw")
+        with session.phase("load_raw"):
+            session.checkpoint().load_raw(Path(path), obj, strict, weights_only is not False)
 
     # -- output ---------------------------------------------------------------------------------------------------
 

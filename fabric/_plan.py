@@ -7,6 +7,7 @@ touched, so that whatever cannot work is an error before anything happens.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
+from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.watchdog import DEFAULT_WATCHDOG
 from fabric.world import World
 
 __all__ = ["Plan", "resolve"]
@@ -31,6 +34,7 @@ RUN_OPTIONS = {
     "precision": "FABRIC_PRECISION",
 }
 CHECK = "FABRIC_CHECK"
+_LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,8 @@ class Plan:
         world: the place of this process; None when the processes are still to be made.
         launcher: how they come to exist.
         check_collectives: whether the ranks compare their collectives before anything moves.
+        timeout: how long a collective may wait.
+        watchdog: how long a rank waits before a report is printed; zero for never.
     """
 
     accelerator: Accelerator
@@ -58,6 +64,8 @@ class Plan:
     world: World | None
     launcher: Launcher
     check_collectives: bool = False
+    timeout: timedelta = DEFAULT_TIMEOUT
+    watchdog: timedelta = DEFAULT_WATCHDOG
 
     @property
     def processes_per_node(self) -> int:
@@ -81,6 +89,8 @@ def resolve(
     environment: Environment | str | None = None,
     launcher: Launcher | str | None = None,
     check_collectives: bool = False,
+    timeout: timedelta | float | None = None,
+    watchdog: timedelta | float = DEFAULT_WATCHDOG,
     env: Mapping[str, str] | None = None,
 ) -> Plan:
     """Make the plan for one job; arguments as for ``Fabric``.
@@ -94,6 +104,8 @@ def resolve(
         environment: object, None to detect one, or ``"none"`` to detect nothing.
         launcher: name, object or None.
         check_collectives: True, or False to leave it to ``FABRIC_CHECK``.
+        timeout: seconds, timedelta, or None for the strategy's.
+        watchdog: seconds or timedelta.
         env: environment variables; None for those of this process.
 
     Raises:
@@ -105,9 +117,11 @@ def resolve(
         env, accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
     )
     named = parse_strategy(given["strategy"])
+    waits = None if timeout is None else _parse_duration("timeout", timeout, "positive")
     if named is not None:
         given = _with_strategy_options(named, given)
         environment = _same("environment", environment, named.cluster_environment)
+        waits = _same("timeout", waits, None if named.timeout == DEFAULT_TIMEOUT else named.timeout)
     found = _find_environment(environment, env)
     world = None if found is None else found[1]
     if named is not None and _drives_all_devices(named):
@@ -132,6 +146,22 @@ def resolve(
             launcher, chosen, hardware, len(where), world, found, by_name=isinstance(strategy, str)
         ),
         check_collectives=check_collectives or _check_is_on(env.get(CHECK, "")),
+        timeout=waits or DEFAULT_TIMEOUT,
+        watchdog=_parse_duration("watchdog", watchdog, "0 or more"),
+    )
+
+
+def _parse_duration(argument: str, value: Any, valid: str) -> timedelta:
+    """Seconds or a timedelta; zero only where ``valid`` says so."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if is_number and 0 <= seconds <= _LONGEST and (seconds > 0 or valid != "positive"):
+        return timedelta(seconds=seconds)
+    raise ConfigurationError(
+        f"Fabric({argument}={value!r})",
+        "it is no length of time",
+        f"seconds or a timedelta, {valid}, at most {_LONGEST:,} s",
+        f"Fabric({argument}=600)",
     )
 
 

@@ -1,7 +1,7 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._compat import uncompiled
@@ -18,7 +19,7 @@ from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.agreed import JobCheckpoint
 from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
-from fabric.communicators import Communicator
+from fabric.communicators import Communicator, Record
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
@@ -55,10 +56,13 @@ class Session:
             precision=plan.precision,
             connected=self.strategy.connects_processes,
             backend=self.strategy.process_group_backend,
-            timeout=self.strategy.timeout,
+            timeout=plan.timeout,
             check_collectives=plan.check_collectives,
+            watchdog=plan.watchdog,
         )
         self.strategy.setup_environment(self.runtime)
+        self.record = self.runtime.record
+        self._step_hooks: list[RemovableHandle] = []
         self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
@@ -86,7 +90,8 @@ class Session:
         self._plan.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)
-        prepared = self.strategy.setup_module(module)
+        with self.phase(f"setup of {type(module).__name__}"):
+            prepared = self.strategy.setup_module(module)
         guard = None
         if self.strategy.syncs_in_forward:
             guard = ForwardGuard(module, prepared, self.strategy, self.runtime.world.rank)
@@ -99,6 +104,7 @@ class Session:
             guard,
             sharded=self.strategy.shards_modules,
             casts=not self.strategy.casts_in_forward,
+            record=self.record,
         )
         self.originals.add(uncompiled(module))
         if self._check_training and self.strategy.shards_modules:
@@ -113,12 +119,16 @@ class Session:
             if optimizer.state:
                 # torch's own loading puts state where its parameters are now.
                 optimizer.load_state_dict(optimizer.state_dict())
+            if self.record is not None:
+                self._step_hooks.append(optimizer.register_step_pre_hook(self.record.enter_step))
             self.strategy.setup_optimizer(optimizer)
             if self._check_training:
                 # Before the scaler, which takes gradients away from a step that is to be skipped.
                 self._watch_first_steps(optimizer)
             if self.scaler is not None:
                 self.scaler.register(optimizer)
+            if self.record is not None:
+                self._step_hooks.append(optimizer.register_step_post_hook(self.record.leave_step))
             self.optimizers[optimizer] = None
 
     def setup_loader(
@@ -151,6 +161,22 @@ class Session:
     def gather_round(self, data: Any) -> Any:
         """What all processes computed from the round that the current loop is in; see ``Fabric.gather_for_metrics``."""
         return gather_round(self.runtime.communicator, self._underway, data)
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """A part of the program in which torch may issue collectives by itself."""
+        return nullcontext() if self.record is None else self.record.during(name)
+
+    @staticmethod
+    def recorded_backward(record: Record, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A backward pass that others may wait for."""
+        before = record.enter("backward")
+        try:
+            tensor.backward(*args, **kwargs)
+        except RuntimeError as error:
+            record.annotate(error)
+            raise
+        finally:
+            record.phase = before
 
     def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""
@@ -276,6 +302,8 @@ class Session:
                 stack.callback(self.scaler.close)
             for closed in (*self._guards, *self.first_steps):
                 stack.callback(closed.close)
+            for hook in self._step_hooks:
+                stack.callback(hook.remove)
             stack.callback(self._leave)
             if self.strategy.checkpoint_io is not None:
                 stack.callback(self.strategy.checkpoint_io.wait)

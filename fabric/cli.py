@@ -136,11 +136,12 @@ def _run(options: argparse.Namespace) -> int:
     processes = _processes_per_node(options)
     from fabric.launchers._custody import DirectoryGuard
     from fabric.launchers._failures import RunDirectory
+    from fabric.launchers._signals import ReportRequests
 
     directory = RunDirectory.create()
     guard = DirectoryGuard(directory.path)
     try:
-        with _process_restored():
+        with _process_restored(), ReportRequests(lambda: map(RunDirectory, directory.path.glob("attempt-*"))):
             os.environ.update(_variables(options, processes))
             return _launch(options, processes, directory.path)
     finally:

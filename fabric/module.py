@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from fabric._compat import uncompiled
+from fabric.communicators import Record
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
@@ -46,6 +47,7 @@ class FabricModule(nn.Module):
         guard: watches the other doors, under a strategy that synchronises in forward.
         sharded: whether parameters are spread over ranks.
         casts: whether inputs and outputs are cast here; false where the prepared module does it.
+        record: where forward passes are noted, if anywhere.
     """
 
     def __init__(
@@ -57,9 +59,15 @@ class FabricModule(nn.Module):
         guard: ForwardGuard | None = None,
         sharded: bool = False,
         casts: bool = True,
+        record: Record | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
+        forward = _build_forward(module, prepared, precision if casts else None, device, guard)
+        if record is not None:
+            # torch puts this in front of the name of what it shards.
+            name = type(original).__name__.removeprefix("FSDP" if sharded else "")
+            forward = _recorded_forward(forward, record, f"forward of {name}")
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -72,7 +80,7 @@ class FabricModule(nn.Module):
             _fabric_guard=guard,
             _fabric_sharded=sharded,
             _fabric_marked=set(),
-            _fabric_forward=_build_forward(module, prepared, precision if casts else None, device, guard),
+            _fabric_forward=forward,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -241,6 +249,22 @@ def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
         if torch.is_grad_enabled():
             guard.entered(output)
         return output
+
+    return run
+
+
+def _recorded_forward(forward: Forward, record: Record, phase: str) -> Forward:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        before = record.enter(phase)
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            record.annotate(error)
+            raise
+        finally:
+            record.phase = before
 
     return run
 

@@ -15,16 +15,21 @@ from fabric.communicators import (
     Ledger,
     LocalCommunicator,
     ProcessGroupCommunicator,
+    Record,
+    RecordedCommunicator,
 )
 from fabric.errors import ConfigurationError, UsageError
+from fabric.launchers import RunDirectory
 from fabric.pace import Pace
 from fabric.precision import Precision
+from fabric.watchdog import DEFAULT_WATCHDOG, Watchdog
 from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
 _LET_GO = 0.02  # seconds; several times the interpreter's switch interval
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
+_ANSWER = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
 
 
 class Runtime:
@@ -40,6 +45,10 @@ class Runtime:
         backend: process-group backend; None for the accelerator's own.
         timeout: how long a collective may wait.
         check_collectives: whether ranks compare their collectives before anything moves.
+        watchdog: how long a rank waits for others before a report is printed; zero for never.
+
+    Attributes:
+        record: what this process is doing, where there are others that may wait for it; else None.
     """
 
     def __init__(
@@ -53,13 +62,16 @@ class Runtime:
         backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         check_collectives: bool = False,
+        watchdog: timedelta = DEFAULT_WATCHDOG,
     ) -> None:
         self.world, self.accelerator, self.precision = world, accelerator, precision
         self.devices = devices
         # A scheduler may show each process only its own device.
         self.device = devices[world.local_rank % len(devices)]
         self._connected, self._backend, self._timeout = connected, backend, timeout
-        self._checks = check_collectives
+        self._checks, self._threshold = check_collectives, watchdog
+        self._watchdog: Watchdog | None = None
+        self.record: Record | None = None
         self._communicator: Communicator | None = None
         self._background: Communicator | None = None
         self._store: dist.Store | None = None
@@ -102,14 +114,14 @@ class Runtime:
             store = dist.PrefixStore("checks", self._store)
             ledger = Ledger(store, self.world.rank, self.world.world_size, self._timeout)
             self._communicator = CheckedCommunicator(self._communicator, ledger)
+        if communicator is None and self.world.world_size > 1:
+            self._watch(self._communicator)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
-        """The collectives over a process group of torch, checked where all are; not a collective."""
+        """The collectives over a process group of torch, checked and recorded where all are; not a collective."""
         inner = ProcessGroupCommunicator(group, self.device, self._timeout)
         whole = self._communicator or self.communicator
-        if isinstance(whole, CheckedCommunicator):
-            return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
-        return inner
+        return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
 
     def background(self) -> Communicator:
         """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
@@ -132,6 +144,7 @@ class Runtime:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
         if self._communicator is None:
             return
+        self._unwatch()
         if self._background is not None:
             self._background.close()
             self._background = None
@@ -149,6 +162,7 @@ class Runtime:
     def abort(self) -> None:
         """Let go of the other processes without waiting for them, on the way out of an exception."""
         if self._communicator is not None:
+            self._unwatch()
             self._communicator.close()
             if self._owns_group and dist.is_initialized():
                 abort_process_group()
@@ -205,6 +219,31 @@ class Runtime:
         if self._store is None or not self._store.check([key]):
             return None
         return self._store.get(key)
+
+    def _watch(self, communicator: Communicator) -> None:
+        assert self._store is not None, "ranks that talk have a store"
+        # A connection of its own: the main thread may wait on the other for as long as it likes.
+        own = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
+        store = dist.PrefixStore("watchdog", own)
+        store.set_timeout(_ANSWER)
+        directory = None if self.world.store is None else RunDirectory.of_store(self.world.store)
+        self._watchdog = Watchdog(
+            store,
+            self.world.rank,
+            self.world.world_size,
+            threshold=self._threshold,
+            timeout=self._timeout,
+            is_asynchronous=communicator.device.type != "cpu",
+            requests=int if directory is None else directory.reports_asked,
+        )
+        self.record = self._watchdog.record
+        self._communicator = RecordedCommunicator(communicator, self.record)
+        self._watchdog.start()
+
+    def _unwatch(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._watchdog = self.record = None
 
     def _connect(self) -> dist.Store:
         if dist.is_initialized():

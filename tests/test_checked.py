@@ -356,7 +356,7 @@ def agreeing_calls(fabric, folder):
     """What programs do: collectives of the job, of groups of both kinds, checkpoints, training."""
     rank, world = fabric.global_rank, fabric.strategy.runtime.communicator
     every_collective(world)
-    assert type(world) is CheckedCommunicator
+    assert type(world._inner) is CheckedCommunicator
     groups = [world.new_group([0, 1]), world.new_group([1, 2])]
     for count, group in enumerate(groups):
         for _ in range(5 * (count + 1) if group is not None else 0):
@@ -402,7 +402,7 @@ def kind_of_communicator(fabric):
         runtime.communicator.new_group([0, 1]),
         fabric.strategy.communicator(dist.group.WORLD),
     )
-    return [type(group) for group in groups]
+    return [type(group._inner) for group in groups]
 
 
 @pytest.mark.parametrize(("checks", "kind"), [(False, ProcessGroupCommunicator), (True, CheckedCommunicator)])

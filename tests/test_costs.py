@@ -38,7 +38,8 @@ def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(prec
     assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
 
 
-@pytest.mark.parametrize(("strategy", "most"), [("ddp", 51), ("fsdp", 21)])
+# Eight of them note for the watchdog where this rank is.
+@pytest.mark.parametrize(("strategy", "most"), [("ddp", 59), ("fsdp", 29)])
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
     for ours, by_hand in run_in_ranks(count_both, strategy=strategy, launcher="forkserver"):
         assert ours - by_hand <= most

@@ -12,10 +12,10 @@ PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other.
 LAYERS = [
     ["errors", "_compat"],
-    ["tree", "seed", "world"],
+    ["tree", "seed", "world", "_stacks"],
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
-    ["collectives", "scaling", "clipping", "data", "deferred", "pace"],
+    ["collectives", "scaling", "clipping", "data", "deferred", "pace", "watchdog"],
     ["runtime", "_evaluation"],
     ["strategies", "checkpoint", "loggers"],
     ["_names"],

@@ -5,6 +5,7 @@ from fabric.communicators.base import Announcement, Communicator, NonMember, Red
 from fabric.communicators.checked import CheckedCommunicator
 from fabric.communicators.local import LocalCommunicator
 from fabric.communicators.process_group import ProcessGroupCommunicator
+from fabric.communicators.recorded import Record, RecordedCommunicator
 
 __all__ = [
     "Announcement",
@@ -14,5 +15,7 @@ __all__ = [
     "LocalCommunicator",
     "NonMember",
     "ProcessGroupCommunicator",
+    "Record",
+    "RecordedCommunicator",
     "Reduce",
 ]

@@ -12,20 +12,18 @@ and counts as one that computes.)
 
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache
 from hashlib import blake2b
-from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from fabric._stacks import node
 from fabric.communicators._calls import Call, difference, in_words, table
 from fabric.errors import CollectiveMismatchError
 
@@ -112,7 +110,7 @@ class Ledger:
         self._latest: _Place | None = None
         self._error: CollectiveMismatchError | None = None
         self._present: set[int] = set()
-        store.set(f"process/{rank}", json.dumps([_node(), os.getpid()]))
+        store.set(f"process/{rank}", json.dumps([node(), os.getpid()]))
         self._write(self._own)
 
     def meet(self, group: str, members: Sequence[int], call: Call) -> int:
@@ -250,8 +248,8 @@ class Ledger:
         """The process of a rank of this node if it has ended, as text; empty if it lives or cannot be seen."""
         if not self._store.check([f"process/{rank}"]):
             return ""
-        node, pid = json.loads(self._store.get(f"process/{rank}"))
-        if node == _node():
+        there, pid = json.loads(self._store.get(f"process/{rank}"))
+        if there == node():
             try:
                 os.kill(pid, 0)  # sends nothing
             except ProcessLookupError:
@@ -317,13 +315,3 @@ def _brief(call: Call) -> Call:
 
 def _is_brief(call: Call) -> bool:
     return call.data.startswith(_BRIEF, _INLINE)
-
-
-@cache
-def _node() -> str:
-    """What tells the processes that see each other by their ids from others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # not a Linux
-        return socket.gethostname()

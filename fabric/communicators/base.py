@@ -154,6 +154,16 @@ class Communicator(ABC):
     def announce(self, call: Announcement) -> None:
         """Be told of the user's operation that begins, before anything moves; called once for each."""
 
+    def over(self, inner: "Communicator", name: str, ranks: Sequence[int]) -> "Communicator":
+        """Another group, observed as this one is; not a collective.
+
+        Args:
+            inner: what carries the data in that group.
+            name: the same on all its members, and of no other group.
+            ranks: its members by their rank here.
+        """
+        return inner
+
     def check_src(self, src: int, operation: str = "broadcast") -> None:
         """Raise a ConfigurationError unless ``src`` is the rank of a member of this group."""
         if not self._is_rank(src):

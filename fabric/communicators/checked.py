@@ -1,28 +1,17 @@
 """A communicator that compares what its ranks call before anything moves."""
 
-import contextlib
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fabric.communicators._callers import call_site, reason_to_leave
 from fabric.communicators._calls import Call
 from fabric.communicators._ledger import Ledger
 from fabric.communicators.base import Announcement, Communicator, Reduce
 
 __all__ = ["CheckedCommunicator"]
-
-# Frames of these are not where the user called.
-_NOT_USERS = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    contextlib.__file__,
-)
 
 
 class CheckedCommunicator(Communicator):
@@ -55,20 +44,14 @@ class CheckedCommunicator(Communicator):
         self._is_whole = ranks is None
         self._announced: tuple[str, str, str] | None = None
 
+    @override
     def over(self, inner: Communicator, name: str, ranks: Sequence[int]) -> "CheckedCommunicator":
-        """The same checks for another group of ranks of this one; not a collective.
-
-        Args:
-            inner: what carries the data in that group.
-            name: the same on all its members, and of no other group.
-            ranks: its members by their rank here.
-        """
         return CheckedCommunicator(inner, self._ledger, name, [self._ranks[rank] for rank in ranks])
 
     @override
     def announce(self, call: Announcement) -> None:
         if self.size > 1:
-            self._announced = (call.operation, call.describe(), _call_site())
+            self._announced = (call.operation, call.describe(), call_site())
         self._inner.announce(call)
 
     @override
@@ -145,7 +128,7 @@ class CheckedCommunicator(Communicator):
     def close(self) -> None:
         """Release what this owns; that of all ranks also tells the other ranks that this one makes no further calls."""
         if self._is_whole:
-            self._ledger.leave(_reason())
+            self._ledger.leave(reason_to_leave())
         self._inner.close()
 
     def _meet(self, operation: str, buffer: Tensor | None = None, **arguments: object) -> int:
@@ -156,13 +139,13 @@ class CheckedCommunicator(Communicator):
             facts["operation"], data, where = announced
             facts["collective"] = operation
         facts |= {name: str(value) for name, value in arguments.items()} | _facts_of(buffer)
-        call = Call(facts["operation"], where or _call_site(), facts, data)
+        call = Call(facts["operation"], where or call_site(), facts, data)
         return self._ledger.meet(self._name, self._ranks, call)
 
     def _meet_peer(self, operation: str, buffer: Tensor, src: int, dst: int) -> None:
         """As :meth:`_meet` for a message, whose two ranks call different operations."""
         announced, self._announced = self._announced, None
-        _, data, where = announced or ("", "", _call_site())
+        _, data, where = announced or ("", "", call_site())
         facts = {"from": str(src), "to": str(dst)} | _facts_of(buffer)
         pair = (self._ranks[src], self._ranks[dst])
         self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, facts, data))
@@ -172,18 +155,3 @@ def _facts_of(buffer: Tensor | None) -> dict[str, str]:
     return (
         {} if buffer is None else {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}
     )
-
-
-def _call_site() -> str:
-    """File and line of the innermost frame that is neither fabric's nor torch's."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back
-    if frame is None:  # autograd runs the backward pass of an accelerator in a thread of its own
-        return "a backward pass"
-    return f"{frame.f_code.co_filename.removeprefix(os.getcwd() + os.sep)}:{frame.f_lineno}"
-
-
-def _reason() -> str:
-    error = sys.exception() or getattr(sys, "last_value", None)
-    return "it has finished" if error is None else f"it raised {type(error).__name__}: {error}"

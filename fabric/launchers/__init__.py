@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from fabric.launchers._failures import RunDirectory
 from fabric.launchers._fresh import refuse_while_importing_main
 from fabric.launchers._rank import record_failures
 from fabric.launchers._signals import StopRequest
@@ -18,6 +19,7 @@ __all__ = [
     "LaunchSpec",
     "Launcher",
     "ProcessLauncher",
+    "RunDirectory",
     "ScriptLauncher",
     "StopRequest",
     "is_interactive",

@@ -1,5 +1,6 @@
 """What a failing rank leaves behind, and the private directory in which it does so."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -68,6 +69,18 @@ class RunDirectory:
     def store(self) -> str:
         """Where the ranks meet: ``file:///path`` of a :class:`torch.distributed.FileStore`."""
         return f"file://{self.path / 'store'}"
+
+    def ask_for_report(self) -> None:
+        """Ask the ranks to print what each of them is doing."""
+        with contextlib.suppress(FileNotFoundError), open(self.path / "reports-asked", "ab") as file:
+            file.write(b"?")
+
+    def reports_asked(self) -> int:
+        """How often that has been asked."""
+        try:
+            return os.stat(self.path / "reports-asked").st_size
+        except FileNotFoundError:
+            return 0
 
     def crash_file(self, rank: int) -> Path:
         """Where the interpreter of this rank writes the stack of a fatal signal."""

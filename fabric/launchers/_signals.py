@@ -1,9 +1,13 @@
-"""What SIGTERM and SIGINT mean in a rank: run the ``finally`` blocks, or note that it is time to save and leave."""
+"""What SIGTERM and SIGINT mean in a rank: run the ``finally`` blocks, or note that it is time to save and leave.
+
+And what SIGUSR1 means in the process that launches.
+"""
 
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -11,7 +15,7 @@ from fabric.errors import UsageError
 from fabric.launchers._failures import RunDirectory
 from fabric.world import World
 
-__all__ = ["StopRequest", "raise_on_signals"]
+__all__ = ["ReportRequests", "StopRequest", "raise_on_signals"]
 
 _FIRST_PAUSE = 0.01  # seconds until the main thread is told again; the next ones are twice as long each
 
@@ -62,6 +66,40 @@ def _keep_waking() -> None:
                 time.sleep(pause := 2 * pause)
 
     threading.Thread(target=watch, name="fabric-signals", daemon=True).start()
+
+
+class ReportRequests:
+    """From entry to exit SIGUSR1 to this process, which launches, asks the ranks to print what each of them is doing.
+
+    Where a handler of the user is installed, and in another thread than the main one, it keeps the meaning it has.
+
+    Args:
+        directories: where the ranks will see it.
+    """
+
+    def __init__(self, directories: Callable[[], Iterable[RunDirectory]]) -> None:
+        self._directories = directories
+        self._installed = False
+
+    def __enter__(self) -> "ReportRequests":
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR1, self._ask)
+            self._installed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the signal back its meaning: a forked rank has inherited ours."""
+        if self._installed:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        self._installed = False
+
+    def _ask(self, _number: int, _frame: FrameType | None) -> None:
+        for directory in self._directories():
+            directory.ask_for_report()
 
 
 class StopRequest:

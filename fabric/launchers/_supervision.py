@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from fabric.errors import RankFailedError
 from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import Failure, RunDirectory
+from fabric.launchers._signals import ReportRequests
 
 __all__ = [
     "ASK",
@@ -160,11 +161,13 @@ class Crew:
         self.members: list[Member] = []
         self._answering = answering
         self._signals = _Interruptions()
+        self.report_requests = ReportRequests(lambda: [self.directory])
         # Whether SIGINT is meant to end the job: a shell script ignores it for what it starts in the background.
         self.interruptible = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
     def __enter__(self) -> "Crew":
         self._signals.__enter__()
+        self.report_requests.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -179,6 +182,7 @@ class Crew:
             self.directory.remove()
             self.guard.close()
         finally:
+            self.report_requests.__exit__()
             self._signals.__exit__()
 
     @contextlib.contextmanager

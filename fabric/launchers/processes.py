@@ -18,6 +18,7 @@ from fabric.launchers._failures import RunDirectory
 from fabric.launchers._forkserver import fork_server, fresh_interpreter
 from fabric.launchers._fresh import Orders, refuse_while_importing_main
 from fabric.launchers._rank import Seat, run_function
+from fabric.launchers._signals import ReportRequests
 from fabric.launchers._supervision import Crew, JobInterrupted, Member, RankProcess, exit_status
 from fabric.launchers._transport import Call, load_result, main_source, pack_call
 from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables
@@ -189,18 +190,22 @@ def _fork(crew: Crew, call: Call, spec: LaunchSpec) -> None:
             ours = [crew.guard.lifeline, lifeline, answers, *(member.lifeline for member in crew.members)]
             ours += [member.answers for member in crew.members if member.answers is not None]
             process = context.Process(
-                target=_forked_rank, args=(replace(_seat(crew, spec, rank), threads=1), theirs, sending, call, ours)
+                target=_forked_rank,
+                args=(replace(_seat(crew, spec, rank), threads=1), theirs, sending, call, ours, crew.report_requests),
             )
             with theirs, sending:
                 process.start()
             crew.members.append(Member(rank, _Forked(process), lifeline, answers))
 
 
-def _forked_rank(seat: Seat, lifeline: Connection, answers: Connection, call: Call, ours: list[Any]) -> None:
+def _forked_rank(
+    seat: Seat, lifeline: Connection, answers: Connection, call: Call, ours: list[Any], requests: ReportRequests
+) -> None:
     for connection in ours:
         connection.close()
     # These are the parent's; the rank installs its own.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    requests.forget()
     sys.exit(run_function(seat, lifeline, answers, lambda: call))
 
 

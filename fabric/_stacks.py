@@ -1,0 +1,131 @@
+"""The Python stacks of this process and of others on its node, also while C++ code holds the interpreter's lock.
+
+[Note: Stacks] The interpreter writes them into an open file without a name. A process asks itself by a call; another
+asks it by a signal that the interpreter answers in C, and reads the file through ``/proc``. So nothing is left on the
+disk, and no setting of ``faulthandler`` that a user may have made is touched: the signal is one of the real-time ones,
+and is used only where nothing else catches it.
+"""
+
+import contextlib
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import time
+from functools import cache
+from itertools import takewhile
+from pathlib import Path
+
+__all__ = ["Address", "Stacks", "node", "read_stack"]
+
+_FRAMES = 16  # the innermost ones that are kept
+# From here outwards there is what brought the process into existence.
+_LAUNCH = re.compile(rf'File "{re.escape(str(Path(__file__).parent))}/(launchers/|_fabric\.py", line \d+ in _call$)')
+_ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
+
+Address = tuple[str, int, int, int]
+"""Where another process finds a stack: node, process, open file (-1: it is not to be asked), thread."""
+
+
+class Stacks:
+    """The stacks of this process; until :meth:`close` others may ask for them.
+
+    Args:
+        thread: the thread that is meant, as by ``threading.get_ident()``.
+    """
+
+    def __init__(self, thread: int) -> None:
+        self._thread = thread
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
+        self._signal = _signal()
+        # What a user has installed stays, be it from C, of which Python knows nothing.
+        self._answers = self._signal != 0 and _catches(os.getpid(), self._signal) is False
+        if self._answers:
+            faulthandler.register(self._signal, file=self._file, all_threads=True)
+
+    @property
+    def address(self) -> Address:
+        """Where others ask for them."""
+        return node(), os.getpid(), self._file.fileno() if self._answers else -1, self._thread
+
+    def own(self) -> str:
+        """The stack of the thread that is meant, innermost frame first; the lines that the interpreter writes."""
+        before = os.fstat(self._file.fileno()).st_size
+        faulthandler.dump_traceback(self._file, all_threads=True)
+        return _of_thread(os.pread(self._file.fileno(), 1 << 20, before), self._thread)
+
+    def close(self) -> None:
+        """Answer no more, and give the signal back the meaning that it had."""
+        if self._answers:
+            faulthandler.unregister(self._signal)
+        self._answers = False
+        self._file.close()
+
+
+def read_stack(address: Address) -> str:
+    """The stack of another process, or why there is none."""
+    there, pid, fd, thread = address
+    if there != node():
+        return "it does not answer, on another node"
+    number = _signal()
+    caught = _catches(pid, number)
+    if caught is None:
+        return f"its process (pid {pid}) has ended"
+    if fd < 0 or not caught:
+        return f"its process (pid {pid}) does not answer"
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        os.kill(pid, number)
+        text = _written(file.fileno(), size)
+        if text:
+            held = "it does not answer: C++ code, or the system, holds its interpreter"
+            return f"{held}\n{_of_thread(text, thread)}"
+    return f"its process (pid {pid}) does not answer, as if it were stopped"
+
+
+@cache
+def node() -> str:
+    """What tells the processes that see each other by their ids from others."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # not a Linux
+        return os.uname().nodename
+
+
+def _signal() -> int:
+    return signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") and os.path.exists("/proc/self/status") else 0
+
+
+def _catches(pid: int, number: int) -> bool | None:
+    """Whether a process has a handler for a signal; None when there is no such process, or no way to know."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    if "\nState:\tZ" in status:
+        return None
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+
+
+def _written(fd: int, start: int) -> bytes:
+    """What is appended to a file from ``start`` on, once it stands still."""
+    until, text = time.monotonic() + _ANSWER_WITHIN, b""
+    while time.monotonic() < until:
+        before, text = text, os.pread(fd, 1 << 20, start)
+        if text and text == before:
+            break
+        time.sleep(_PAUSE)
+    return text
+
+
+def _of_thread(dump: bytes, thread: int) -> str:
+    """The frames of one thread in what faulthandler wrote, or all of it if that thread is not there."""
+    text = dump.decode(errors="replace")
+    blocks = re.split(r"\n(?=(?:Current t|T)hread 0x)", text)
+    found = [block for block in blocks if re.match(rf"(?:Current t|T)hread 0x0*{thread:x}\b", block)]
+    frames = [line.strip() for line in (found[0] if found else text).splitlines() if line.startswith("  ")]
+    frames = list(takewhile(lambda frame: not _LAUNCH.match(frame), frames))
+    return "\n".join([*frames[:_FRAMES], *([f"... and {len(frames) - _FRAMES} more"] if len(frames) > _FRAMES else [])])

@@ -1,0 +1,280 @@
+"""When nothing goes on, the first rank says who has come, who has not, and where those are."""
+
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fabric import Fabric
+from fabric._plan import resolve
+from fabric._stacks import Stacks, read_stack
+from fabric.communicators.recorded import HEADING
+from fabric.errors import ConfigurationError
+from fabric.strategies import DDPStrategy
+from fabric.watchdog import Answer, Watchdog, compose
+from tests.ranks import outcome, run_in_ranks
+
+NEVER = threading.Event()
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def answer(place="in no collective", number=0, *, inside=True, **others):
+    return Answer(place, inside=inside, key="job", number=3, counts={"job": number}, **others)
+
+
+def test_a_report_names_who_has_come_and_shows_the_stack_of_who_has_not():
+    answers = {0: answer("in barrier('a') at t.py:1", 3, waited=60, stack="zero"), 1: answer(stack="one"), 2: answer()}
+    report = compose(answers, asker=0)
+    assert "rank 0 of 3 has waited 60 s in barrier('a') at t.py:1" in report
+    assert "has come: rank 0\n  has not come: ranks 1, 2" in report
+    assert "    one" in report
+    assert "zero" not in report
+
+
+def test_a_report_of_a_group_is_about_its_members():
+    answers = {rank: answer("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)}
+    assert "has come: rank 2\n  has not come: rank 1\n" in compose(answers, asker=2)
+
+
+def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
+    report = compose({rank: answer("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, asker=1)
+    assert "every rank has come" in report
+    assert "stack 0" in report
+    assert "stack 1" in report
+
+
+def test_a_rank_that_only_computes_while_nobody_is_behind_it_makes_no_report():
+    assert compose({0: answer(number=3, inside=False), 1: answer(number=3)}, asker=0) == ""
+
+
+def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
+    answers = {rank: answer("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)}
+    report = compose(answers, asker=0)
+    assert len(report) < 2000
+    assert "rank 4000: in all_reduce\n      a" in report
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def report_number(fabric, number):
+    """Wait for a report, with Python code and no collective."""
+    until = time.monotonic() + 30
+    while (text := fabric.strategy.runtime.peek(f"watchdog/report/{number}")) is None:
+        assert time.monotonic() < until, "no report came"
+        NEVER.wait(0.01)
+    return text.decode()
+
+
+def stall(fabric, number, action):
+    """Rank 0 is in ``action`` while rank 1 comes to it only after the report; the text."""
+    if fabric.global_rank == 1:
+        report_number(fabric, number)
+    action()
+    return report_number(fabric, number)
+
+
+def stall_in_turn(fabric):
+    model, optimizer = fabric.setup(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    fabric.all_reduce(1.0)
+    texts = [stall(fabric, 1, lambda: fabric.barrier("saved"))]
+    for _ in range(2):
+        fabric.backward(model(torch.ones(4, 2)).mean())
+        optimizer.step()
+    loss = model(torch.ones(4, 2)).mean()
+    texts.append(stall(fabric, 2, lambda: fabric.backward(loss)))
+    texts.append(stall(fabric, 3, lambda: fabric.recv(1) if fabric.global_rank == 0 else fabric.send("late", 0)))
+    group = fabric.new_group([0, 1])
+    texts.append(stall(fabric, 4, lambda: group.gather_objects(1)))
+    if fabric.global_rank == 1:
+        hold_the_interpreter()
+    fabric.barrier()
+    return [*texts, report_number(fabric, 5)]
+
+
+def hold_the_interpreter():
+    import ctypes
+
+    ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock; the request for the stack ends it
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_stack_once(capfd):
+    [texts, _] = run_in_ranks(stall_in_turn, watchdog=0.3)
+    barrier, backward, message, group, held = texts
+    assert "in barrier('saved') at tests/test_watchdog.py" in barrier
+    assert "has come: rank 0\n  has not come: rank 1\n" in barrier
+    assert "rank 1: in no collective at " in barrier
+    assert "its latest collective was all_reduce at " in barrier
+    assert barrier.count('" in report_number') + barrier.count(" in report_number") >= 1
+    assert " in _call" not in barrier
+    assert "has waited 0.3 s in backward at tests/test_watchdog.py" in backward
+    assert "rank 0: in backward at " in backward
+    assert ", step 3" in backward
+    assert "its latest phase was forward of Linear" in backward
+    assert "rank 0 of 2 has waited 0.3 s in recv at " in message
+    assert "has not come: rank 1" in message
+    assert "in gather_objects at " in group
+    assert "its interpreter" in held
+    assert "in hold_the_interpreter" in held
+    printed = capfd.readouterr().err
+    assert [printed.count(text) for text in texts] == [1] * 5
+    assert printed.count(HEADING) == 5
+
+
+def stall_under_fsdp(fabric):
+    model = fabric.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+    return stall(fabric, 1, lambda: model(torch.ones(4, 2)))
+
+
+def test_a_gather_of_fsdp_counts():
+    [text, _] = run_in_ranks(stall_under_fsdp, strategy="fsdp", launcher="forkserver", watchdog=0.3)
+    assert "in forward of Sequential at tests/test_watchdog.py" in text
+    assert "has not come: rank 1" in text
+    assert "its latest collective was broadcast at tests/test_watchdog.py" in text
+
+
+def error_of_the_timeout(fabric, in_backward):
+    model = fabric.setup(nn.Linear(2, 1))
+    loss = model(torch.ones(4, 2)).mean()
+    runtime = fabric.strategy.runtime
+    if fabric.global_rank == 0:
+        text = outcome(lambda: fabric.backward(loss) if in_backward else fabric.all_reduce(1.0))
+        runtime.post("raised", text.encode())
+    while (text := runtime.peek("raised")) is None:
+        NEVER.wait(0.01)
+    return text.decode()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_the_error_of_a_timeout_holds_the_report(in_backward, capfd):
+    [text, _] = run_in_ranks(error_of_the_timeout, in_backward, watchdog=0, timeout=1.5)
+    assert ("in backward at " if in_backward else "UsageError: all_reduce at tests/test_watchdog.py") in text
+    assert "has not come: rank 1" in text
+    assert "in error_of_the_timeout" in text
+    assert text.count(HEADING) == 1
+    assert HEADING not in capfd.readouterr().err
+
+
+def what_is_there(fabric):
+    return fabric.strategy.runtime.record is not None, [thread.name for thread in threading.enumerate()]
+
+
+def test_a_single_process_is_not_watched():
+    with Fabric(accelerator="cpu", devices=1, watchdog=0.01) as fabric:
+        recorded, threads = fabric.launch(what_is_there)
+    assert not recorded
+    assert "fabric-watchdog" not in threads
+
+
+# -- SIGUSR1 ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
+COMMANDS = {
+    **{method: [sys.executable, SCRIPT, method] for method in ("popen", "spawn", "fork", "forkserver")},
+    "fabric run": [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2", SCRIPT, "popen"],
+}
+FAST = {"fork"}
+
+
+@pytest.mark.parametrize(
+    "command", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+)
+def test_sigusr1_to_the_process_that_launched_prints_the_report(command):
+    with subprocess.Popen(
+        list(map(str, COMMANDS[command])), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as job:
+        try:
+            assert job.stdout is not None
+            assert "ready" in job.stdout.readline()
+            job.send_signal(signal.SIGUSR1)
+            _, errors = job.communicate(timeout=60)
+        finally:
+            job.kill()
+    assert job.returncode == 0, errors
+    assert errors.count("asked for by SIGUSR1") == 1
+    assert "has not come: rank 1" in errors
+    assert "in barrier('end') at " in errors
+    assert "in wait_for_the_report" in errors
+
+
+# -- nothing is left --------------------------------------------------------------------------------------------------
+
+
+def watchdog_of_one(**options):
+    store = dist.HashStore()
+    return store, Watchdog(
+        store, 0, 1, **{"threshold": timedelta(seconds=0.1), "timeout": timedelta(seconds=10), **options}
+    )
+
+
+def caught_signals():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [caught] = [int(line.split()[1], 16) for line in lines if line.startswith("SigCgt")]
+    return caught & ~(0b11 << 31)  # the C library's own two
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_after_close_the_process_is_as_it_was(tmp_path):
+    before = caught_signals(), sorted(os.listdir("/proc/self/fd")), faulthandler.is_enabled()
+    store, watchdog = watchdog_of_one()
+    watchdog.start()
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.dump_traceback_later(0.05, file=file)
+        watchdog.close()
+        watchdog.close()
+        until = time.monotonic() + 10
+        while not (tmp_path / "stacks").stat().st_size and time.monotonic() < until:
+            NEVER.wait(0.01)
+        assert "test_after_close" in (tmp_path / "stacks").read_text()
+    assert "fabric-watchdog" not in [thread.name for thread in threading.enumerate()]
+    assert (caught_signals(), sorted(os.listdir("/proc/self/fd")), faulthandler.is_enabled()) == before
+    assert Answer.from_json(store.get("left/0")).place == "has left: it has finished"
+
+
+def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(timeout=60)
+    stacks = Stacks(threading.get_ident())
+    node, _, fd, thread = stacks.address
+    assert "in test_a_process_that_is_gone" in stacks.own()
+    assert "in test_a_process_that_is_gone" in read_stack(stacks.address)
+    stacks.close()
+    assert "has ended" in read_stack((node, gone.pid, fd, thread))
+    assert "another node" in read_stack(("another", os.getpid(), fd, thread))
+    assert "does not answer" in read_stack((node, os.getpid(), fd, thread))
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():
+    strategy = DDPStrategy(timeout=timedelta(seconds=40))
+    for timeout in (None, 40, timedelta(seconds=40)):
+        plan = resolve(accelerator="cpu", strategy=strategy, timeout=timeout, watchdog=0, env={})
+        assert (plan.timeout, plan.watchdog) == (timedelta(seconds=40), timedelta(0))
+    assert resolve(accelerator="cpu", env={}).timeout == timedelta(minutes=30)
+
+
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"timeout": -1}, {"timeout": True}, {"timeout": float("nan")}, {"watchdog": "soon"}]
+)
+def test_what_is_no_length_of_time_is_refused(options):
+    with pytest.raises(ConfigurationError, match="no length of time"):
+        Fabric(accelerator="cpu", **options)
+
+
+def test_two_different_timeouts_are_refused():
+    with pytest.raises(ConfigurationError, match="timeout"):
+        Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=5)), timeout=6)
