@@ -28,6 +28,7 @@ HEADLINE = {
     ("gpt-fsdp", "throughput"): "small GPT, FSDP on 2 ranks",
     ("disk-full", "save"): "save 1 GB",
     ("disk-full", "load"): "load 1 GB, checked for damage",
+    ("disk-full", "save in the background, until the loop goes on"): "save 1 GB in the background, loop blocked",
 }
 
 Record = dict[str, Any]
