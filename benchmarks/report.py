@@ -170,7 +170,7 @@ def _relation(row: Record, other: str) -> str:
         if one.low == one.high:
             return f"{_signed(one.median)} {unit}"
         return f"{_signed(one.median)} {unit} ({_signed(one.low)} to {_signed(one.high)})"
-    return f"{one.median:.2f}x ({one.low:.2f} to {one.high:.2f})"
+    return f"{_factor(one.median)}x ({_factor(one.low)} to {_factor(one.high)})"
 
 
 def _limit(row: Record) -> str:
@@ -183,6 +183,10 @@ def _number(value: float) -> str:
     if value >= 1000:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def _factor(value: float) -> str:
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def _signed(value: float) -> str:

@@ -73,9 +73,11 @@ def our_rank(fabric: Any) -> float:
 
 def lightning(method: str) -> Callable[[], float]:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
+    from lightning_fabric.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]  # an extra
 
     def launch() -> float:
-        return Fabric(accelerator="cpu", devices=RANKS, strategy=f"ddp_{method}").launch(lightning_rank)
+        strategy = DDPStrategy(start_method=method)
+        return Fabric(accelerator="cpu", devices=RANKS, strategy=strategy).launch(lightning_rank)
 
     return launch
 
