@@ -37,18 +37,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--launchers", default=",".join(["popen", "run", *COMMANDS]))
     parser.add_argument("--quick", action="store_true", help="three faults, in less than a minute")
+    parser.add_argument("--faults", default="", help="some of them: raises, exits, SIGKILL-trains, SIGINT-waits, ...")
     options = parser.parse_args()
     launchers = options.launchers.split(",")
-    faults: list[tuple[str, signal.Signals | None]] = [(fault.__name__, None) for fault in ON_ONE]
-    faults += [(state.__name__, number) for state in ON_ALL[:4] for number in SIGNALS]
+    faults = [fault.__name__ for fault in ON_ONE]
+    faults += [f"{number.name}-{state.__name__}" for state in ON_ALL[:4] for number in SIGNALS]
     if options.quick:
-        launchers = ["popen", "torchrun"]
-        faults = [("raises", None), ("exits", None), ("waits_in_cpp", signal.SIGKILL)]
+        launchers, faults = ["popen", "torchrun"], ["raises", "exits", "SIGKILL-waits_in_cpp"]
+    if options.faults:
+        faults = options.faults.split(",")
     print("| fault |", " | ".join(launchers), "|")
     print("|---" * (len(launchers) + 1) + "|")
-    for fault, number in faults:
+    for name in faults:
+        *numbers, fault = name.split("-")
+        number = signal.Signals[numbers[0]] if numbers else None
         cells = [measure(launcher, fault, number) for launcher in launchers]
-        title = f"rank 1 {fault}" if number is None else f"{number.name} while it {fault}"
+        title = f"rank 1 {fault}" if number is None else f"{number.name} to the parent, ranks: {fault}"
         print(f"| {title.replace('_', ' ')} |", " | ".join(cells), "|", flush=True)
 
 

@@ -67,6 +67,7 @@ class Job:
             process_group=0,
         )
         self.output: list[str] = []
+        self.ranks: list[psutil.Process] = []
         try:
             self.ranks = [psutil.Process(int(self.line("ready").split()[2])) for _ in range(2)]
         except BaseException:
@@ -79,6 +80,9 @@ class Job:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
+        for rank in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.kill()
         self.process.communicate(timeout=DEADLINE)
         self._errors.close()
 
