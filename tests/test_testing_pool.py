@@ -199,6 +199,14 @@ def test_ctrl_c_ends_the_call_and_its_ranks(pool: RankPool) -> None:
     assert pool.run(total, 1) == [2, 2]
 
 
+def test_a_call_after_the_fork_server_was_killed_finds_new_ranks(pool: RankPool) -> None:
+    server = psutil.Process(pool.run(lambda fabric: os.getppid())[0])
+    ranks = [psutil.Process(pid) for pid in pool.run(lambda fabric: os.getpid())]
+    server.kill()
+    psutil.wait_procs([server, *ranks], 20)
+    assert pool.run(total, 1) == [2, 2]
+
+
 def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path) -> None:
     code = (
         "import os, signal; from fabric.testing import RankPool; pool = RankPool(1)\n"

@@ -134,11 +134,12 @@ class RecordedCommunicator(Communicator):
     ) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self._inner, self._record, self._name = inner, record, name
-        self._ranks = tuple(range(inner.size) if ranks is None else ranks)
+        # A range, as large in a job of thousands as in one of two.
+        self._ranks = range(inner.size) if ranks is None else tuple(ranks)
         self._groups = 0
         self._announced = ""
         if ranks is not None:
-            record.members[name] = self._ranks
+            record.members[name] = tuple(ranks)
 
     @override
     def announce(self, call: Announcement) -> None:

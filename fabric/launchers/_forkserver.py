@@ -23,10 +23,10 @@ from typing import Any
 from fabric.errors import UsageError
 from fabric.launchers.base import interpreter_options
 
-__all__ = ["ForkServer", "ServedRank", "fork_server", "fresh_interpreter", "serve"]
+__all__ = ["UNKNOWN_EXIT_CODE", "ForkServer", "ServedRank", "fork_server", "fresh_interpreter", "serve"]
 
 # What a rank shows when its server was killed and nobody can tell its exit code.
-_UNKNOWN_EXIT_CODE = 255
+UNKNOWN_EXIT_CODE = 255
 _START_DEADLINE = 120.0  # seconds; importing torch on a loaded machine takes several
 
 
@@ -67,7 +67,7 @@ class ServedRank:
                 self._exit_code = int(self._status.recv_bytes())
             except EOFError:
                 # The server is gone, so the rank ends too, by its lifeline: it watches its parent's process id.
-                self._exit_code = _UNKNOWN_EXIT_CODE
+                self._exit_code = UNKNOWN_EXIT_CODE
             self._status.close()
         return self._exit_code
 

@@ -23,7 +23,7 @@ from fabric._fabric import Fabric
 from fabric.errors import UsageError
 from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import RunDirectory
-from fabric.launchers._forkserver import fork_server
+from fabric.launchers._forkserver import UNKNOWN_EXIT_CODE, fork_server
 from fabric.launchers._fresh import Orders
 from fabric.launchers._supervision import Member, describe_exit, explain_exit
 from fabric.launchers._transport import Call, has_cloudpickle, load_result, pack_call
@@ -96,6 +96,8 @@ class RankPool:
                 raise UsageError(asked, "the pool has been closed", "calls before close()", repr(self))
             limit = self.timeout if timeout is None else timeout
             try:
+                if self._crew is not None and self._crew.has_lost_its_server():
+                    self._end_crew(grace=0.0)
                 if self._crew is None:
                     self._crew = _Crew(self.size, self._fabric)
                 return self._crew.call(message, name_of(fn), limit)
@@ -142,6 +144,10 @@ class _Crew:
             call, _ = pack_call((serve, (fabric, seat.world, self._directory), {}), main_is_importable=False)
             member.order(Orders.like_this_process(seat=seat, main=None, call=call, converses=True))
         self._results("the start of the pool", _START)
+
+    def has_lost_its_server(self) -> bool:
+        """Whether the ranks have ended with the fork server, which no call is to blame for."""
+        return any(member.poll() and member.exit_code == UNKNOWN_EXIT_CODE for member in self._members)
 
     def call(self, message: bytes, name: str, limit: float) -> list[Any]:
         """Have every rank make a call, and return the results by rank."""
