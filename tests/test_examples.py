@@ -98,7 +98,8 @@ def test_two_processes_give_the_same_losses_however_they_are_launched(
 ) -> None:
     script = [TEXT / "train.py", *CPU]
     itself = losses(tmp_path, *PYTHON, *script, "--devices", 2)
-    torchrun = losses(tmp_path, SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", 2, *script)
+    logs = ["--log-dir", tmp_path / "logs"]  # else torchrun leaves a folder where temporary files go
+    torchrun = losses(tmp_path, SCRIPTS / "torchrun", *logs, "--standalone", "--nproc-per-node", 2, *script)
     fabric_run = losses(tmp_path, SCRIPTS / "fabric", "run", *CPU, "--devices", 2, *script)
 
     assert itself == torchrun == fabric_run

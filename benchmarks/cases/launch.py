@@ -179,7 +179,10 @@ def measure(contestant: str, method: str) -> dict[str, float]:
 def last_line(command: list[str]) -> list[float]:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200)
+    # torchrun leaves a folder for logs where temporary files go.
+    with tempfile.TemporaryDirectory() as folder:
+        environment["TMPDIR"] = folder
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200)
     # Libraries greet on stdout.
     return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[")))
 
