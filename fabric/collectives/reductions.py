@@ -1,12 +1,15 @@
 """Reductions over ranks: the whole result everywhere, or a row of it on each rank."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fabric.collectives.autograd import all_reduced, reduce_scattered
-from fabric.collectives.base import CARRIERS, MEAN_CARRIERS, pack, pack_rows, signature
+from fabric.collectives.base import CARRIERS, MEAN_CARRIERS, Parcel, pack, pack_rows, signature
 from fabric.collectives.reduce_ops import check_reduction
 from fabric.communicators import Announcement, Communicator, Reduce
-from fabric.tree import flatten, unflatten
+from fabric.tree import Structure, flatten, unflatten
 
 __all__ = ["all_reduce", "reduce_scatter"]
 
@@ -34,13 +37,8 @@ def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bo
     """
     leaves, structure = flatten(tree)
     parcels = pack(leaves, structure, numbers)
-    for parcel in parcels:
-        check_reduction("all_reduce", op, parcel, structure)
-    communicator.announce(Announcement("all_reduce", lambda: f"{op.value} of {signature(tree, numbers)}"))
-    carriers = MEAN_CARRIERS if op is Reduce.MEAN else CARRIERS
-    for parcel in parcels:
-        buffer = parcel.buffer(communicator.device, carriers)
-        parcel.unpack(all_reduced(communicator, op, buffer), leaves)
+    call = Announcement("all_reduce", lambda: f"{op.value} of {signature(tree, numbers)}")
+    _reduce(communicator, op, call, parcels, leaves, structure, all_reduced)
     return unflatten(structure, leaves)
 
 
@@ -64,11 +62,24 @@ def reduce_scatter(communicator: Communicator, tree: Any, op: Reduce) -> Any:
     """
     leaves, structure = flatten(tree)
     parcels = pack_rows(leaves, structure, communicator.size, "reduce_scatter")
+    call = Announcement("reduce_scatter", lambda: f"{op.value} of {signature(tree)}")
+    _reduce(communicator, op, call, parcels, leaves, structure, reduce_scattered)
+    return unflatten(structure, leaves)
+
+
+def _reduce(
+    communicator: Communicator,
+    op: Reduce,
+    call: Announcement,
+    parcels: Sequence[Parcel],
+    leaves: list[Any],
+    structure: Structure,
+    reduced: Callable[[Communicator, Reduce, Tensor], Tensor],
+) -> None:
+    """Put the reduced values of all parcels in their places; every one is checked before the first travels."""
     for parcel in parcels:
-        check_reduction("reduce_scatter", op, parcel, structure)
-    communicator.announce(Announcement("reduce_scatter", lambda: f"{op.value} of {signature(tree)}"))
+        check_reduction(call.operation, op, parcel, structure)
+    communicator.announce(call)
     carriers = MEAN_CARRIERS if op is Reduce.MEAN else CARRIERS
     for parcel in parcels:
-        buffer = parcel.buffer(communicator.device, carriers)
-        parcel.unpack(reduce_scattered(communicator, op, buffer), leaves)
-    return unflatten(structure, leaves)
+        parcel.unpack(reduced(communicator, op, parcel.buffer(communicator.device, carriers)), leaves)
