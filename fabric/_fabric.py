@@ -377,6 +377,7 @@ class Fabric:
         *,
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
+        overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> FabricDataLoader: ...
     @overload
@@ -388,6 +389,7 @@ class Fabric:
         *more: DataLoader[Any],
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
+        overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> list[FabricDataLoader]: ...
     @overload
@@ -396,6 +398,7 @@ class Fabric:
         *loaders: DataLoader[Any],
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
+        overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> Any: ...
     def setup_dataloaders(
@@ -403,6 +406,7 @@ class Fabric:
         *loaders: Any,
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
+        overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> Any:
         """Give each process its share of the data, on its device.
@@ -411,6 +415,9 @@ class Fabric:
             *loaders: the loaders; they are left as they are, what is returned is built around copies.
             use_distributed_sampler: whether the data is dealt to the processes; if not each sees all of it.
             move_to_device: whether batches move to this process's device.
+            overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
+                still computes the step before; the values are the same. The host's memory of a batch must not be
+                written to afterwards. On other devices it has no effect.
             uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
                 ``"drop"`` leaves some out.
 
@@ -424,6 +431,7 @@ class Fabric:
                 loader,
                 shard=use_distributed_sampler,
                 move_to_device=move_to_device,
+                overlap_copies=overlap_copies,
                 uneven=uneven,
                 seed_workers=seed_workers,
             )

@@ -137,6 +137,7 @@ class Session:
         *,
         shard: bool,
         move_to_device: bool,
+        overlap_copies: bool,
         uneven: Literal["pad", "drop"],
         seed_workers: bool,
     ) -> FabricDataLoader:
@@ -147,6 +148,7 @@ class Session:
             device=self.runtime.device if move_to_device else None,
             uneven=uneven,
             shard=shard,
+            overlap_copies=overlap_copies,
             agree=self.runtime.agree,
             name=str(self._loaders_made),
             seed_workers=seed_workers,

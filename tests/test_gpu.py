@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
+from fabric.data.copies import OverlappedCopies
 from fabric.strategies import DDPStrategy
 from tests.loops import GLOBAL_BATCH, batches, make_model
 from tests.models import Net
@@ -144,3 +145,64 @@ def test_ranks_start_after_cuda_was_used_here() -> None:
     fabric = Fabric(accelerator="cuda", devices=1, strategy="ddp_notebook")
     assert fabric.launch(lambda fabric: fabric.device.type) == "cuda"
     fabric.teardown()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_overlapped_copies_change_no_value_and_continue_exactly(workers: int) -> None:
+    plain = DataLoader(TensorDataset(torch.randn(64, 1000)), batch_size=8, shuffle=True, num_workers=workers)
+
+    def sums(fabric: Fabric, overlap: bool) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        loader = fabric.setup_dataloaders(plain, overlap_copies=overlap)
+        found, state = [], {}
+        for [batch] in loader:
+            assert batch.device == fabric.device
+            for _ in range(20):  # so that the CPU runs ahead
+                batch = batch @ torch.eye(1000, device=fabric.device)
+            found.append(batch.double().sum())
+            if len(found) == 3:
+                state = loader.state_dict()
+        resumed = fabric.setup_dataloaders(plain, overlap_copies=overlap)
+        resumed.load_state_dict(state)
+        return [total.item() for total in found], [batch.double().sum().item() for [batch] in resumed]
+
+    with Fabric(accelerator="cuda", devices=1) as fabric:
+        overlapped, rest = sums(fabric, overlap=True)
+        assert (overlapped, rest) == sums(fabric, overlap=False)
+    assert rest == pytest.approx(overlapped[3:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_pins_its_batches_unless_copies_are_in_turn(workers: int) -> None:
+    plain = DataLoader(TensorDataset(torch.randn(4, 2)), num_workers=workers)
+    with Fabric(accelerator="cuda", devices=1) as fabric:
+        assert fabric.setup_dataloaders(plain).pin_memory == (workers > 0)
+        assert not fabric.setup_dataloaders(plain, overlap_copies=False).pin_memory
+        on_device = DataLoader(TensorDataset(torch.ones(4, 2, device="cuda")))
+        assert all(batch.is_cuda for [batch] in fabric.setup_dataloaders(on_device))
+    assert not plain.pin_memory
+
+
+def test_a_batch_is_copied_while_the_device_computes() -> None:
+    device = torch.device("cuda", 0)
+    move = OverlappedCopies(device, pins=True)
+    move(torch.randn(1000))  # makes the stream's and the host's pools
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # cycles: a second
+    computed = torch.cuda.current_stream().record_event()
+    batch = move(torch.arange(1000.0))
+    move.side.synchronize()
+    assert not computed.query()
+    assert batch.sum().item() == 499500
+    assert computed.query()
+
+
+def test_the_memory_of_a_dropped_batch_is_not_reused_before_its_step_is_computed() -> None:
+    move = OverlappedCopies(torch.device("cuda", 0), pins=True)
+    sums = []
+    for number in range(6):
+        batch = move(torch.full((1_000_000,), float(number)))
+        torch.cuda._sleep(100_000_000)
+        sums.append(batch.sum())
+        del batch
+    assert [total.item() for total in sums] == [1e6 * number for number in range(6)]

@@ -1,12 +1,14 @@
 """Sharding a DataLoader over the ranks, moving its batches, and its position.
 
 ``base`` defines the terms, ``order`` says which indices a rank asks for, ``rounds`` deals iterable datasets, ``loader``
-is what the user gets back, ``whole`` puts together what all ranks computed from a round. This file puts them together.
+is what the user gets back, ``copies`` moves its batches to a GPU, ``whole`` puts together what all ranks computed from
+a round. This file puts them together.
 """
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -14,12 +16,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.data.base import Course, Pass
+from fabric.data.copies import OverlappedCopies
 from fabric.data.loader import FabricDataLoader
 from fabric.data.order import Agreement, Indices, Share, dealt_by_hand, streams_of
 from fabric.data.rounds import Rounds
 from fabric.data.whole import WholeRound
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
+from fabric.tree import to_device
 
 __all__ = ["FabricDataLoader", "WholeRound", "prepare_dataloader"]
 
@@ -35,6 +39,7 @@ def prepare_dataloader(
     device: torch.device | None,
     uneven: Literal["pad", "drop"] = "pad",
     shard: bool = True,
+    overlap_copies: bool = True,
     agree: Agree | None = None,
     name: str = "0",
     seed_workers: bool = True,
@@ -65,6 +70,8 @@ def prepare_dataloader(
             DistributedSampler does; ``"drop"`` leaves the incomplete last round out. A loader with ``drop_last`` leaves
             it out in any case, since the plain loop drops those samples.
         shard: False gives every rank the whole data.
+        overlap_copies: whether a CUDA device gets its batches from pinned memory, on a stream of their own; see
+            ``[Note: Overlapped copies]``. False: in turn with the computation, from memory as the loader pins it.
         agree: makes the ranks draw the same order although their random states differ: called at the start of each
             epoch as ``agree(key, state)``, in the same sequence on all ranks, it returns what rank 0 passed.
             ``None``: the states are taken to be the same. Not called when nothing random is drawn.
@@ -101,10 +108,22 @@ def prepare_dataloader(
         original=loader,
         course=course,
         start=start,
-        device=device,
+        move=_mover(prepared, device, overlap_copies),
         underway=[] if underway is None else underway,
         began=None if began is None else _telling(began, name, prepared, dealt),
     )
+
+
+def _mover(prepared: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:
+    """What moves a batch; pins the memory of a loader that has workers, whose results torch pins in a thread."""
+    if device is None or device.type == "cpu":
+        return None
+    if device.type == "cuda" and overlap_copies:
+        # Without workers torch would refuse to pin what a dataset has on a device already.
+        pins = not prepared.pin_memory and prepared.num_workers == 0
+        prepared.pin_memory = not pins
+        return OverlappedCopies(device, pins=pins)
+    return partial(to_device, device=device, non_blocking=bool(prepared.pin_memory))
 
 
 def _telling(began: Began, name: str, prepared: DataLoader[Any], dealt: bool) -> Callable[[Pass], None]:

@@ -4,7 +4,6 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from fabric.data.rounds import Rounds
 from fabric.data.whole import WholeRound, whole_round
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import Streams
-from fabric.tree import to_device
 
 __all__ = ["FabricDataLoader"]
 
@@ -59,8 +57,9 @@ class FabricDataLoader:
     own. Attributes are read from and written to the prepared copy. A loader with a ``state_dict`` of its own
     (torchdata's ``StatefulDataLoader``) keeps it.
 
-    Batches go to the device one by one as they are asked for, without waiting when the loader pins memory. On a CPU
-    device they are handed out as the loader made them.
+    Batches go to the device one by one as they are asked for. A CUDA device gets them from pinned memory while it
+    computes the step before, unless ``overlap_copies`` is false. On a CPU device they are handed out as the loader made
+    them.
 
     Attributes:
         loader: the prepared copy, a DataLoader of the user's class.
@@ -77,7 +76,7 @@ class FabricDataLoader:
         original: DataLoader[Any],
         course: Course,
         start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
-        device: torch.device | None,
+        move: Callable[[Any], Any] | None,
         underway: list[Callable[[], WholeRound]],
         began: Callable[[Pass], None] | None = None,
     ) -> None:
@@ -88,16 +87,13 @@ class FabricDataLoader:
             original: the user's loader.
             course: how its batches come about.
             start: runs the function that starts an iteration.
-            device: where batches go; ``None`` leaves them where they are.
+            move: moves a batch to the device; ``None`` leaves it where it is.
             underway: each iteration that is going on has an entry here, which tells about the round that it is in; the
                 one that handed out a batch last is the last.
             began: is told of each iteration.
         """
         self.loader, self.original, self._course, self._start = loader, original, course, start
-        pinned = bool(getattr(loader, "pin_memory", False))
-        self._move: Callable[[Any], Any] | None = None
-        if device is not None and device.type != "cpu":
-            self._move = partial(to_device, device=device, non_blocking=pinned)
+        self._move = move
         candidates = (course.order, getattr(course.order, "sampler", None), original.dataset)
         self._targets: list[Any] = [target for target in candidates if callable(getattr(target, "set_epoch", None))]
         self._known = [0] * len(self._targets)

@@ -1,0 +1,97 @@
+"""Copying batches to a CUDA device while the step before still computes.
+
+[Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device still computes the step
+before. Issued on the *compute stream*, which is the current one at that moment, the copy would wait for that. It is
+issued on a *side stream* instead, the compute stream waits for it, and what was copied is told that the compute stream
+uses it, since its memory may not serve for the next copy before that use is over. Nothing is asked of the loader
+earlier than in the plain loop.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric.tree import flatten, map_tensors, to_device
+
+__all__ = ["OverlappedCopies"]
+
+_AHEAD = 2  # steps that are not computed yet; each keeps its batch in the device's memory
+
+
+class OverlappedCopies:
+    """Moves batches to a CUDA device on a side stream; see ``[Note: Overlapped copies]``.
+
+    A batch holds the values that ``tensor.to(device)`` would give, and is ready on the compute stream. Like every
+    tensor of CUDA, one that is used on a third stream has to be made to wait for, and told of, by whoever does so.
+
+    A batch of which one part is on a device already, requires gradients, is not strided, or is an object that moves
+    itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream: nobody could
+    tell what else has to wait for what.
+
+    The CPU waits where it is more than two steps ahead of the device, so that no more than three batches are in the
+    device's memory.
+
+    Args:
+        device: where batches go.
+        pins: whether tensors are put into pinned memory first, without which their copy is not asynchronous; a loader
+            may have done so already.
+        cuda: where streams come from.
+
+    Attributes:
+        side: the side stream.
+    """
+
+    def __init__(self, device: torch.device, *, pins: bool, cuda: Any = torch.cuda) -> None:
+        self._device, self._pins, self._cuda = device, pins, cuda
+        self.side = cuda.Stream(device)
+        self._steps: deque[Any] = deque()
+
+    def __call__(self, batch: Any) -> Any:
+        """Move the tensors of a batch as :func:`fabric.tree.to_device` does; does not wait for the copies."""
+        parts = _parts(batch)
+        if parts is None or not all(map(_is_plain, parts)):
+            return to_device(batch, self._device, non_blocking=True)
+        if self._pins:
+            batch = map_tensors(lambda tensor: tensor.pin_memory(), batch)
+        compute = self._cuda.current_stream(self._device)
+        self._stay_near(compute)
+        with self._cuda.stream(self.side):
+            moved = to_device(batch, self._device, non_blocking=True)
+        compute.wait_stream(self.side)
+        parts = _parts(moved)
+        if parts is None:  # what moves itself has become something that hides its memory
+            return to_device(batch, self._device)
+        for part in parts:
+            if not isinstance(part, Tensor) or part.device == self._device:
+                part.record_stream(compute)
+        return moved
+
+    def _stay_near(self, compute: Any) -> None:
+        self._steps.append(compute.record_event())
+        if len(self._steps) > _AHEAD:
+            self._steps.popleft().synchronize()
+
+
+def _parts(batch: Any) -> list[Any] | None:
+    """What holds memory in a batch: tensors, and objects with a ``record_stream``; None if an object hides its own."""
+    parts: list[Any] = []
+    for leaf in flatten(batch)[0]:
+        if isinstance(leaf, Mapping):
+            entries = _parts(dict(leaf))
+            if entries is None:
+                return None
+            parts += entries
+        elif hasattr(leaf, "record_stream"):
+            parts.append(leaf)
+        elif hasattr(leaf, "to"):
+            return None
+    return parts
+
+
+def _is_plain(part: Any) -> bool:
+    if not isinstance(part, Tensor):
+        return True
+    return part.device.type == "cpu" and part.layout is torch.strided and not part.requires_grad

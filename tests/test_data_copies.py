@@ -1,0 +1,198 @@
+"""What is issued on which stream; the values and the overlap on a device are in test_gpu.py."""
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+from fabric.data import prepare_dataloader
+from fabric.data.copies import OverlappedCopies
+from fabric.tree import to_device
+
+# Stands for the device: tensors can be copied there, and have no memory.
+META = torch.device("meta")
+
+
+class Streams:
+    """The part of ``torch.cuda`` that deals with streams, which writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.current = "compute"
+
+    def Stream(self, device: torch.device) -> "Stream":
+        return Stream(self, "side")
+
+    def current_stream(self, device: torch.device) -> "Stream":
+        return Stream(self, self.current)
+
+    @contextmanager
+    def stream(self, stream: "Stream") -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+
+@dataclass
+class Stream:
+    streams: Streams
+    name: str
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.streams.log.append(f"{self.name} waits for {other.name}")
+
+    def record_event(self) -> "Event":
+        return Event(self.streams, self.streams.log.count("batch"))
+
+
+@dataclass
+class Event:
+    streams: Streams
+    batch: int
+
+    def synchronize(self) -> None:
+        self.streams.log.append(f"the CPU waits until batch {self.batch} is needed")
+
+
+class Watched(Tensor):
+    """A tensor that writes down where it is copied and which stream it is told of."""
+
+    streams: Streams
+    label: str
+
+    def pin_memory(self, device: Any = None) -> Any:
+        self.streams.log.append(f"{self.label} is pinned")
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        self.streams.log.append(f"{self.label} is copied on {self.streams.current}")
+        return watched(self.streams, self.label, super().to(*args, **kwargs))
+
+    def record_stream(self, s: Any) -> None:
+        self.streams.log.append(f"{self.label} is used on {s.name}")
+
+
+def watched(streams: Streams, label: str, data: Tensor | None = None) -> Watched:
+    tensor = (torch.ones(2) if data is None else data).as_subclass(Watched)
+    tensor.streams, tensor.label = streams, label
+    return tensor
+
+
+class Encoding(UserDict[str, Any]):
+    """A batch of another library that moves itself in place, such as those of transformers."""
+
+    def to(self, device: torch.device) -> Self:
+        self.data = to_device(self.data, device)
+        return self
+
+
+class Opaque:
+    """One whose tensors nobody else finds."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def to(self, device: torch.device) -> "Opaque":
+        return type(self)(self._tensor.to(device))
+
+
+class Graph(Opaque):
+    """One that can be told of streams, as those of torch_geometric can."""
+
+    def record_stream(self, s: Any) -> None:
+        self._tensor.record_stream(s)
+
+
+def copied(make: Callable[[Streams], Any], *, pins: bool = False) -> tuple[Any, list[str]]:
+    streams = Streams()
+    return OverlappedCopies(META, pins=pins, cuda=streams)(make(streams)), streams.log
+
+
+def test_a_batch_is_pinned_then_copied_on_the_side_and_the_computation_waits_for_it() -> None:
+    moved, log = copied(lambda streams: [watched(streams, "x"), {"y": watched(streams, "y")}, "text", 3], pins=True)
+    assert moved[0].device == moved[1]["y"].device == META
+    assert moved[2:] == ["text", 3]
+    assert log == [
+        "x is pinned",
+        "y is pinned",
+        "x is copied on side",
+        "y is copied on side",
+        "compute waits for side",
+        "x is used on compute",
+        "y is used on compute",
+    ]
+
+
+@pytest.mark.parametrize("kind", [lambda tensor: Encoding(x=[tensor]), Graph])
+def test_tensors_of_a_batch_that_moves_itself_are_told_of_the_stream(kind: Callable[[Any], Any]) -> None:
+    moved, log = copied(lambda streams: {"batch": kind(watched(streams, "x"))})
+    assert isinstance(moved["batch"], Encoding | Graph)
+    assert log == ["x is copied on side", "compute waits for side", "x is used on compute"]
+
+
+def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
+    class Half(Encoding):
+        def to(self, device: torch.device) -> Self:
+            self["x"] = self["x"].to(device)
+            return self
+
+    _, log = copied(lambda streams: Half(x=watched(streams, "x"), lengths=watched(streams, "lengths")))
+    assert log[-1] == "x is used on compute"
+
+
+@pytest.mark.parametrize(
+    "hinders",
+    [
+        lambda: Opaque(torch.ones(1)),
+        lambda: Encoding(x=Opaque(torch.ones(1))),
+        lambda: torch.ones(1, device=META),
+        lambda: torch.ones(1, requires_grad=True),
+        lambda: torch.ones(1).to_sparse(),
+    ],
+    ids=["opaque", "inside", "moved", "gradients", "sparse"],
+)
+def test_a_batch_with_a_part_that_cannot_be_followed_is_copied_on_the_compute_stream(hinders: Any) -> None:
+    _, log = copied(lambda streams: (watched(streams, "x"), hinders()), pins=True)
+    assert log == ["x is copied on compute"]
+
+
+def test_what_moves_itself_into_something_opaque_is_copied_again_on_the_compute_stream() -> None:
+    class Becomes(Encoding):
+        def to(self, device: torch.device) -> Any:
+            return Opaque(self["x"].to(device))
+
+    _, log = copied(lambda streams: Becomes(x=watched(streams, "x")))
+    assert log == ["x is copied on side", "compute waits for side", "x is copied on compute"]
+
+
+def test_the_cpu_runs_at_most_two_steps_ahead() -> None:
+    streams = Streams()
+    move = OverlappedCopies(META, pins=False, cuda=streams)
+    for _ in range(4):
+        streams.log.append("batch")
+        move([])
+    assert [line for line in streams.log if line.startswith("the CPU")] == [
+        "the CPU waits until batch 1 is needed",
+        "the CPU waits until batch 2 is needed",
+    ]
+
+
+def test_on_a_cpu_nothing_is_pinned_or_moved() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        for overlap in (True, False):
+            loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(1))), overlap_copies=overlap)
+            assert not loader.pin_memory
+            assert [batch.tolist() for [batch] in loader] == [[1.0]]
+
+
+def test_other_devices_get_their_batches_in_turn() -> None:
+    loader = prepare_dataloader(DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META)
+    assert not loader.pin_memory
+    assert [batch.device for [batch] in loader] == [META, META]
