@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.cases import step
 from benchmarks.framework import OURS, RAW, Case, Row, compare
@@ -53,6 +55,16 @@ def count_both(fabric: Fabric) -> tuple[int, int]:
     prepared: Any = fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     return ours, warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
+
+
+def test_a_batch_on_the_cpu_makes_one_more_python_call_than_in_the_raw_loop() -> None:
+    def calls(count: int, prepare: Callable[[DataLoader[Any]], Any]) -> int:
+        loader = prepare(DataLoader(TensorDataset(torch.zeros(4 * count)), batch_size=4))
+        return count_calls(lambda: deque(loader, maxlen=0), number=3)
+
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        extra = [calls(count, fabric.setup_dataloaders) - calls(count, lambda plain: plain) for count in (10, 110)]
+    assert extra[1] - extra[0] == 100
 
 
 def test_the_number_of_python_calls_is_that_of_the_python_functions_called() -> None:

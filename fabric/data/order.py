@@ -188,9 +188,13 @@ class Share:
 
     def entries(self, begun: Iterator[Any] | None) -> Iterator[Any]:
         """The entries of this share, drawn when the first one is asked for."""
+        # Chained, since a generator of ours would be resumed for every entry.
+        return chain.from_iterable(self._draws(begun))
+
+    def _draws(self, begun: Iterator[Any] | None) -> Iterator[Iterable[Any]]:
         known = self._agreement.streams.shared == ("torch",)
         again = (lambda: deque(self.sampler, maxlen=0)) if known else None
-        yield from self._drawn("draw", lambda: self._dealt(iter(self.sampler) if begun is None else begun), again)
+        yield self._drawn("draw", lambda: self._dealt(iter(self.sampler) if begun is None else begun), again)
 
     def _drawn(self, phase: str, action: Callable[[], _T], again: Callable[[], object] | None = None) -> _T:
         current = self._pass or Pass(epoch=0)
@@ -276,7 +280,7 @@ class Indices:
         # the loader, or twice for one pass, is no business of that pass.
         current = Pass(self.current.epoch) if self.current.opened else self.current
         share = self.share.of(current)
-        return self._items(share, current, share.begin() if self._batches is None else None)
+        return chain.from_iterable(self._opens(share, current, share.begin() if self._batches is None else None))
 
     def __getattr__(self, name: str) -> Any:
         # So that loader.batch_sampler.drop_last and the like are found where they were.
@@ -284,9 +288,9 @@ class Indices:
             raise AttributeError(name)
         return getattr(self.share.sampler if self._batches is None else self._batches, name)
 
-    def _items(self, share: Share, current: Pass, begun: Iterator[Any] | None) -> Iterator[Any]:
+    def _opens(self, share: Share, current: Pass, begun: Iterator[Any] | None) -> Iterator[Iterable[Any]]:
         current.opened = True
-        yield from share.entries(begun) if self._batches is None else self._batched(share)
+        yield share.entries(begun) if self._batches is None else self._batched(share)
 
     def _batched(self, share: Share) -> BatchSampler:
         batches = copy.copy(self._batches)
