@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 
+from fabric.accelerators.devices import parse_indices
 from fabric.errors import ConfigurationError
 
 __all__ = ["Accelerator"]
@@ -32,9 +33,10 @@ class Accelerator(ABC):
     def device_count(self) -> int:
         """Number of such devices that this process may use; 0 when there is none."""
 
-    @abstractmethod
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
         """Turn what the user wrote as ``devices`` into the devices of this node, one per process.
+
+        Unless a subclass says otherwise a number n is the first n, and ``"auto"`` and -1 are all.
 
         Args:
             devices: a number, a list of indices, or their spelling as a string.
@@ -43,9 +45,11 @@ class Accelerator(ABC):
             The devices in the order of the local ranks, at least one.
 
         Raises:
-            ConfigurationError: there are not so many devices, or the value names none.
+            ConfigurationError: there are not so many devices, an index is out of range or twice, or none is named.
             ArgumentTypeError: the value is neither an integer, a string nor a sequence of integers.
         """
+        indices = parse_indices(devices, self.device_count(), self.name)
+        return tuple(torch.device(self.name, index) for index in indices)
 
     def activate(self, device: torch.device) -> None:
         """Make ``device`` the current one of this process; nothing to do where torch has no current device."""

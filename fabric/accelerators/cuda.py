@@ -1,12 +1,10 @@
 """NVIDIA GPUs, and AMD GPUs through ROCm, which torch calls by the same name."""
 
-from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
 
 from fabric.accelerators.base import Accelerator
-from fabric.accelerators.devices import parse_indices
 
 __all__ = ["CUDAAccelerator"]
 
@@ -29,16 +27,6 @@ class CUDAAccelerator(Accelerator):
         # CUDA_VISIBLE_DEVICES. Only where NVML itself is missing or fails does torch ask the CUDA runtime, and then a
         # process that is forked later cannot use CUDA.
         return torch.cuda.device_count()
-
-    def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
-        """The GPUs with those indices among the visible ones: a number n is the first n, ``"auto"`` and -1 are all.
-
-        Raises:
-            ConfigurationError: there are not so many GPUs, an index is out of range or twice, or none is named.
-            ArgumentTypeError: the value is neither an integer, a string nor a sequence of integers.
-        """
-        indices = parse_indices(devices, self.device_count(), self.name)
-        return tuple(torch.device(self.name, index) for index in indices)
 
     def activate(self, device: torch.device) -> None:
         """Make ``device`` the current GPU of this process, where ``"cuda"`` without an index then points."""

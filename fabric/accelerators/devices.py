@@ -14,6 +14,7 @@ value                     devices with an index           a number of processes 
 import operator
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
@@ -39,7 +40,8 @@ def parse_indices(devices: int | str | Sequence[int], available: int, kind: str)
             an empty list, or a string that is none of these.
         ArgumentTypeError: not an integer, a string or a sequence of integers (``True`` and ``2.0`` included).
     """
-    valid = _valid_indices(available)
+    last = max(0, available - 1)
+    valid = f'a number from 1 to {last + 1}, a list of distinct indices from 0 to {last}, -1 or "auto" for all'
     value = _parse(devices, valid)
     if available < 1:
         raise ConfigurationError(
@@ -52,8 +54,7 @@ def parse_indices(devices: int | str | Sequence[int], available: int, kind: str)
         return tuple(range(available))
     if isinstance(value, int):
         few = f"there {_are(available)} of type {kind!r}, fewer than {value}" if value > available else ""
-        wrong = _wrong_count(value) or few
-        _refuse(devices, wrong, valid, f"devices={available}")
+        _refuse(devices, _wrong_count(value) or few, valid, f"devices={available}")
         return tuple(range(value))
     assert not isinstance(value, str)
     _refuse(devices, _wrong_list(value, available, kind), valid, "devices=[0]")
@@ -83,7 +84,7 @@ def parse_count(devices: int | str | Sequence[int], cores: int) -> int:
         _refuse(devices, _wrong_count(value), _VALID_COUNTS, "devices=1")
         return value
     wrong = "on the CPU this is a number of processes: cores have no index to choose them by"
-    raise ConfigurationError(_asked(devices), wrong, _VALID_COUNTS, f"devices={max(1, len(value))}")
+    raise ConfigurationError(f"devices={devices!r}", wrong, _VALID_COUNTS, f"devices={max(1, len(value))}")
 
 
 def _parse(devices: object, valid: str) -> int | str | tuple[int, ...]:
@@ -99,9 +100,9 @@ def _parse(devices: object, valid: str) -> int | str | tuple[int, ...]:
         if not odd:
             return tuple(index for index in indices if index is not None)
         wrong = f"{odd[0]!r} in it is of type {type(odd[0]).__name__}, not an integer"
-        raise ArgumentTypeError(_asked(devices), wrong, valid, 'devices="auto"')
+        raise ArgumentTypeError(f"devices={devices!r}", wrong, valid, 'devices="auto"')
     raise ArgumentTypeError(
-        _asked(devices), f"a {type(devices).__name__} does not name devices", valid, 'devices="auto"'
+        f"devices={devices!r}", f"a {type(devices).__name__} does not name devices", valid, 'devices="auto"'
     )
 
 
@@ -114,16 +115,14 @@ def _parse_text(text: str, valid: str) -> int | str | tuple[int, ...]:
         fields.pop()
     odd = [field for field in fields if not _NUMBER.fullmatch(field)]
     if odd:
-        raise ConfigurationError(_asked(text), f"{odd[0]!r} is not an integer", valid, 'devices="auto"')
+        raise ConfigurationError(f"devices={text!r}", f"{odd[0]!r} is not an integer", valid, 'devices="auto"')
     return tuple(map(int, fields)) if "," in text else int(fields[0])
 
 
-def _as_integer(value: object) -> int | None:
+def _as_integer(value: Any) -> int | None:
     # bool is a subclass of int; devices=True is far more often a slip than a wish for one device.
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        return None
     try:
-        return operator.index(value)  # type: ignore[arg-type]  # just seen to have __index__
+        return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
 
@@ -147,16 +146,7 @@ def _wrong_list(indices: tuple[int, ...], available: int, kind: str) -> str:
 
 def _refuse(devices: object, wrong: str, valid: str, instead: str) -> None:
     if wrong:
-        raise ConfigurationError(_asked(devices), wrong, valid, instead)
-
-
-def _valid_indices(available: int) -> str:
-    last = max(0, available - 1)
-    return f'a number from 1 to {max(1, available)}, a list of distinct indices from 0 to {last}, -1 or "auto" for all'
-
-
-def _asked(devices: object) -> str:
-    return f"devices={devices!r}"
+        raise ConfigurationError(f"devices={devices!r}", wrong, valid, instead)
 
 
 def _are(available: int) -> str:

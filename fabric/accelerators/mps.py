@@ -1,12 +1,10 @@
 """The GPU of a Mac with Apple silicon."""
 
-from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
 
 from fabric.accelerators.base import Accelerator
-from fabric.accelerators.devices import parse_indices
 
 __all__ = ["MPSAccelerator"]
 
@@ -24,16 +22,6 @@ class MPSAccelerator(Accelerator):
     def device_count(self) -> int:
         """1, or 0 where it is not available."""
         return int(self.is_available())
-
-    def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
-        """The one device: ``1``, ``-1``, ``"auto"`` and ``[0]`` all name it.
-
-        Raises:
-            ConfigurationError: more than one is asked for, or there is none.
-            ArgumentTypeError: the value is neither an integer, a string nor a sequence of integers.
-        """
-        indices = parse_indices(devices, self.device_count(), self.name)
-        return tuple(torch.device(self.name, index) for index in indices)
 
     def release(self) -> None:
         """Return the allocator's free blocks to the system."""

@@ -6,6 +6,7 @@ import operator
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -63,7 +64,8 @@ class RunFolder:
                     f"{argument}='run'",
                 )
         self._parent = Path(root_dir) / name
-        self._path = None if version is None else self._parent / _folder_name(version)
+        folder = f"version_{version}" if isinstance(version, int) else version
+        self._path = None if folder is None else self._parent / folder
 
     def path(self) -> Path:
         """The folder; created by the first call."""
@@ -78,13 +80,10 @@ class RunFolder:
         number = max((int(match[1]) for match in taken if match), default=-1) + 1
         while True:
             path = self._parent / f"version_{number}"
-            try:
+            with suppress(FileExistsError):  # another process was faster with this number
                 path.mkdir()
-            except FileExistsError:
-                # Another process was faster with this number.
-                number += 1
-            else:
                 return path
+            number += 1
 
 
 def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -103,7 +102,7 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
             "a dict of names and numbers",
             'fabric.log("loss", loss), or fabric.log_dict({"loss": loss})',
         )
-    return {_metric_name(name): _as_float(name, value) for name, value in metrics.items()}
+    return {name: _as_float(name, value) for name, value in metrics.items()}
 
 
 def step_as_integer(step: Any) -> int | None:
@@ -146,32 +145,24 @@ def hyperparameters_as_json(params: Any) -> dict[str, Any]:
         ) from error
 
 
-def _folder_name(version: int | str) -> str:
-    return version if isinstance(version, str) else f"version_{version}"
-
-
-def _metric_name(name: Any) -> str:
-    if isinstance(name, str) and name:
-        return name
-    raise ArgumentTypeError(
-        f"log a metric named {name!r}",
-        "it has to have a name",
-        "a string that is not empty",
-        'fabric.log("loss", loss)',
-    )
-
-
-def _as_float(name: str, value: Any) -> float:
+def _as_float(name: Any, value: Any) -> float:
+    if not isinstance(name, str) or not name:
+        raise ArgumentTypeError(
+            f"log a metric named {name!r}",
+            "it has to have a name",
+            "a string that is not empty",
+            'fabric.log("loss", loss)',
+        )
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.detach().item())
-    is_tensor = isinstance(value, torch.Tensor)
+    found, number = type(value).__name__, "float(value)"
+    if isinstance(value, torch.Tensor):
+        found, number = f"tensor of shape {tuple(value.shape)}", "value.mean()"
     raise ArgumentTypeError(
         f"log the metric {name!r}",
-        f"its value is a tensor of shape {tuple(value.shape)}"
-        if is_tensor
-        else f"its value is a {type(value).__name__}",
+        f"its value is a {found}",
         "a number, or a real tensor with one element",
-        f"fabric.log({name!r}, value.mean())" if is_tensor else f"fabric.log({name!r}, float(value))",
+        f"fabric.log({name!r}, {number})",
     )

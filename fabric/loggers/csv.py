@@ -1,9 +1,10 @@
 """Metrics as a table in a text file."""
 
 import csv
+import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class CSVLogger:
         self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
     ) -> None:
         self._folder = RunFolder(root_dir, name, version)
-        self._columns: list[str] | None = None
+        self._columns: list[str] = []
         self._hyperparams: dict[str, Any] = {}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -60,14 +61,12 @@ class CSVLogger:
             )
         row = {_STEP: step_as_integer(step), **values}
         path = self._folder.path() / "metrics.csv"
-        if self._columns is None:
-            self._columns = _continued(path)
-        added = [name for name in row if name not in self._columns]
-        if added:
-            self._columns = [*self._columns, *added]
-            _widen(path, self._columns)
+        if not row.keys() <= set(self._columns):
+            self._columns = _widened(path, row)
         with open(path, "a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow(_cells(self._columns, row))
+            # repr has every digit of a float, and reads back as the same one.
+            cells = ["" if row.get(name) is None else repr(row[name]) for name in self._columns]
+            csv.writer(file).writerow(cells)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``hparams.json``; further calls add to it. Values that JSON has no type for are written as text.
@@ -82,43 +81,24 @@ class CSVLogger:
         """Nothing is left to be done: every row is in the file already."""
 
 
-def _cells(columns: Sequence[str], row: Mapping[str, Any]) -> list[str]:
-    # repr has every digit of a float, and reads back as the same one.
-    return ["" if row.get(name) is None else repr(row[name]) for name in columns]
+def _widened(path: Path, names: Iterable[str]) -> list[str]:
+    """Write the file anew with these columns too, and without a row that a crash cut short; all its columns.
 
-
-def _continued(path: Path) -> list[str]:
-    """The columns of a file that an earlier run wrote; none for a new one."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    if text and not text.endswith("\n"):
-        # A crash cut its last row short.
-        _replace(path, text[: text.rfind("\n") + 1])
-    with open(path, newline="", encoding="utf-8") as file:
-        return next(csv.reader(file), [])
-
-
-def _widen(path: Path, columns: Sequence[str]) -> None:
-    """Write the file anew, with further columns; a crash leaves the old one or the new one."""
-    rows: list[list[str]] = []
+    A crash leaves the old file or the new one.
+    """
+    text = ""
     if path.exists():
         with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file))[1:]
-    temporary = _beside(path)
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(columns)
-        writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
-    os.replace(temporary, path)
+            text = file.read()
+    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    columns = [*header, *(name for name in names if name not in header)]
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
+    _replace(path, table.getvalue())
+    return columns
 
 
 def _replace(path: Path, text: str) -> None:
-    temporary = _beside(path)
+    temporary = path.with_name(f".{path.name}.tmp")  # the one name: a crash's left-over is overwritten
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
-
-
-def _beside(path: Path) -> Path:
-    """The one name that is used for a file about to take the place of ``path``; a crash's left-over is overwritten."""
-    return path.with_name(f".{path.name}.tmp")
