@@ -57,13 +57,11 @@ class _Entry:
     """What one rank tells of itself.
 
     Attributes:
-        number: how many calls it has begun, in all groups.
-        begun: how many in each group.
+        begun: how many calls it has begun in each group.
         places: its latest call; of a rank that waits in several threads, that of each.
         left: why it makes no further calls; empty while it does.
     """
 
-    number: int = 0
     begun: Mapping[str, int] = field(default_factory=dict)
     places: tuple[_Place, ...] = ()
     left: str = ""
@@ -71,15 +69,13 @@ class _Entry:
     def to_json(self) -> str:
         """The entry as text; one is written at each call, so it is short."""
         places = [[p.group, p.members, p.call.operation, p.call.where, p.call.facts, p.call.data] for p in self.places]
-        return json.dumps([self.number, self.begun, places, self.left], separators=(",", ":"))
+        return json.dumps([self.begun, places, self.left], separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: bytes) -> "_Entry":
         """The entry that became this text."""
-        number, begun, places, left = json.loads(text)
-        return cls(
-            number, begun, tuple(_Place(group, tuple(ranks), Call(*call)) for group, ranks, *call in places), left
-        )
+        begun, places, left = json.loads(text)
+        return cls(begun, tuple(_Place(group, tuple(ranks), Call(*call)) for group, ranks, *call in places), left)
 
     def count(self, group: str) -> int:
         """How many calls of the group it has begun."""
@@ -129,13 +125,13 @@ class Ledger:
             if len(members) == 1:
                 return count
             self._latest = place
-            self._write(replace(own, number=own.number + 1, places=(*own.places, place)))
+            self._write(replace(own, places=(*own.places, place)))
         try:
             self._wait(place, count, call)
         except dist.DistError as error:
             self._own = replace(self._own, left="the store of the job is gone")  # nobody can be told
             wrong = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
-            self._stop(call, wrong, "a process that stays until the last collective of all ranks", _LOOK)
+            self._stop(call, wrong, "a process that stays until the last collective of all ranks")
         with self._lock:  # not written: the next call tells it
             self._own = replace(self._own, places=tuple(one for one in self._own.places if one is not place))
         return count
@@ -167,11 +163,12 @@ class Ledger:
                 self._search(call, place, count, missing)
                 search = now + _SEARCH_EVERY
             if lost:
-                self._stop(call, f"rank {gave_up[0]} gave up: {entries[gave_up[0]].left}", _COME, _LOOK)
+                self._stop(call, f"rank {gave_up[0]} gave up: {entries[gave_up[0]].left}")
             if not missing and not gave_up:
                 return
             if missing and now - started > self._timeout:
-                self._stop(call, self._late(missing), _COME, _LOOK)
+                lines = {r: _latest(entry) for r, entry in self._read(missing).items()}
+                self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not come:{table(lines)}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -208,7 +205,7 @@ class Ledger:
         if circle:
             again = self._read(circle)
             # Entries that stand still from one reading to the next were all true at one moment between the two.
-            if all(again[r].number == entries[r].number for r in circle):
+            if all(again[r].begun == entries[r].begun for r in circle):
                 after = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
                 lines = {r: f"{entries[r].places[0]}, waits for rank {after[r]}" for r in circle}
                 self._stop(
@@ -220,17 +217,11 @@ class Ledger:
         for r in missing:
             entry = entries[r]
             if entry.count(place.group) < count and entry.left:
-                self._stop(call, f"rank {r} does not come: {entry.left}", _COME, _LOOK)
+                self._stop(call, f"rank {r} does not come: {entry.left}")
             if entry.count(place.group) < count and r in ended:
-                wrong = f"rank {r} does not come: its process ({ended[r]}) has ended; {_latest(entry)}"
-                self._stop(call, wrong, _COME, _LOOK)
+                self._stop(call, f"rank {r} does not come: its process ({ended[r]}) has ended; {_latest(entry)}")
 
-    def _late(self, missing: Collection[int]) -> str:
-        entries = self._read(missing)
-        lines = {r: _latest(entry) for r, entry in entries.items()}
-        return f"after {self._timeout:g} s {in_words(missing)} did not come:{table(lines)}"
-
-    def _stop(self, call: Call, wrong: str, valid: str, instead: str) -> NoReturn:
+    def _stop(self, call: Call, wrong: str, valid: str = _COME, instead: str = _LOOK) -> NoReturn:
         """Raise, and make no further calls: the ranks are out of step from here on."""
         self.leave(f"it raised CollectiveMismatchError: {wrong.splitlines()[0].rstrip(':')}")
         self._error = CollectiveMismatchError(f"{call} (rank {self.rank} of {self.size})", wrong, valid, instead)

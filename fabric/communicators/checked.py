@@ -132,26 +132,25 @@ class CheckedCommunicator(Communicator):
         self._inner.close()
 
     def _meet(self, operation: str, buffer: Tensor | None = None, **arguments: object) -> int:
-        announced, self._announced = self._announced, None
-        facts = {"operation": operation}
-        data, where = "", None
-        if announced is not None:
-            facts["operation"], data, where = announced
-            facts["collective"] = operation
+        announced, data, where = self._announcement()
+        facts = {"operation": announced, "collective": operation} if announced else {"operation": operation}
         facts |= {name: str(value) for name, value in arguments.items()} | _facts_of(buffer)
-        call = Call(facts["operation"], where or call_site(), facts, data)
-        return self._ledger.meet(self._name, self._ranks, call)
+        return self._ledger.meet(self._name, self._ranks, Call(facts["operation"], where, facts, data))
 
     def _meet_peer(self, operation: str, buffer: Tensor, src: int, dst: int) -> None:
         """As :meth:`_meet` for a message, whose two ranks call different operations."""
-        announced, self._announced = self._announced, None
-        _, data, where = announced or ("", "", call_site())
+        _, data, where = self._announcement()
         facts = {"from": str(src), "to": str(dst)} | _facts_of(buffer)
         pair = (self._ranks[src], self._ranks[dst])
         self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, facts, data))
 
+    def _announcement(self) -> tuple[str, str, str]:
+        """What the user called, what they passed, and where; only the last of a call that was not announced."""
+        announced, self._announced = self._announced, None
+        return announced or ("", "", call_site())
+
 
 def _facts_of(buffer: Tensor | None) -> dict[str, str]:
-    return (
-        {} if buffer is None else {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}
-    )
+    if buffer is None:
+        return {}
+    return {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}

@@ -18,16 +18,8 @@ from fabric.errors import ArgumentTypeError, UsageError
 
 __all__ = ["ProcessGroupCommunicator", "pickled", "unpickled"]
 
-_OPS = {
-    Reduce.MEAN: dist.ReduceOp.SUM,
-    Reduce.SUM: dist.ReduceOp.SUM,
-    Reduce.MIN: dist.ReduceOp.MIN,
-    Reduce.MAX: dist.ReduceOp.MAX,
-    Reduce.PRODUCT: dist.ReduceOp.PRODUCT,
-    Reduce.BAND: dist.ReduceOp.BAND,
-    Reduce.BOR: dist.ReduceOp.BOR,
-    Reduce.BXOR: dist.ReduceOp.BXOR,
-}
+# Named as torch names them; its mean is one that not every backend has.
+_OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
 # nccl has none of these: there the ranks gather, and each reduces for itself.
 _BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
 
