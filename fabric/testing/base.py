@@ -5,6 +5,7 @@ returns the results by rank. :class:`fabric.testing.RankPool` is one of processe
 one of threads; what is written for the one runs in the other.
 """
 
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
+from fabric.launchers._failures import is_consequence
 from fabric.tree import map_tensors
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "failure",
     "name_of",
     "own_part",
+    "raised",
 ]
 
 
@@ -109,6 +112,20 @@ class Report:
     exit_code: int = 1
     text: str = ""
     error: BaseException | None = None
+
+
+def raised(rank: int, error: BaseException) -> Report:
+    """The report of a rank whose function raised; called in the function that called it."""
+    # The first frame is ours, of no interest to the reader.
+    error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+    return Report(
+        rank=rank,
+        did="raised " + traceback.format_exception_only(error)[-1].partition("\n")[0],
+        failed=True,
+        suspicion=2 if is_consequence(error) else 0,
+        text="".join(traceback.format_exception(error)),
+        error=error,
+    )
 
 
 def failure(call: str, reports: Sequence[Report]) -> RankFailedError:

@@ -1,7 +1,6 @@
 """Where two collections differ, said so that the reader sees it."""
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -56,7 +55,11 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
                 yield f"{path}{name}: missing"
             else:
                 yield from differences(own[name], entries[name], f"{path}{name}", rtol=rtol, atol=atol)
-    elif not _equal(actual, expected, rtol, atol):
+    elif isinstance(actual, float | complex):
+        own, other = (torch.tensor(value, dtype=torch.complex128) for value in (actual, expected))
+        if not _close(own, other, rtol, atol):
+            yield f"{where}: {_shown(actual)}, expected {_shown(expected)}"
+    elif actual != expected:
         yield f"{where}: {_shown(actual)}, expected {_shown(expected)}"
 
 
@@ -94,16 +97,6 @@ def _close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> Tensor
     if rtol == atol == 0.0:
         return (actual == expected) | (actual.isnan() & expected.isnan())
     return torch.isclose(actual, expected, rtol, atol, equal_nan=True)
-
-
-def _equal(actual: Any, expected: Any, rtol: float, atol: float) -> bool:
-    if not isinstance(actual, float | complex):
-        return bool(actual == expected)
-    if actual == expected:
-        return True
-    if isinstance(actual, float) and (math.isnan(actual) or math.isnan(expected)):
-        return math.isnan(actual) and math.isnan(expected)
-    return abs(actual - expected) <= atol + rtol * abs(expected)
 
 
 def _kind(tensor: Tensor) -> str:

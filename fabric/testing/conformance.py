@@ -84,10 +84,8 @@ def _check_ranks(communicator: Communicator) -> None:
 def _check_reductions(communicator: Communicator) -> None:
     """A reduction writes the oracle's result into the buffer, and a reduce_scatter returns its own row of it."""
     for dtype in _DTYPES:
-        ops = [] if dtype.is_complex else list(_ORDERED)
-        ops += [Reduce.MEAN] if dtype.is_floating_point else []
-        ops += [Reduce.SUM] if dtype.is_complex else [] if dtype.is_floating_point else list(_BITWISE)
-        for op in ops:
+        real = (*_ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else _BITWISE))
+        for op in [Reduce.SUM] if dtype.is_complex else real:
             for shape in _SHAPES:
                 values = _values(communicator.size, dtype, shape)
                 buffer = values[communicator.rank].clone()
@@ -272,10 +270,8 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[T
 
 
 def _state(fabric: Fabric, model: nn.Module) -> dict[str, Any]:
-    return {
-        name: value.detach().clone()
-        for name, value in fabric.strategy.get_module_state_dict(prepared_module(model)).items()
-    }
+    state = fabric.strategy.get_module_state_dict(prepared_module(model))
+    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:

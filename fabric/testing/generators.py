@@ -117,7 +117,7 @@ def tensors(
         layout: one of ``LAYOUTS``, or a strategy for it; None for any; see :func:`lay_out`.
         exact: whether sums are exact, see the note at the top; else any finite floats of up to 1,000.
     """
-    return _blanks(dtype, shape, layout, exact).flatmap(lambda blank: blank.values())
+    return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
 
 
 def numbers(kinds: Sequence[type] = (float, int, bool), *, exact: bool = True) -> st.SearchStrategy[Any]:
@@ -234,18 +234,6 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-class _Blank:
-    """A leaf without values; no dataclass, since those are collections."""
-
-    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...] | None, layout: str, exact: bool) -> None:
-        self.dtype, self.shape, self.layout, self.exact = dtype, shape, layout, exact
-
-    def values(self) -> st.SearchStrategy[Any]:
-        if self.shape is None:  # a Python number
-            return _elements(self.dtype, self.exact)
-        return _tensors(self.dtype, self.shape, self.layout, self.exact)
-
-
 # Kept: hypothesis spends more time on making a strategy than on drawing from it.
 @functools.lru_cache(maxsize=4096)
 def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool) -> st.SearchStrategy[Tensor]:
@@ -260,23 +248,25 @@ def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: boo
     )
 
 
-def _blanks(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[_Blank]:
+def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
+    """What a tensor has but values, drawn: the strategy for its values."""
     parts = st.tuples(_strategy(dtype), _sides(shape), _layouts(layout))
-    return parts.map(lambda drawn: _Blank(*drawn, exact))
+    return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 
 @functools.lru_cache
 def _blueprints(reduce_op: str | None, with_numbers: bool, max_leaves: int, exact: bool) -> st.SearchStrategy[Any]:
-    leaves: st.SearchStrategy[Any] = _blanks(dtypes(reduce_op), None, None, exact)
+    """Collections with strategies for values in the place of leaves."""
+    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact)
     kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
     if with_numbers and kinds:
-        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _Blank(dtype, None, "", exact))
+        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact))
     return trees(leaves, max_leaves)
 
 
 def _filled(draw: Callable[[st.SearchStrategy[Any]], Any], blueprint: Any) -> Any:
-    if isinstance(blueprint, _Blank):
-        return draw(blueprint.values())
+    if isinstance(blueprint, st.SearchStrategy):
+        return draw(blueprint)
     if isinstance(blueprint, dict):
         return {key: _filled(draw, blueprint[key]) for key in draw(st.permutations(list(blueprint)))}
     if isinstance(blueprint, Record):

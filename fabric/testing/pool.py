@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import takewhile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -166,55 +167,49 @@ class _Crew:
 
     def _results(self, name: str, limit: float) -> list[Any]:
         replies = self._replies(limit)
-        if len(replies) == len(self._members) and all(reply and reply.returned for reply in replies.values()):
-            return [load_result(reply.payload) for _, reply in sorted(replies.items()) if reply]
-        stuck = not any(reply is None or not reply.returned for reply in replies.values())
-        reports = [self._report(member, replies, limit if stuck else None) for member in self._members]
+        failed = any(report.failed for report, _ in replies.values())
+        if len(replies) == len(self._members) and not failed:
+            return [load_result(replies[member.rank][1]) for member in self._members]
+        reports = []
+        for member in self._members:
+            if member.rank in replies:
+                report, payload = replies[member.rank]
+                reports.append(replace(report, error=_load_error(payload)) if report.failed else report)
+            else:
+                still = Report(rank=member.rank, did="was still in the call")
+                reports.append(still if failed else self._stuck(member, limit))
         raise failure(name, reports)
 
-    def _replies(self, limit: float) -> dict[int, Reply | None]:
-        """What the ranks have answered by the time limit, or shortly after one has failed; None for one that ended."""
-        replies: dict[int, Reply | None] = {}
-        waiting = {_pipe(member): member.rank for member in self._members}
+    def _replies(self, limit: float) -> dict[int, Reply]:
+        """What the ranks have answered by the time limit, or shortly after one has failed."""
+        replies: dict[int, Reply] = {}
+        waiting: dict[Any, Member] = {_pipe(member): member for member in self._members}
         deadline = time.monotonic() + limit
         while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
             for pipe in ready:
-                assert isinstance(pipe, Connection)
-                reply = _read(pipe)
-                replies[waiting.pop(pipe)] = reply
-                if reply is None or not reply.returned:
+                member = waiting.pop(pipe)
+                replies[member.rank] = reply = self._reply(member)
+                if reply[0].failed:
                     deadline = min(deadline, time.monotonic() + _COLLECT)
         return replies
 
-    def _report(self, member: Member, replies: dict[int, Reply | None], limit: float | None) -> Report:
-        rank = member.rank
-        if rank not in replies:
-            return Report(rank=rank, did="was still in the call") if limit is None else self._stuck(member, limit)
-        reply = replies[rank]
-        if reply is None:
-            _wait_until(member.poll, _LEAVE)
-            code = 1 if member.exit_code is None else member.exit_code
-            did = "; ".join(part for part in (describe_exit(code), explain_exit(code)) if part)
-            return Report(rank=rank, did=did, failed=True, exit_code=code, text=self._directory.read_crash(rank))
-        if reply.returned:
-            return Report(rank=rank)
-        suspicion = 2 if reply.consequence else 0
-        error = _load_error(reply.payload)
-        return Report(rank=rank, did=reply.did, failed=True, suspicion=suspicion, text=reply.text, error=error)
+    def _reply(self, member: Member) -> Reply:
+        """What a rank has answered; of one that has ended how it did."""
+        with suppress(EOFError, OSError):
+            return load_result(_pipe(member).recv_bytes())
+        _wait_until(member.poll, _LEAVE)
+        code = 1 if member.exit_code is None else member.exit_code
+        did = "; ".join(part for part in (describe_exit(code), explain_exit(code)) if part)
+        text = self._directory.read_crash(member.rank)
+        return Report(rank=member.rank, did=did, failed=True, exit_code=code, text=text), b""
 
     def _stuck(self, member: Member, limit: float) -> Report:
         stack = self._stack(member)
         # The innermost frame comes first.
         innermost = stack.partition("\n")[2].partition("\n")[0]
         waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
-        return Report(
-            rank=member.rank,
-            did=f"did not return within {limit:g} s",
-            failed=True,
-            suspicion=1 if waits else 0,
-            exit_code=-signal.SIGKILL,
-            text=stack,
-        )
+        did, code = f"did not return within {limit:g} s", -signal.SIGKILL
+        return Report(rank=member.rank, did=did, failed=True, suspicion=int(waits), exit_code=code, text=stack)
 
     def _stack(self, member: Member) -> str:
         """Where a rank is just now, the innermost frame first."""
@@ -251,13 +246,6 @@ def _wait_until(condition: Callable[[], bool], limit: float) -> None:
 def _pipe(member: Member) -> Connection:
     assert member.answers is not None
     return member.answers
-
-
-def _read(pipe: Connection) -> Reply | None:
-    try:
-        return load_result(pipe.recv_bytes())
-    except (EOFError, OSError):
-        return None
 
 
 def _load_error(payload: bytes) -> BaseException | None:

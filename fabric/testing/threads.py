@@ -23,10 +23,9 @@ from fabric._fabric import Fabric
 from fabric.communicators import Communicator, Reduce
 from fabric.communicators.process_group import pickled, unpickled
 from fabric.errors import CollectiveMismatchError, UsageError
-from fabric.launchers._failures import is_consequence
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
-from fabric.testing.base import Report, check_call, check_world, failure, name_of, own_part
+from fabric.testing.base import Report, check_call, check_world, failure, name_of, own_part, raised
 from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
@@ -108,22 +107,17 @@ class _Rank:
 
     def start(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         # A daemon, so that a rank that hangs does not keep the interpreter.
-        self.thread = threading.Thread(
-            target=self._work, args=(fn, args, kwargs), name=f"fabric-rank-{self.rank}", daemon=True
-        )
+        name = f"fabric-rank-{self.rank}"
+        self.thread = threading.Thread(target=self._work, args=(fn, args, kwargs), name=name, daemon=True)
         self.thread.start()
 
     def stuck(self, limit: float) -> Report:
         """The report of a rank that is still running."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         waits = self._board.is_waiting(self.rank)
-        return Report(
-            rank=self.rank,
-            did=f"did not return within {limit:g} s",
-            failed=True,
-            suspicion=1 if waits else 0,
-            text="" if frame is None else _own_stack(traceback.extract_stack(frame)),
-        )
+        text = "" if frame is None else _own_stack(traceback.extract_stack(frame))
+        did = f"did not return within {limit:g} s"
+        return Report(rank=self.rank, did=did, failed=True, suspicion=int(waits), text=text)
 
     def _work(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         try:
@@ -133,7 +127,7 @@ class _Rank:
             with fabric:
                 self.result = fn(fabric, *args, **kwargs)
         except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
-            self.report = _report(self.rank, error)
+            self.report = raised(self.rank, error)
         finally:
             self._board.leave(self.rank, self.report.did)
 
@@ -142,19 +136,6 @@ def _own_stack(frames: traceback.StackSummary) -> str:
     """From where the user's function begins."""
     first = max(index for index, frame in enumerate(frames) if frame.name == _Rank._work.__name__) + 1
     return "".join(["it was here, most recent call last\n", *traceback.format_list(frames[first:])])
-
-
-def _report(rank: int, error: BaseException) -> Report:
-    trace = error.__traceback__
-    error = error.with_traceback(trace.tb_next if trace else None)
-    return Report(
-        rank=rank,
-        did="raised " + traceback.format_exception_only(error)[-1].partition("\n")[0],
-        failed=True,
-        suspicion=2 if isinstance(error, _LeftAlone) or is_consequence(error) else 0,
-        text="".join(traceback.format_exception(error)),
-        error=error,
-    )
 
 
 class ThreadedStrategy(Strategy):
@@ -192,8 +173,8 @@ class ThreadedStrategy(Strategy):
         )
 
 
-class _LeftAlone(UsageError):
-    """Another rank will not come."""
+class _LeftAlone(UsageError, ConnectionError):
+    """Another rank will not come, which is that rank's failure."""
 
 
 class _Board:
@@ -335,9 +316,8 @@ class ThreadCommunicator(Communicator):
         self._exchange(f"new_group({members})", None)
         if self.rank not in members:
             return None
-        return ThreadCommunicator(
-            self._board, self._own, [self._ranks[rank] for rank in members], (self._name, self._calls)
-        )
+        group = self._name, self._calls
+        return ThreadCommunicator(self._board, self._own, [self._ranks[rank] for rank in members], group)
 
     @override
     def close(self) -> None:
