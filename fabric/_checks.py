@@ -16,7 +16,6 @@ __all__ = [
     "check_function",
     "check_hook",
     "check_loggers",
-    "check_materialised",
     "check_module",
     "check_optimizers",
     "check_scheduler",
@@ -63,8 +62,8 @@ def check_function(function: Any, has_arguments: bool, needs_function: bool, sta
         )
 
 
-def check_module(module: Any, known: Collection[nn.Module]) -> None:
-    """A module that can be set up: a torch module, for the first time."""
+def check_module(module: Any, known: Collection[nn.Module], sharded: bool) -> None:
+    """A module that can be set up: a torch module, for the first time, and with values unless it is to be sharded."""
     inner = uncompiled(module) if isinstance(module, nn.Module) else module
     if isinstance(inner, FabricModule) or (isinstance(inner, nn.Module) and inner in known):
         raise UsageError(
@@ -80,14 +79,8 @@ def check_module(module: Any, known: Collection[nn.Module]) -> None:
             "setup(module, *optimizers), setup_module(module), setup_optimizers(*optimizers)",
             "model, optimizer = fabric.setup(model, optimizer)",
         )
-
-
-def check_materialised(module: nn.Module, sharded: bool) -> None:
-    """A module whose parameters have values, or get them from a strategy that shards them first."""
-    if sharded:
-        return
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if meta := [name for name, tensor in tensors if tensor.is_meta]:
+    if not sharded and (meta := [name for name, tensor in tensors if tensor.is_meta]):
         raise ConfigurationError(
             f"setup({type(module).__name__})",
             f"these have no values, being on the meta device: {', '.join(meta)}",
@@ -210,17 +203,14 @@ def as_list(objects: Any) -> list[Any]:
 def check_loggers(loggers: Sequence[Any]) -> None:
     """Objects with the logger protocol."""
     for logger in loggers:
-        missing = [
-            name
-            for name in ("log_metrics", "log_hyperparams", "close")
-            if isinstance(logger, type) or not callable(getattr(logger, name, None))
-        ]
-        if missing:
+        methods = ("log_metrics", "log_hyperparams", "close")
+        missing = ", ".join(name for name in methods if not callable(getattr(logger, name, None)))
+        if missing or isinstance(logger, type):
             raise ArgumentTypeError(
                 f"Fabric(loggers={logger!r})",
                 "it is a class, not an object"
                 if isinstance(logger, type)
-                else f"{type(logger).__name__} has no {', '.join(missing)}",
+                else f"{type(logger).__name__} has no {missing}",
                 "an object with log_metrics(metrics, step), log_hyperparams(params) and close()",
                 "Fabric(loggers=fabric.loggers.CSVLogger())",
             )

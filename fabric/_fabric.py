@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,19 @@ O1 = TypeVar("O1", bound=Optimizer)
 O2 = TypeVar("O2", bound=Optimizer)
 S = TypeVar("S", bound=LRScheduler)
 
+_Path = str | os.PathLike[str]
+_State = Mapping[str, Any]
+_Keep = Mapping[str, Callable[[str, Any], bool]] | None
+
 # What belongs to one process and does not travel to the ranks.
 _OF_THIS_PROCESS = frozenset(["_session", "_closed", "_guarded"])
+
+
+class _Options(TypedDict, total=False):
+    use_distributed_sampler: bool
+    move_to_device: bool
+    overlap_copies: bool
+    uneven: Literal["pad", "drop"]
 
 
 class Fabric:
@@ -334,8 +345,7 @@ class Fabric:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
         """
         session = self._running("setup")
-        _checks.check_module(module, session.originals)
-        _checks.check_materialised(module, self.strategy.shards_modules)
+        _checks.check_module(module, session.originals, self.strategy.shards_modules)
         _checks.check_optimizers(optimizers, session.optimizers, [module])
         self.strategy.check_optimizers(optimizers, module)
         _checks.check_scheduler(scheduler, optimizers)
@@ -347,8 +357,7 @@ class Fabric:
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
         session = self._running("setup_module")
-        _checks.check_module(module, session.originals)
-        _checks.check_materialised(module, self.strategy.shards_modules)
+        _checks.check_module(module, session.originals, self.strategy.shards_modules)
         return session.setup_module(module, move_to_device)
 
     @overload
@@ -370,37 +379,13 @@ class Fabric:
         return results[0] if len(results) == 1 else results
 
     @overload
-    def setup_dataloaders(
-        self,
-        loader: DataLoader[Any],
-        /,
-        *,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        overlap_copies: bool = True,
-        uneven: Literal["pad", "drop"] = "pad",
-    ) -> FabricDataLoader: ...
+    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...
     @overload
     def setup_dataloaders(
-        self,
-        first: DataLoader[Any],
-        second: DataLoader[Any],
-        /,
-        *more: DataLoader[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        overlap_copies: bool = True,
-        uneven: Literal["pad", "drop"] = "pad",
+        self, first: DataLoader[Any], second: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[_Options]
     ) -> list[FabricDataLoader]: ...
     @overload
-    def setup_dataloaders(
-        self,
-        *loaders: DataLoader[Any],
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        overlap_copies: bool = True,
-        uneven: Literal["pad", "drop"] = "pad",
-    ) -> Any: ...
+    def setup_dataloaders(self, *loaders: DataLoader[Any], **options: Unpack[_Options]) -> Any: ...
     def setup_dataloaders(
         self,
         *loaders: Any,
@@ -864,32 +849,20 @@ class Fabric:
 
     @overload
     def save(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-        trainable_only: bool = False,
-        *,
-        async_: Literal[False] = False,
-    ) -> None: ...
+        self, path: _Path, state: _State, filter: _Keep = ..., trainable_only: bool = ..., *, async_: Literal[True]
+    ) -> PendingSave: ...
     @overload
     def save(
         self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-        trainable_only: bool = False,
+        path: _Path,
+        state: _State,
+        filter: _Keep = ...,
+        trainable_only: bool = ...,
         *,
-        async_: Literal[True],
-    ) -> PendingSave: ...
+        async_: Literal[False] = ...,
+    ) -> None: ...
     def save(
-        self,
-        path: str | os.PathLike[str],
-        state: Mapping[str, Any],
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-        trainable_only: bool = False,
-        *,
-        async_: bool = False,
+        self, path: _Path, state: _State, filter: _Keep = None, trainable_only: bool = False, *, async_: bool = False
     ) -> PendingSave | None:
         """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
 
@@ -924,7 +897,7 @@ class Fabric:
 
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: _Path,
         state: MutableMapping[str, Any] | None = None,
         strict: bool = True,
         rng: bool = True,
@@ -959,9 +932,7 @@ class Fabric:
         with session.phase("load"):
             return session.checkpoint().load(Path(path), state, strict, rng, weights_only is not False)
 
-    def load_raw(
-        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = True
-    ) -> None:
+    def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
 
         Args:

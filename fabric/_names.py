@@ -104,9 +104,5 @@ def parse_launcher(launcher: Any) -> Launcher | None:
     """The launcher; None leaves it to the strategy."""
     if launcher is None or isinstance(launcher, Launcher):
         return launcher
-    table = {name: partial(_itself, one) for name, one in LAUNCHERS.items()}
+    table = {name: lambda one=one: one for name, one in LAUNCHERS.items()}
     return _named("launcher", launcher, table, Launcher)
-
-
-def _itself(value: Any) -> Any:
-    return value

@@ -124,16 +124,19 @@ def resolve(
         waits = _same("timeout", waits, None if named.timeout == DEFAULT_TIMEOUT else named.timeout)
     found = _find_environment(environment, env)
     world = None if found is None else found[1]
-    if named is not None and _drives_all_devices(named):
+    hands_out = found  # the environment that made a process for each device
+    if named is not None and named.drives_all_devices:
         _check_one_process(named, given["num_nodes"], found)
+        hands_out = None
     hardware = parse_accelerator(given["accelerator"])
-    where = _parse_devices(hardware, given["devices"], named, found)
+    where = _parse_devices(hardware, given["devices"], named and named.parallel_devices, hands_out)
     nodes = _parse_num_nodes(given["num_nodes"], found)
     made = SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes)
     chosen = made if named is None else named
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
     if world is None and (chosen.drives_all_devices or len(where) * nodes == 1):
         world = World()
+    spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
     return Plan(
         accelerator=hardware,
         devices=where,
@@ -142,9 +145,7 @@ def resolve(
         strategy=chosen,
         environment=None if found is None else found[0],
         world=world,
-        launcher=_choose_launcher(
-            launcher, chosen, hardware, len(where), world, found, by_name=isinstance(strategy, str)
-        ),
+        launcher=_choose_launcher(launcher, chosen, spec, world, found, by_name=isinstance(strategy, str)),
         check_collectives=check_collectives or _check_is_on(env.get(CHECK, "")),
         timeout=waits or DEFAULT_TIMEOUT,
         watchdog=_parse_duration("watchdog", watchdog, "0 or more"),
@@ -216,10 +217,7 @@ def _with_strategy_options(strategy: Strategy, given: dict[str, Any]) -> dict[st
         "precision": strategy.precision,
         "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
     }
-    result = dict(given)
-    for argument, value in fixed.items():
-        result[argument] = _same(argument, given[argument], value)
-    return result
+    return given | {argument: _same(argument, given[argument], value) for argument, value in fixed.items()}
 
 
 def _same(argument: str, given: Any, fixed: Any) -> Any:
@@ -227,11 +225,15 @@ def _same(argument: str, given: Any, fixed: Any) -> Any:
         return given
     if given in ("auto", None) or given is fixed or _spelled(argument, given) == _spelled(argument, fixed):
         return fixed
-    raise ConfigurationError(
-        f"Fabric({argument}={given!r}, strategy=Strategy({argument}={fixed!r}))",
+    raise _two_values(argument, given, argument, fixed)
+
+
+def _two_values(argument: str, given: Any, own: str, fixed: Any) -> ConfigurationError:
+    return ConfigurationError(
+        f"Fabric({argument}={given!r}, strategy=Strategy({own}={fixed!r}))",
         "the two differ",
         "the value in one of the two places, or the same in both",
-        f"Fabric({argument}={given!r}) and a strategy without {argument}",
+        f"Fabric({argument}={given!r}) and a strategy without {own}",
     )
 
 
@@ -259,36 +261,26 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> tuple[Environ
 
 
 def _parse_devices(
-    accelerator: Accelerator, devices: Any, strategy: Strategy | None, found: tuple[Environment, World] | None
+    accelerator: Accelerator,
+    devices: Any,
+    own: tuple[torch.device, ...] | None,
+    found: tuple[Environment, World] | None,
 ) -> tuple[torch.device, ...]:
-    own = None if strategy is None else strategy.parallel_devices
-    if own is not None:
-        if devices not in ("auto", None) and accelerator.parse_devices(devices) != own:
-            raise ConfigurationError(
-                f"Fabric(devices={devices!r}, strategy=Strategy(parallel_devices={list(map(str, own))}))",
-                "the two differ",
-                "the devices in one of the two places, or the same in both",
-                f"Fabric(devices={devices!r}) and a strategy without parallel_devices",
-            )
-        parsed = own
-    elif devices == "auto" and found is not None and not _drives_all_devices(strategy):
+    """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
+    if own is None and devices == "auto" and found is not None:
         return _devices_of_environment(accelerator, found)
-    else:
-        parsed = accelerator.parse_devices(devices)
-    if found is not None and not _drives_all_devices(strategy):
+    parsed = own if own is not None and devices in ("auto", None) else accelerator.parse_devices(devices)
+    if own not in (None, parsed):
+        raise _two_values("devices", devices, "parallel_devices", list(map(str, own or ())))
+    if found is not None and len(parsed) != found[1].local_world_size:
         environment, world = found
-        if len(parsed) != world.local_world_size:
-            raise ConfigurationError(
-                f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank {world.rank})",
-                f"{environment.name} has made {world.local_world_size} process(es) on it",
-                f'devices="auto", or {world.local_world_size}',
-                'Fabric(devices="auto")',
-            )
+        raise ConfigurationError(
+            f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank {world.rank})",
+            f"{environment.name} has made {world.local_world_size} process(es) on it",
+            f'devices="auto", or {world.local_world_size}',
+            'Fabric(devices="auto")',
+        )
     return parsed
-
-
-def _drives_all_devices(strategy: Strategy | None) -> bool:
-    return strategy is not None and strategy.drives_all_devices
 
 
 def _check_one_process(strategy: Strategy, num_nodes: Any, found: tuple[Environment, World] | None) -> None:
@@ -311,10 +303,8 @@ def _check_one_process(strategy: Strategy, num_nodes: Any, found: tuple[Environm
 def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> tuple[torch.device, ...]:
     """One device for each process that the environment made on this node."""
     environment, world = found
-    if accelerator.name == "cpu":
-        return accelerator.parse_devices(world.local_world_size)
     count = accelerator.device_count()
-    if count >= world.local_world_size:
+    if accelerator.name == "cpu" or count >= world.local_world_size:
         return accelerator.parse_devices(world.local_world_size)
     if count == 1:  # a scheduler that shows each process its own device only
         return accelerator.parse_devices(1) * world.local_world_size
@@ -339,28 +329,27 @@ def _parse_num_nodes(num_nodes: Any, found: tuple[Environment, World] | None) ->
             'an integer from 1, or "auto"',
             "Fabric(num_nodes=2)",
         )
-    if num_nodes != actual and found is None:
+    if num_nodes == actual:
+        return num_nodes
+    if found is None:
         raise ConfigurationError(
             f"num_nodes={num_nodes} in a process that nothing launched on several nodes",
             "fabric starts processes on the node that it runs on; those of other nodes come from a cluster's launcher",
             "torchrun, `fabric run`, srun or mpirun on every node",
             f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R from 0",
         )
-    if num_nodes != actual and found is not None:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes} (rank {found[1].rank})",
-            f"{found[0].name} has made processes on {actual} node(s)",
-            f'num_nodes="auto", or {actual}',
-            'Fabric(num_nodes="auto")',
-        )
-    return num_nodes
+    raise ConfigurationError(
+        f"num_nodes={num_nodes} (rank {found[1].rank})",
+        f"{found[0].name} has made processes on {actual} node(s)",
+        f'num_nodes="auto", or {actual}',
+        'Fabric(num_nodes="auto")',
+    )
 
 
 def _choose_launcher(
     launcher: Any,
     strategy: Strategy,
-    accelerator: Accelerator,
-    num_devices: int,
+    spec: LaunchSpec,
     world: World | None,
     found: tuple[Environment, World] | None,
     by_name: bool,
@@ -376,7 +365,6 @@ def _choose_launcher(
         )
     if world is not None:
         return InlineLauncher()
-    spec = LaunchSpec(num_processes=num_devices, device_type=accelerator.name)
     if named is None:
         # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
         if by_name and method == "popen" and is_interactive():
