@@ -1,5 +1,6 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_compat.py)."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "DispatchMode",
+    "HookSwitch",
     "OneLevel",
     "abort_process_group",
     "all_gather_into",
@@ -62,6 +65,40 @@ def flatten_one_level(tree: Any) -> OneLevel | None:
         return None
     values, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     return OneLevel(values, lambda new: pytree.tree_unflatten(new, spec))
+
+
+class HookSwitch:
+    """Hooks of modules that are taken off and put back at each forward pass, which costs less than to have them called.
+
+    A module with a hook takes a longer way through ``nn.Module.__call__``. ``RemovableHandle`` takes a hook off once;
+    where it hangs is known to undocumented attributes only.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[tuple[OrderedDict[int, Any], int, Any, bool]] = []
+
+    def add(self, handle: RemovableHandle, first: bool = False) -> None:
+        """Take charge of a hook that was just registered; with ``first`` it is put back in front of all others."""
+        hooks = handle.hooks_dict_ref()
+        assert hooks is not None, "its module is alive"
+        self._hooks.append((hooks, handle.id, hooks[handle.id], first))
+
+    def off(self) -> None:
+        """Take all off."""
+        for hooks, number, _, _ in self._hooks:
+            hooks.pop(number, None)
+
+    def on(self) -> None:
+        """Put all back; those that are there stay where they are."""
+        for hooks, number, hook, first in self._hooks:
+            hooks[number] = hook
+            if first:
+                hooks.move_to_end(number, last=False)
+
+    def close(self) -> None:
+        """Take all off for good."""
+        self.off()
+        self._hooks.clear()
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

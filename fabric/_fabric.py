@@ -51,7 +51,7 @@ _State = Mapping[str, Any]
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
 
 # What belongs to one process and does not travel to the ranks.
-_OF_THIS_PROCESS = frozenset(["_session", "_closed", "_guarded"])
+_OF_THIS_PROCESS = frozenset(["_session", "_closed"])
 
 
 class _Options(TypedDict, total=False):
@@ -497,7 +497,7 @@ class Fabric:
             tensor.backward(*args, **kwargs)
         else:
             session.recorded_backward(session.record, tensor, args, kwargs)
-        if self._guarded and session is not None:
+        if session is not None and session.guards:
             session.after_backward()
         if session is not None and session.first_steps:
             session.watch_first_steps()
@@ -1022,7 +1022,6 @@ class Fabric:
         """Start with nothing, as a Fabric that was just made, or has just come to a rank."""
         self._session: Session | None = None
         self._closed = False
-        self._guarded = self._plan.strategy.syncs_in_forward
 
     def _enter_rank(self, world: World) -> None:
         """Take a place in the job, in a process that was just made for it."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import Any, Literal
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -74,7 +74,8 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
-        self._guards: WeakSet[ForwardGuard] = WeakSet()
+        # No WeakSet: to go through one takes several calls, and it is done in every step.
+        self.guards: list[ref[ForwardGuard]] = []
         self._underway: list[Callable[[], WholeRound]] = []
         self._loaders_made = self._optimizers_made = 0
         self._check_training = check_training
@@ -95,7 +96,7 @@ class Session:
         guard = None
         if self.strategy.syncs_in_forward:
             guard = ForwardGuard(module, prepared, self.strategy, self.runtime.world.rank)
-            self._guards.add(guard)
+            self.guards = [ref(guard), *(each for each in self.guards if each() is not None)]
         model = FabricModule(
             module,
             prepared,
@@ -105,6 +106,7 @@ class Session:
             sharded=self.strategy.shards_modules,
             casts=not self.strategy.casts_in_forward,
             record=self.record,
+            doors=self.strategy.door_hooks(prepared),
         )
         self.originals.add(uncompiled(module))
         if self._check_training and self.strategy.shards_modules:
@@ -168,8 +170,7 @@ class Session:
         """A part of the program in which torch may issue collectives by itself."""
         return nullcontext() if self.record is None else self.record.during(name)
 
-    @staticmethod
-    def recorded_backward(record: Record, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def recorded_backward(self, record: Record, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A backward pass that others may wait for."""
         before = record.enter("backward")
         try:
@@ -205,8 +206,9 @@ class Session:
 
     def after_backward(self) -> None:
         """Tell the guards that a backward pass is over."""
-        for guard in self._guards:
-            guard.after_backward()
+        for each in self.guards:
+            if (guard := each()) is not None:
+                guard.after_backward()
 
     @contextmanager
     def without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
@@ -302,7 +304,8 @@ class Session:
             stack.callback(self.stop_request.close)
             if self.scaler is not None:
                 stack.callback(self.scaler.close)
-            for closed in (*self._guards, *self.first_steps):
+            guards = [guard for each in self.guards if (guard := each()) is not None]
+            for closed in (*guards, *self.first_steps):
                 stack.callback(closed.close)
             for hook in self._step_hooks:
                 stack.callback(hook.remove)

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fabric._compat import HookSwitch
+from fabric.communicators import Record
 from fabric.errors import UsageError
 from fabric.strategies import Strategy
 from fabric.tree import map_tensors
@@ -39,7 +41,7 @@ class ForwardGuard:
     """
 
     def __init__(self, module: nn.Module, prepared: nn.Module, strategy: Strategy, rank: int) -> None:
-        self.inside = False
+        self._inside = False
         self._sync_prepared = False
         self._reached = False
         self.left_local = False
@@ -48,31 +50,53 @@ class ForwardGuard:
         self._pace = strategy.runtime.pace if strategy.is_distributed else None
         if strategy.is_distributed:
             self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
-        self._module, self._prepared, self._strategy, self._rank = module, prepared, strategy, rank
-        self._handles = [
-            child.register_forward_hook(_DoorHook(self, f"{path}(...)")) for path, child in _callable_parts(module)
-        ]
+        self._module, self._strategy, self._rank = module, strategy, rank
+        self._syncs = strategy.sync_switch(prepared)
+        self._doors = HookSwitch()
+        for path, child in _callable_parts(module):
+            self._doors.add(child.register_forward_hook(_DoorHook(self, f"{path}(...)")))
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward pass has prepared a synchronisation, and no backward pass has come for it yet."""
         return self._sync_prepared and not self._reached
 
-    def entering(self) -> None:
-        """Note that a forward pass through the front door, with gradients, is about to begin."""
-        if self._frozen and any(parameter.requires_grad for _, parameter in self._frozen):
-            self._refuse_unfrozen()
-        if self._pace is not None and self._strategy.backward_syncs(self._prepared):
-            self._pace.step()
+    def front_door(self, forward: Callable[..., Any], record: Record, phase: str) -> Callable[..., Any]:
+        """``forward`` as the front door: watched, and noted in the record of this process as a phase."""
+        syncs, doors = self._syncs, self._doors
+        on_gradient = self._on_front_gradient
+        on_local = partial(self._on_gradient, "model(...) inside no_backward_sync, with backward outside of it")
 
-    def entered(self, output: Any) -> None:
-        """Note a forward pass through the front door, with gradients, that returned ``output``."""
-        if self._strategy.backward_syncs(self._prepared):
-            self._sync_prepared = True
-            self._watch(output, self._on_front_gradient)
-        else:
-            door = "model(...) inside no_backward_sync, with backward outside of it"
-            self._watch(output, partial(self._on_gradient, door))
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Notes are no part of a graph, and would break it.
+            if torch.compiler.is_dynamo_compiling() or self._inside:
+                return forward(*args, **kwargs)
+            trains = torch.is_grad_enabled()
+            before = record.enter(phase)
+            try:
+                if trains:
+                    if self._frozen:
+                        self._check_frozen()
+                    if self._pace is not None and syncs():
+                        self._pace.step()
+                self._inside = True
+                doors.off()
+                output = forward(*args, **kwargs)
+            except RuntimeError as error:
+                self._strategy.explain(error)
+                record.annotate(error)
+                raise
+            finally:
+                doors.on()
+                self._inside = False
+                record.phase = before
+            if trains:
+                prepares = syncs()
+                self._sync_prepared |= prepares
+                _watch(output, on_gradient if prepares else on_local)
+            return output
+
+        return run
 
     def after_backward(self) -> None:
         """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
@@ -81,8 +105,8 @@ class ForwardGuard:
 
     def through_door(self, output: Any, door: str) -> None:
         """Note that ``output`` came out of another door than the front one."""
-        if not self.inside and torch.is_grad_enabled():
-            self._watch(output, partial(self._on_gradient, door))
+        if not self._inside and torch.is_grad_enabled():
+            _watch(output, partial(self._on_gradient, door))
 
     def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A user's method whose results are watched."""
@@ -94,26 +118,12 @@ class ForwardGuard:
 
         return watched
 
-    def explain(self, error: Exception) -> None:
-        """Add to an error of the forward pass what would help."""
-        self._strategy.explain(error)
-
     def close(self) -> None:
         """Take the hooks off again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _watch(self, output: Any, on_gradient: Callable[[Tensor], None]) -> None:
-        def watch(tensor: Tensor) -> Tensor:
-            if tensor.requires_grad:
-                tensor.register_hook(on_gradient)
-            return tensor
-
-        map_tensors(watch, output)
+        self._doors.close()
 
     def _on_front_gradient(self, grad: Tensor) -> None:
-        if self._sync_prepared and not self._strategy.backward_syncs(self._prepared):
+        if self._sync_prepared and not self._syncs():
             raise UsageError(
                 f"backward through {type(self._module).__name__} inside of no_backward_sync on rank {self._rank}",
                 "its forward pass was outside of it, and has prepared a synchronisation that takes place all the same",
@@ -122,7 +132,7 @@ class ForwardGuard:
             )
         if self._sync_prepared:
             self._reached, self.left_local = True, False
-        elif self._strategy.backward_syncs(self._prepared):
+        elif self._syncs():
             raise UsageError(
                 f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",
                 "gradients are synchronised in the first backward pass after a forward pass; these would stay local",
@@ -133,7 +143,7 @@ class ForwardGuard:
     def _on_gradient(self, door: str, grad: Tensor) -> None:
         if self._sync_prepared:
             return
-        if not self._strategy.backward_syncs(self._prepared):
+        if not self._syncs():
             self.left_local = True
             return
         raise UsageError(
@@ -144,8 +154,10 @@ class ForwardGuard:
             'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
         )
 
-    def _refuse_unfrozen(self) -> None:
+    def _check_frozen(self) -> None:
         names = [name for name, parameter in self._frozen if parameter.requires_grad]
+        if not names:
+            return
         raise UsageError(
             f"a forward pass of {type(self._module).__name__} on rank {self._rank}",
             f"these were frozen when it was set up, and their gradients would not be synchronised: {', '.join(names)}",
@@ -163,7 +175,7 @@ class _DoorHook:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         # Inside a compiled graph the call came through the front door, or through a compiled part of the user's own.
-        if not torch.compiler.is_compiling() and not self._guard.inside:
+        if not torch.compiler.is_compiling():
             self._guard.through_door(output, self._door)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -172,6 +184,20 @@ class _DoorHook:
 
 def _nothing(*args: Any) -> None:
     pass
+
+
+def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
+    if type(output) is Tensor:
+        if output.requires_grad:
+            output.register_hook(on_gradient)
+        return
+
+    def watch(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(on_gradient)
+        return tensor
+
+    map_tensors(watch, output)
 
 
 def _callable_parts(module: nn.Module, path: str = "model.module") -> Iterator[tuple[str, nn.Module]]:

@@ -8,9 +8,9 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fabric._compat import uncompiled
+from fabric._compat import HookSwitch, uncompiled
 from fabric.communicators import Record
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.forward_guard import ForwardGuard
@@ -48,6 +48,7 @@ class FabricModule(nn.Module):
         sharded: whether parameters are spread over ranks.
         casts: whether inputs and outputs are cast here; false where the prepared module does it.
         record: where forward passes are noted, if anywhere.
+        doors: hooks of the strategy's own that have nothing to say within a forward pass.
     """
 
     def __init__(
@@ -60,14 +61,17 @@ class FabricModule(nn.Module):
         sharded: bool = False,
         casts: bool = True,
         record: Record | None = None,
+        doors: HookSwitch | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
-        forward = _build_forward(module, prepared, precision if casts else None, device, guard)
-        if record is not None:
-            # torch puts this in front of the name of what it shards.
-            name = type(original).__name__.removeprefix("FSDP" if sharded else "")
-            forward = _recorded_forward(forward, record, f"forward of {name}")
+        forward = _cast_forward(module, prepared, precision, device) if casts else prepared
+        # torch puts this in front of the name of what it shards.
+        phase = f"forward of {type(original).__name__.removeprefix('FSDP' if sharded else '')}"
+        if guard is not None:
+            forward = guard.front_door(forward, record or Record(str), phase)
+        elif record is not None:
+            forward = _recorded_forward(forward, record, phase, doors or HookSwitch())
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -195,27 +199,19 @@ for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
         setattr(FabricModule, _name, _delegate(_name))
 
 
-def _build_forward(
-    module: nn.Module,
-    prepared: nn.Module,
-    precision: Precision | None,
-    device: torch.device,
-    guard: ForwardGuard | None,
-) -> Forward:
-    """The whole forward pass as one function, cast for ``precision``; what can be decided once is decided here."""
-    forward: Forward = prepared
-    if precision is None:
-        return forward if guard is None else _guarded_forward(forward, guard)
+def _cast_forward(module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device) -> Forward:
+    """The forward pass in the dtypes of a precision; what can be decided once is decided here."""
     if precision.compute_dtype is not None:
-        forward = _mixed_forward(forward, precision, device.type)
-    elif (dtype := floating_dtype(module)) is not None:
-        forward = _true_forward(forward, dtype)
-    return forward if guard is None else _guarded_forward(forward, guard)
+        return _mixed_forward(prepared, precision, device.type)
+    dtype = floating_dtype(module)
+    return prepared if dtype is None else _true_forward(prepared, dtype)
 
 
 def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = cast_inputs(dtype, args, kwargs)
+        # Most models take one tensor, and most often it is right.
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype is not dtype:
+            args, kwargs = cast_inputs(dtype, args, kwargs)
         return forward(*args, **kwargs)
 
     return run
@@ -232,38 +228,19 @@ def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> 
     return run
 
 
-def _guarded_forward(forward: Forward, guard: ForwardGuard) -> Forward:
+def _recorded_forward(forward: Forward, record: Record, phase: str, doors: HookSwitch) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # notes are no part of a graph, and would break it
-            return forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            guard.entering()
-        guard.inside = True
-        try:
-            output = forward(*args, **kwargs)
-        except RuntimeError as error:
-            guard.explain(error)
-            raise
-        finally:
-            guard.inside = False
-        if torch.is_grad_enabled():
-            guard.entered(output)
-        return output
-
-    return run
-
-
-def _recorded_forward(forward: Forward, record: Record, phase: str) -> Forward:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # notes are no part of a graph, and would break it
             return forward(*args, **kwargs)
         before = record.enter(phase)
         try:
+            doors.off()
             return forward(*args, **kwargs)
         except RuntimeError as error:
             record.annotate(error)
             raise
         finally:
+            doors.on()
             record.phase = before
 
     return run

@@ -22,7 +22,7 @@ from fabric._stacks import Stacks, read_stack
 from fabric.communicators import Record
 from fabric.communicators._callers import location, reason_to_leave, user_frame
 from fabric.communicators._calls import in_words
-from fabric.communicators.recorded import HEADING, STEP
+from fabric.communicators.recorded import CLOSURE, HEADING, STEP
 
 __all__ = ["DEFAULT_WATCHDOG", "Answer", "Watchdog", "compose"]
 
@@ -268,7 +268,7 @@ class Watchdog:
         frame = user_frame(sys._current_frames().get(record.thread))
         here = "" if frame is None else f" at {location(frame.f_code, frame.f_lasti)}"
         taken = record.counts.get(STEP, 0)
-        more = f", step {taken if phase == STEP else taken + 1}"
+        more = f", step {taken if phase in (STEP, CLOSURE) else taken + 1}"
         if call:
             place, key, number = f"in {call}", call.group, call.number
         else:

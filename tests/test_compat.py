@@ -178,6 +178,19 @@ def test_a_module_that_was_compiled_in_place_is_known():
     assert _compat.compiled_in_place(module)
 
 
+def test_hooks_are_taken_off_and_put_back_in_their_places():
+    module, called = nn.Identity(), []
+    switch = _compat.HookSwitch()
+    module.register_forward_pre_hook(lambda *_: called.append("user's"))
+    switch.add(module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True), first=True)
+    switch.add(module.register_forward_hook(lambda *_: called.append("after")))
+    for turn in (switch.on, switch.off, switch.off, switch.on, switch.close, switch.on):
+        turn()
+        module(1)
+        called.append("|")
+    assert " ".join(called) == "first user's after | user's | user's | first user's after | user's | user's |"
+
+
 def test_without_dtensors_their_module_is_not_imported():
     code = "import sys, fabric._compat; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

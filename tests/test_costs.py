@@ -36,25 +36,29 @@ def warm_calls(one: Callable[[], Any]) -> int:
 
 
 # The raw loops have autocast and a GradScaler of their own.
-@pytest.mark.parametrize(("precision", "most"), [("32-true", 4), ("bf16-mixed", 4), ("16-mixed", 14)])
+@pytest.mark.parametrize(("precision", "most"), [("32-true", 3), ("bf16-mixed", 4), ("16-mixed", 14)])
 def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(precision: str, most: int) -> None:
     assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
 
 
-# Eight of them note for the watchdog where this rank is.
-@pytest.mark.parametrize(("strategy", "most"), [("ddp", 59), ("fsdp", 29)])
+# Four of them note for the watchdog where this rank is, and two take hooks off that would cost several calls each.
+@pytest.mark.parametrize(("strategy", "most"), [("ddp", 19), ("fsdp", 15)])
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
-    for ours, by_hand in run_in_ranks(count_both, strategy=strategy, launcher="forkserver"):
-        assert ours - by_hand <= most
+    # In processes of their own: two sharded models in one compare their layouts, in turns that depend on addresses.
+    ours, by_hand = (run_in_ranks(count, strategy=strategy, launcher="forkserver") for count in (count_ours, count_raw))
+    assert all(mine - other <= most for mine, other in zip(ours, by_hand, strict=True))
 
 
-def count_both(fabric: Fabric) -> tuple[int, int]:
+def count_ours(fabric: Fabric) -> int:
     model, optimizer, inputs, targets = tiny()
-    ours = warm_calls(step_of(*fabric.setup(model, optimizer), fabric.backward, inputs, targets))
-    model = tiny()[0]
+    return warm_calls(step_of(*fabric.setup(model, optimizer), fabric.backward, inputs, targets))
+
+
+def count_raw(fabric: Fabric) -> int:
+    model, _, inputs, targets = tiny()
     prepared: Any = fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
-    return ours, warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
+    return warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
 
 
 def test_a_batch_on_the_cpu_makes_one_more_python_call_than_in_the_raw_loop() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 from fabric import Fabric
 from fabric._plan import resolve
 from fabric._stacks import Stacks, read_stack
-from fabric.communicators.recorded import HEADING
+from fabric.communicators.recorded import CLOSURE, HEADING, Record
 from fabric.errors import ConfigurationError
 from fabric.strategies import DDPStrategy
 from fabric.watchdog import Answer, Watchdog, compose
@@ -41,6 +41,28 @@ def test_a_report_names_who_has_come_and_shows_the_stack_of_who_has_not():
     assert "has come: rank 0\n  has not come: ranks 1, 2" in report
     assert "    one" in report
     assert "zero" not in report
+
+
+def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
+    record, optimizer = Record(str), torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    optimizer.register_step_pre_hook(record.enter_step)
+    optimizer.register_step_post_hook(record.leave_step)
+    phases = []
+
+    def evaluate():
+        with record.during("forward"):
+            phases.append(record.phase)
+        phases.append(record.phase)
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    optimizer.step(evaluate)
+    optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    evaluate()
+    assert phases == ["forward", CLOSURE, "forward", None]
 
 
 def test_a_report_of_a_group_is_about_its_members():

@@ -3,7 +3,7 @@
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType
 from typing import Any, NamedTuple
@@ -15,9 +15,9 @@ from fabric.communicators._callers import location, user_frame
 from fabric.communicators.base import Announcement, Communicator, Reduce
 from fabric.errors import FabricError, UsageError
 
-__all__ = ["HEADING", "STEP", "Occurrence", "Record", "RecordedCommunicator"]
+__all__ = ["CLOSURE", "HEADING", "STEP", "Occurrence", "Record", "RecordedCommunicator"]
 
-STEP = "optimizer step"
+STEP, CLOSURE = "optimizer step", "optimizer step with a closure"
 HEADING = "where each rank is:"
 _WORDS_OF_LATENESS = ("timed out", "timeout", "did not come")
 
@@ -80,13 +80,18 @@ class Record:
     def enter(self, phase: str) -> str | None:
         """Note that a phase begins; the one that it is a part of, to be put back at its end."""
         self.counts[phase] += 1
-        before, self.phase, self.newest = self.phase, phase, phase
+        # Nothing is a part of a step without a closure: one that is still noted was left by an error.
+        before = None if self.phase is STEP else self.phase
+        self.phase = self.newest = phase
         return before
 
-    def enter_step(self, *_: object) -> None:
+    def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that an optimizer begins a step; a hook before it."""
         self.counts[STEP] += 1
         self.phase = self.newest = STEP
+        if len(args) > 1 or kwargs:
+            self.counts[CLOSURE] += 1
+            self.phase = self.newest = CLOSURE
 
     def leave_step(self, *_: object) -> None:
         """Note that it is over; a hook after it."""

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric._compat import uncompiled
+from fabric._compat import HookSwitch, uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, NonMember
@@ -293,6 +294,14 @@ class Strategy(ABC):
     def backward_syncs(self, module: nn.Module) -> bool:
         """Whether a backward pass through this prepared module, now, would synchronise gradients."""
         return False
+
+    def sync_switch(self, module: nn.Module) -> Callable[[], bool]:
+        """:meth:`backward_syncs` of this prepared module as a function, for those who ask several times in a step."""
+        return partial(self.backward_syncs, module)
+
+    def door_hooks(self, module: nn.Module) -> HookSwitch:
+        """Hooks on parts of this prepared module that have nothing to say within its forward pass."""
+        return HookSwitch()
 
     def join(
         self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True

@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -176,7 +178,13 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def backward_syncs(self, module: nn.Module) -> bool:
-        return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
+        return self.sync_switch(module)()
+
+    @override
+    def sync_switch(self, module: nn.Module) -> Callable[[], bool]:
+        # No function of Python: it is asked in every step. Without trainable parameters there is no wrapper.
+        is_wrapped = isinstance(module, DistributedDataParallel)
+        return partial(attrgetter("require_backward_grad_sync"), module) if is_wrapped else bool
 
     @override
     def join(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabric._compat import in_backward, reset_after_error
+from fabric._compat import HookSwitch, in_backward, reset_after_error
 from fabric.errors import UsageError
 
 __all__ = ["Doors"]
@@ -25,6 +25,9 @@ class Doors:
         units: the parts that are units of their own; what is inside of them is not watched.
         sharded_type: the class that makes a module a unit or the root, which knows how to ``reshard()``.
         rank: rank of this process, for the error.
+
+    Attributes:
+        hooks: those of the parts, which have nothing to say within a forward pass.
     """
 
     def __init__(self, root: nn.Module, units: Collection[nn.Module], sharded_type: type[Any], rank: int) -> None:
@@ -35,15 +38,17 @@ class Doors:
             root.register_forward_hook(self._finish),
             root.register_forward_hook(self._leave, always_call=True),
         ]
+        self.hooks = HookSwitch()
         for path, part in _parts(root, set(units)):
             # First, before the unit's own hook takes it for the root of a model.
-            self._handles.append(part.register_forward_pre_hook(self._door(path), prepend=True))
+            self.hooks.add(part.register_forward_pre_hook(self._door(path), prepend=True), first=True)
 
     def close(self) -> None:
         """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self.hooks.close()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._usable:
@@ -63,11 +68,11 @@ class Doors:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # An error in another hook may have come before _enter.
         self._depth = max(0, self._depth - 1)
-        if self._depth or torch.compiler.is_compiling():
+        if self._depth or (self._finished and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return
         if not self._finished:
             self._usable, self._finished = reset_after_error(module), True
-        elif not torch.is_grad_enabled():
+        else:
             # No backward pass will do it, and a change of whole parameters would be lost.
             sharded: list[Any] = [part for part in module.modules() if isinstance(part, self._sharded_type)]
             for part in sharded:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._compat import full_tensor, local_tensor, uncompiled, unreduced_parameters
+from fabric._compat import HookSwitch, full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
@@ -344,6 +344,10 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def backward_syncs(self, module: nn.Module) -> bool:
         return self._synced.get(uncompiled(module), False)
+
+    @override
+    def door_hooks(self, module: nn.Module) -> HookSwitch:
+        return self._doors[uncompiled(module)].hooks
 
     @override
     def unreduced(self, module: nn.Module) -> list[torch.Tensor]:
