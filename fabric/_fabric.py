@@ -30,7 +30,7 @@ from fabric.data import FabricDataLoader
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.initialization import created_on
-from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
+from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, leave_with_an_error, refuse_while_importing_main
 from fabric.loggers.base import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
@@ -1068,7 +1068,11 @@ class Fabric:
         # After an uncaught exception the other ranks may be waiting where this one will never come.
         if getattr(sys, "last_value", None) is not None and self._session is not None:
             self._session.runtime.abort()
-        self.teardown()
+        try:
+            self.teardown()
+        except BaseException:
+            leave_with_an_error()
+            raise
 
 
 def _origin(plan: Plan) -> str:

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
@@ -329,7 +330,8 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
     end_with_parent()
     recorder = _recorder(Path(directory))
     threading.Thread(target=_attend, args=(int(agent), recorder), name="fabric-agent", daemon=True).start()
-    raise_on_signals(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN)
+    heard = partial(recorder.directory.say_heard, int(os.environ["RANK"]))
+    raise_on_signals(signal.getsignal(signal.SIGINT) is not signal.SIG_IGN, heard)
     if first_path:
         sys.path.insert(0, first_path)
     sys.argv = [script, *arguments]
@@ -368,6 +370,8 @@ def _recorder(directory: Path) -> "FailureRecorder":
     rank = int(os.environ["RANK"])
     if os.environ["GROUP_WORLD_SIZE"] == "1":
         os.environ["FABRIC_STORE"] = attempt.store
+    else:
+        os.environ["FABRIC_DIRECTORY"] = str(attempt.path)
     # Kept open by faulthandler; unbuffered, because a crash flushes nothing.
     faulthandler.enable(open(attempt.crash_file(rank), "wb", buffering=0))  # noqa: SIM115
     return FailureRecorder(attempt, rank)

@@ -25,6 +25,8 @@ class World:
             found.
         store: where the processes meet when fabric started them, as ``file:///path`` (a private
             :class:`torch.distributed.FileStore`); ``None`` under another launcher.
+        directory: where the processes of this node leave notes for the ``fabric run`` that started them, one of
+            several machines; with ``store`` they are left beside that.
     """
 
     rank: int = 0
@@ -35,6 +37,7 @@ class World:
     address: str = "127.0.0.1"
     port: int | None = None
     store: str | None = None
+    directory: str | None = None
 
     def __post_init__(self) -> None:
         # Every other node holds at least one process, and so does every rank before this one on this node.
@@ -98,6 +101,7 @@ class World:
             address=_text(env, "MASTER_ADDR") or "127.0.0.1",
             port=_port(env),
             store=_text(env, "FABRIC_STORE") or None,
+            directory=_text(env, "FABRIC_DIRECTORY") or None,
         )
 
     def to_env(self) -> dict[str, str]:
@@ -114,6 +118,8 @@ class World:
             env["MASTER_PORT"] = str(self.port)
         if self.store is not None:
             env["FABRIC_STORE"] = self.store
+        if self.directory is not None:
+            env["FABRIC_DIRECTORY"] = self.directory
         return env
 
 

@@ -155,7 +155,8 @@ def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_e
 
 
 SCRIPT = """
-import sys
+import atexit, sys
+atexit.register(print, "an exit handler", file=sys.stderr, flush=True)
 from fabric import Fabric
 fabric = Fabric(accelerator="cpu", devices=1, environment="none")
 fabric.save(sys.argv[1], {"step": 1}, async_=True)
@@ -163,15 +164,17 @@ fabric.save(sys.argv[2], {"step": 1}, async_=True)
 """
 
 
-def test_a_script_that_just_ends_finishes_its_save_and_prints_what_goes_wrong(tmp_path: Path) -> None:
+def test_a_script_that_just_ends_finishes_its_save_and_tells_what_goes_wrong(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     good, bad = tmp_path / "state.pt", tmp_path / "file" / "state.pt"
-    for paths, texts in ((good, good), []), ((good, bad), ["CheckpointError", "the file system refuses"]):
+    for paths, code, texts in ((good, good), 0, []), ((good, bad), 120, ["CheckpointError", "the file system refuses"]):
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *map(str, paths)], capture_output=True, text=True, timeout=80, check=True
+            [sys.executable, "-c", SCRIPT, *map(str, paths)], capture_output=True, text=True, timeout=80, check=False
         )
+        assert done.returncode == code
         assert all(text in done.stderr for text in texts)
-        assert bool(done.stderr) is bool(texts)
+        assert (done.stderr == "an exit handler\n") is not bool(texts)
+        assert done.stderr.count("an exit handler\n") == 1
         assert FullCheckpoint().load(good)["step"] == 1
 
 

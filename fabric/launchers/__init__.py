@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from fabric.launchers._failures import RunDirectory
 from fabric.launchers._fresh import refuse_while_importing_main
-from fabric.launchers._rank import record_failures
+from fabric.launchers._rank import leave_with_an_error, record_failures
 from fabric.launchers._signals import StopRequest
 from fabric.launchers.base import Launcher, LaunchSpec
 from fabric.launchers.inline import InlineLauncher
@@ -24,6 +24,7 @@ __all__ = [
     "StopRequest",
     "is_interactive",
     "is_notebook",
+    "leave_with_an_error",
     "notebook_start_method",
     "record_failures",
     "refuse_while_importing_main",

@@ -1,6 +1,7 @@
 """torch's elastic agent for ``fabric run``, with the patience of fabric's own launchers."""
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,15 +10,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from fabric._compat import elastic_agent, elastic_processes, elastic_restarts
 from fabric.launchers._failures import RunDirectory, attempt_directory
-from fabric.launchers._supervision import ASK, COLLECT, INSISTING, INTERRUPT, SAVE, WIND_DOWN
+from fabric.launchers._patience import ASK, COLLECT, INSISTING, INTERRUPT, SAVE, WIND_DOWN, await_ends
 
 __all__ = ["MeetingPlace", "run_agent"]
 
@@ -76,70 +78,73 @@ def run_agent(
         master_port=place.main[1],
         local_addr=place.address,
     )
-    agent = _Agent(spec, directory, alone=nodes == 1)
+    overseer = _Overseer(directory)
+    logs = DefaultLogsSpecs(log_dir=str(directory / "agent"))
+    agent = elastic_agent(spec, logs, overseer.look, overseer.end)
     try:
         failures = agent.run().failures  # pyright: ignore[reportAttributeAccessIssue] - lost in a decorator
     finally:
         spec.rdzv_handler.shutdown()
-    return {rank: failure for rank, failure in failures.items() if agent.is_suspect(rank)} or failures
+    return {rank: failure for rank, failure in failures.items() if overseer.is_suspect(agent, rank)} or failures
 
 
-class _Agent(LocalElasticAgent):
-    """Ends the ranks as :class:`~fabric.launchers._supervision.Crew` does; torch's own gives them half a minute."""
+class _Overseer:
+    """Ends ranks as :class:`~fabric.launchers._supervision.Crew` does; torch's own agent gives them half a minute."""
 
-    def __init__(self, spec: WorkerSpec, directory: Path, *, alone: bool) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(directory / "agent")))
-        self._directory, self._alone = directory, alone
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._stopped: set[int] = set()
         self._stopped_at = 0.0
 
-    def is_suspect(self, rank: int) -> bool:
+    def is_suspect(self, agent: LocalElasticAgent, rank: int) -> bool:
         """Whether a rank may have ended the job: it ended by itself, or was handling an error when it was stopped."""
-        recorded = self._attempt().read(rank)
+        recorded = self._attempt(agent).read(rank)
         return rank not in self._stopped or (recorded is not None and recorded.time < self._stopped_at)
 
-    def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride] - its type is lost in a decorator
-        self, worker_group: WorkerGroup
-    ) -> RunResult:
-        # Before torch's looks: it would ask the others to end at once, and wait for them.
-        if any(code for code in self._exit_codes().values()):
-            self._wait_for_all(COLLECT)
-            self._attempt().ask()
-            self._wait_for_all(ASK)
-            codes = self._exit_codes()
-            self._stopped = {worker.global_rank for worker in worker_group.workers if codes[worker.local_rank] is None}
-            self._stopped_at = time.monotonic()
-            self._close(signal.SIGTERM, WIND_DOWN)
-        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - likewise
+    def look(self, agent: LocalElasticAgent) -> None:
+        """End the ranks if one has failed, before torch asks the others to end at once, and waits for them."""
+        if not any(process.poll() for process in elastic_processes(agent).values()):
+            return
+        _pause(agent, COLLECT)
+        self._attempt(agent).ask()
+        _pause(agent, ASK)
+        self._stopped, self._stopped_at = set(_alive(agent)), time.monotonic()
+        self._close(agent, signal.SIGTERM, WIND_DOWN)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        with _insistence():
-            try:
-                self._close(death_sig, self._grace(death_sig))
-            except SignalException:
-                self._close(signal.SIGKILL, 1.0)
+    def end(self, agent: LocalElasticAgent, number: signal.Signals) -> None:
+        """End the ranks because of a signal, or because all is over."""
+        saving = number == signal.SIGTERM and any(map(self._attempt(agent).is_saving, _alive(agent)))
+        with _insistence(), contextlib.suppress(SignalException):  # an impatient one: torch's agent kills them next
+            self._close(agent, number, SAVE if saving else INTERRUPT)
 
-    def _grace(self, number: signal.Signals) -> float:
-        # Ranks of several machines have no directory in which to note that they are saving.
-        ranks = [worker.global_rank for worker in self._worker_group.workers]
-        saving = not self._alone or any(self._attempt().is_saving(rank) for rank in ranks)
-        return SAVE if number == signal.SIGTERM and saving else INTERRUPT
+    def _close(self, agent: LocalElasticAgent, number: int, grace: float) -> None:
+        for pid in _alive(agent).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, number)
+        attempt = self._attempt(agent)
+        await_ends(
+            lambda: _alive(agent),
+            lambda rank: attempt.has_heard(rank, number),
+            lambda seconds: _pause(agent, seconds),
+            grace,
+        )
+        for pid in _alive(agent).values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
 
-    def _close(self, number: signal.Signals, grace: float) -> None:
-        if self._pcontext is not None:
-            self._pcontext.close(number, grace)  # pyright: ignore[reportArgumentType] - seconds, which it compares only
+    def _attempt(self, agent: LocalElasticAgent) -> RunDirectory:
+        return attempt_directory(self._directory, elastic_restarts(agent))
 
-    def _attempt(self) -> RunDirectory:
-        return attempt_directory(self._directory, self._worker_group.spec.max_restarts - self._remaining_restarts)
 
-    def _exit_codes(self) -> dict[int, int | None]:
-        assert isinstance(self._pcontext, SubprocessContext)
-        return {rank: handler.proc.poll() for rank, handler in self._pcontext.subprocess_handlers.items()}
+def _alive(agent: LocalElasticAgent) -> dict[int, int]:
+    return {rank: process.pid for rank, process in elastic_processes(agent).items() if process.poll() is None}
 
-    def _wait_for_all(self, limit: float) -> None:
-        deadline = time.monotonic() + limit
-        while None in self._exit_codes().values() and time.monotonic() < deadline:
-            time.sleep(0.02)
+
+def _pause(agent: LocalElasticAgent, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while _alive(agent) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return False
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fabric.errors import CollectiveMismatchError
+from fabric.world import World
 
 __all__ = ["Failure", "FailureRecorder", "RunDirectory", "attempt_directory", "is_consequence"]
 
@@ -65,6 +66,13 @@ class RunDirectory:
         """The one that holds this store, which is ``file:///path``."""
         return cls(Path(store.removeprefix("file://")).parent)
 
+    @classmethod
+    def of_world(cls, world: World) -> "RunDirectory | None":
+        """The one in which this process leaves notes for a launcher of fabric; None under any other."""
+        if world.store is not None:
+            return cls.of_store(world.store)
+        return None if world.directory is None else cls(Path(world.directory))
+
     @property
     def store(self) -> str:
         """Where the ranks meet: ``file:///path`` of a :class:`torch.distributed.FileStore`."""
@@ -93,6 +101,15 @@ class RunDirectory:
     def is_listening(self, rank: int) -> bool:
         """Whether this rank has come so far."""
         return (self.path / f"listening-{rank}").exists()
+
+    def say_heard(self, rank: int, number: int) -> None:
+        """Note that this rank has acted on a signal."""
+        with contextlib.suppress(FileNotFoundError):  # the job is over, and nobody wants to know
+            (self.path / f"heard-{rank}-{number}").touch()
+
+    def has_heard(self, rank: int, number: int) -> bool:
+        """Whether this rank has; one with a handler of the user's counts as soon as the signal is there."""
+        return (self.path / f"heard-{rank}-{number}").exists()
 
     def say_finished(self, rank: int) -> None:
         """Note that this rank has come to the end of its script."""

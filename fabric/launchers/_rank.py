@@ -7,14 +7,17 @@ handling. A rank that runs a function has an *answer* pipe too, on which what th
 
 import contextlib
 import faulthandler
+import inspect
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import Any, TextIO
 
 from fabric.errors import ConfigurationError
 from fabric.launchers._custody import end_with_parent
@@ -23,7 +26,7 @@ from fabric.launchers._signals import raise_on_signals
 from fabric.launchers._transport import Call, dump_result
 from fabric.world import World
 
-__all__ = ["LIFELINE", "Seat", "lifeline_variable", "record_failures", "run_function"]
+__all__ = ["LIFELINE", "Seat", "leave_with_an_error", "lifeline_variable", "record_failures", "run_function"]
 
 LIFELINE = "FABRIC_LIFELINE"
 
@@ -107,6 +110,32 @@ def run_function(seat: Seat, lifeline: Connection, answers: Connection, load: Ca
     return 0
 
 
+class _FailingStream:
+    """A stream that fails when the interpreter itself flushes it, at its very end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        caller = inspect.currentframe()
+        if caller is not None and caller.f_back is None:
+            raise OSError("an exit handler has failed")
+
+
+def leave_with_an_error() -> None:
+    """Let this process, which is running its exit handlers, end with code 120 instead of 0.
+
+    An exception in an exit handler changes no exit code, and to leave at once would skip the other handlers. Python
+    ends with 120 when it cannot flush a standard stream (see ``sys.exit``), which it tries last.
+    """
+    if sys.stderr is not None:
+        sys.stderr = _FailingStream(sys.stderr)
+
+
 def lifeline_variable(fd: int, interruptible: bool) -> str:
     """The text by which a re-run script finds its lifeline.
 
@@ -140,7 +169,7 @@ def _inherited_lifeline(text: str) -> tuple[Connection, bool] | None:
 def _listen(lifeline: Connection, recorder: FailureRecorder, rank: int, interruptible: bool) -> None:
     end_with_parent()
     if threading.current_thread() is threading.main_thread():
-        raise_on_signals(interruptible)
+        raise_on_signals(interruptible, partial(recorder.directory.say_heard, rank))
     recorder.directory.say_listening(rank)
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.

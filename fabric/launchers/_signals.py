@@ -17,7 +17,7 @@ from fabric.world import World
 
 __all__ = ["ReportRequests", "StopRequest", "raise_on_signals"]
 
-_FIRST_PAUSE = 0.01  # seconds until the main thread is told again; the next ones are twice as long each
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1  # seconds until the main thread is told again; each is twice as long
 
 
 class _RaiseOnce:
@@ -35,16 +35,19 @@ class _RaiseOnce:
         raise self._error
 
 
-def raise_on_signals(interruptible: bool) -> None:
-    """Let SIGTERM and, if ``interruptible``, SIGINT raise in the main thread; a handler of the user stays."""
+def raise_on_signals(interruptible: bool, heard: Callable[[int], object]) -> None:
+    """Let SIGTERM and, if ``interruptible``, SIGINT raise in the main thread; a handler of the user stays.
+
+    ``heard`` is called with the number of a signal once it has raised, or is left to another handler.
+    """
     if signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, signal.SIG_IGN):
         signal.signal(signal.SIGTERM, _RaiseOnce(SystemExit(128 + signal.SIGTERM)))
     if interruptible and signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_IGN):
         signal.signal(signal.SIGINT, _RaiseOnce(KeyboardInterrupt()))
-    _keep_waking()
+    _keep_waking(heard)
 
 
-def _keep_waking() -> None:
+def _keep_waking(heard: Callable[[int], object]) -> None:
     """Wake the main thread until it has acted on a signal.
 
     A signal that comes between the interpreter's last look and the start of a wait, or is taken by another thread,
@@ -63,7 +66,8 @@ def _keep_waking() -> None:
             time.sleep(pause := _FIRST_PAUSE)
             while isinstance(signal.getsignal(received[0]), _RaiseOnce):
                 signal.pthread_kill(main, received[0])
-                time.sleep(pause := 2 * pause)
+                time.sleep(pause := min(2 * pause, _LONGEST_PAUSE))
+            heard(received[0])
 
     threading.Thread(target=watch, name="fabric-signals", daemon=True).start()
 
@@ -144,8 +148,9 @@ class StopRequest:
             )
         self._previous = signal.signal(signal.SIGTERM, self._note)
         self._installed = True
-        if self._world.store is not None:
-            RunDirectory.of_store(self._world.store).say_saving(self._world.rank)
+        directory = RunDirectory.of_world(self._world)
+        if directory is not None:
+            directory.say_saving(self._world.rank)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True

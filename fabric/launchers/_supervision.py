@@ -19,15 +19,10 @@ from typing import Any, Protocol
 from fabric.errors import RankFailedError
 from fabric.launchers._custody import DirectoryGuard
 from fabric.launchers._failures import Failure, RunDirectory
+from fabric.launchers._patience import ASK, COLLECT, INSISTING, INTERRUPT, REAP, SAVE, WIND_DOWN, await_ends
 from fabric.launchers._signals import ReportRequests
 
 __all__ = [
-    "ASK",
-    "COLLECT",
-    "INSISTING",
-    "INTERRUPT",
-    "SAVE",
-    "WIND_DOWN",
     "Crew",
     "JobInterrupted",
     "Member",
@@ -37,13 +32,6 @@ __all__ = [
     "explain_exit",
     "signal_name",
 ]
-
-# Seconds: for the other errors to arrive; for the ranks that remain to tell theirs; for ``finally`` blocks after a
-# failure and after an interruption; for the system to reap a killed process; from a signal to one that means insisting.
-# Nothing that a user waits for after a fault may sum up to five: a test counts.
-COLLECT, ASK, WIND_DOWN, INTERRUPT, _REAP, INSISTING = 1.0, 0.3, 2.0, 3.0, 5.0, 0.3
-# Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
-SAVE = 30.0
 
 
 class RankProcess(Protocol):
@@ -174,7 +162,7 @@ class Crew:
         try:
             for member in self.members:
                 member.send(signal.SIGKILL)
-            self._collect_until(time.monotonic() + _REAP)
+            self._collect_until(time.monotonic() + REAP)
             for member in self.members:
                 member.lifeline.close()
                 if member.answers is not None:
@@ -229,6 +217,9 @@ class Crew:
     def _all_answered(self) -> bool:
         return all(member.answer is not None for member in self.members)
 
+    def _all_told(self) -> bool:
+        return all(self.directory.read(member.rank) is not None for member in self._alive())
+
     def _alive(self) -> list[Member]:
         return [member for member in self.members if not member.poll()]
 
@@ -255,7 +246,7 @@ class Crew:
         self._collect_until(time.monotonic() + COLLECT, lambda: self._signals.received)
         for member in self._alive():
             member.ask()
-        self._collect_until(time.monotonic() + ASK, lambda: self._signals.received)
+        self._collect_until(time.monotonic() + ASK, lambda: self._signals.received or self._all_told())
         cause = self._cause()
         self._end(signal.SIGTERM, WIND_DOWN)
         raise cause
@@ -270,10 +261,20 @@ class Crew:
         for member in self.members:
             # A rank that is still importing has no ``finally`` to run, and ignores Ctrl-C: see ``starting``.
             member.send(number if self.directory.is_listening(member.rank) else signal.SIGKILL)
-        self._collect_until(time.monotonic() + grace, stop)
+
+        def pause(seconds: float) -> bool:
+            self._collect_until(time.monotonic() + seconds, stop)
+            return bool(stop())
+
+        await_ends(
+            lambda: {member.rank: member.process.pid for member in self._alive()},
+            lambda rank: self.directory.has_heard(rank, number),
+            pause,
+            grace,
+        )
         for member in self.members:
             member.send(signal.SIGKILL)
-        self._collect_until(time.monotonic() + _REAP)
+        self._collect_until(time.monotonic() + REAP)
 
     def _cause(self) -> RankFailedError:
         suspects = []
