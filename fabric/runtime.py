@@ -223,10 +223,22 @@ class Runtime:
     def _watch(self, communicator: Communicator) -> None:
         assert self._store is not None, "ranks that talk have a store"
         # A connection of its own: the main thread may wait on the other for as long as it likes.
-        own = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
+        try:
+            own = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
+        except RuntimeError as error:
+            if self._owns_group or isinstance(error, dist.DistError):
+                raise
+            if not self._threshold:
+                return
+            raise ConfigurationError(
+                "a process group that was there before, made with a store of your own",
+                f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
+                "a store of torch, or one whose clone() returns another connection",
+                "Fabric(..., watchdog=0), without a report when ranks wait for each other",
+            ) from error
         store = dist.PrefixStore("watchdog", own)
         store.set_timeout(_ANSWER)
-        directory = None if self.world.store is None else RunDirectory.of_store(self.world.store)
+        directory = RunDirectory.of_world(self.world)
         self._watchdog = Watchdog(
             store,
             self.world.rank,
@@ -235,6 +247,7 @@ class Runtime:
             timeout=self._timeout,
             is_asynchronous=communicator.device.type != "cpu",
             requests=int if directory is None else directory.reports_asked,
+            where=str(directory),
         )
         self.record = self._watchdog.record
         self._communicator = RecordedCommunicator(communicator, self.record)

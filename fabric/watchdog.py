@@ -119,6 +119,7 @@ class Watchdog:
         timeout: how long a collective may wait. Its error holds a report, which is put together half way.
         is_asynchronous: whether collectives go on in the background, so that a rank may wait for one anywhere.
         requests: how often a report has been asked for from outside.
+        where: tells the ranks that are asked together from others.
     """
 
     def __init__(
@@ -131,9 +132,10 @@ class Watchdog:
         timeout: timedelta,
         is_asynchronous: bool = False,
         requests: Callable[[], int] = int,
+        where: str = "",
     ) -> None:
         self._store, self._rank, self._size = store, rank, size
-        self._is_asynchronous, self._requests = is_asynchronous, requests
+        self._is_asynchronous, self._requests, self._where = is_asynchronous, requests, where
         loud, half = threshold.total_seconds(), timeout.total_seconds() / 2
         # When a report is due, and whether it is printed.
         self._due = [(half, False)] if not loud else [(loud, True)] if loud <= half else [(half, False), (loud, True)]
@@ -143,7 +145,8 @@ class Watchdog:
         self._seen: object = None
         self._since = self._looked = time.monotonic()
         self._passed = 0  # of what is due for the present wait
-        self._served = self._heard = self._reported = self._awaited = 0  # numbers of reports and requests
+        self._served = self._heard = self._awaited = 0  # numbers of reports and requests
+        self._reported: dict[str, int] = {}  # the number of the latest request, by where it came from
         self._text = self._lost = ""
         self._hurry, self._stop = threading.Event(), threading.Event()
         self.record = Record(self.explain)
@@ -211,17 +214,17 @@ class Watchdog:
         if loud:
             self._store.set(f"loud/{number}", "yes")
         if not self._store.check([f"asked/{number}"]):
-            self._store.set(f"asked/{number}", json.dumps([self._rank, self._heard]))
+            self._store.set(f"asked/{number}", json.dumps([self._rank, self._heard, self._where]))
         self._serve(number)
         if self._rank != 0:
             self._collect(number)
 
     def _serve(self, number: int) -> None:
         """Answer; as rank 0, put the answers together."""
-        _, heard = json.loads(self._store.get(f"asked/{number}"))
+        _, heard, where = json.loads(self._store.get(f"asked/{number}"))
         answer = self._answer()
         self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
-        self._served, self._heard = number, max(heard, self._heard)
+        self._served, self._heard = number, max(heard, self._heard) if where == self._where else self._heard
         self._awaited, self._text = (number, "") if answer.waited else (0, self._text)
         if answer.waited > self._due[0][0] / 2:
             # What this rank waits in is told by this report.
@@ -239,10 +242,10 @@ class Watchdog:
                 break
         if self._store.add(f"composed/{number}", 1) > 1:
             return
-        asker, heard = json.loads(self._store.get(f"asked/{number}"))
+        asker, heard, where = json.loads(self._store.get(f"asked/{number}"))
         answers = {rank: self._told(number, rank) or self._of_silent(rank) for rank in range(self._size)}
-        reason = "a report was asked for by SIGUSR1" if heard > self._reported else ""
-        self._reported = heard
+        reason = "a report was asked for by SIGUSR1" if heard > self._reported.get(where, 0) else ""
+        self._reported[where] = heard
         text = compose(answers, asker, reason)
         self._store.set(f"report/{number}", text)
         if text and self._store.check([f"loud/{number}"]):

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -229,6 +230,84 @@ def test_sigusr1_to_the_process_that_launched_prints_the_report(command):
     assert "has not come: rank 1" in errors
     assert "in barrier('end') at " in errors
     assert "in wait_for_the_report" in errors
+
+
+@pytest.mark.slow
+def test_sigusr1_to_any_machine_of_a_job_prints_the_report_on_the_first():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = ["--num-nodes=2", "--main-address=127.0.0.1", f"--main-port={server.getsockname()[1]}"]
+    run = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", *where]
+    jobs = [
+        subprocess.Popen(
+            [*run, f"--node-rank={node}", str(SCRIPT), "popen", "1", "60"],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    try:
+        assert jobs[1].stdout is not None
+        assert "ready" in jobs[1].stdout.readline()
+        jobs[1].send_signal(signal.SIGUSR1)
+        errors = [job.communicate(timeout=60)[1] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+            job.communicate(timeout=60)
+    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert "asked for by SIGUSR1" in errors[0]
+    assert "has not come: rank 1" in errors[0]
+    assert errors[1] == ""
+
+
+# -- a group that was there before ------------------------------------------------------------------------------------
+
+
+class PlainStore(dist.Store):
+    """A store of a user, on files, that cannot be cloned."""
+
+    def __init__(self, path):
+        super().__init__()
+        self._files = dist.FileStore(str(path))
+
+    def set(self, key, value):
+        self._files.set(key, value)
+
+    def get(self, key):
+        return self._files.get(key)
+
+    def add(self, key, amount):
+        return self._files.add(key, amount)
+
+    def check(self, keys):
+        return self._files.check(keys)
+
+    def wait(self, *arguments):
+        self._files.wait(*arguments)
+
+    def set_timeout(self, timeout):
+        self._files.set_timeout(timeout)
+
+
+def join_with_a_plain_store(fabric, folder):
+    rank = fabric.global_rank
+    fabric.teardown()
+    store = PlainStore(folder / "store")  # torch keeps only the C++ half of it
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    refused = outcome(lambda: Fabric(accelerator="cpu", strategy="ddp", devices=2).launch())
+    with Fabric(accelerator="cpu", strategy="ddp", devices=2, watchdog=0) as other:
+        other.launch()
+        total = other.all_reduce(rank + 1, reduce_op="sum")
+    dist.destroy_process_group()
+    return refused, total
+
+
+def test_a_store_without_a_second_connection_is_refused_unless_there_is_no_watchdog(tmp_path):
+    for refused, total in run_in_ranks(join_with_a_plain_store, tmp_path):
+        assert "ConfigurationError" in refused
+        assert "clone()" in refused
+        assert "watchdog=0" in refused
+        assert total == 3
 
 
 # -- nothing is left --------------------------------------------------------------------------------------------------

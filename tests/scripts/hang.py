@@ -1,4 +1,4 @@
-"""A job whose rank 1 comes to a barrier only after a report."""
+"""``hang.py LAUNCHER [DEVICES WATCHDOG]``: a job whose rank 1 comes to a barrier only after a report."""
 
 import sys
 import threading
@@ -23,5 +23,6 @@ def wait_for_the_report(fabric: Fabric) -> None:
 
 
 if __name__ == "__main__":
-    with Fabric(accelerator="cpu", devices=2, launcher=sys.argv[1], watchdog=0) as fabric:
+    launcher, devices, watchdog, *_ = [*sys.argv[1:], "2", "0"]
+    with Fabric(accelerator="cpu", devices=devices, launcher=launcher, watchdog=float(watchdog)) as fabric:
         fabric.launch(main)
