@@ -14,7 +14,7 @@ import psutil
 
 from tests.faults.train import LAUNCHERS
 
-__all__ = ["Ended", "Job", "command", "nothing_left", "within"]
+__all__ = ["TRAIN", "Ended", "Job", "command", "nothing_left", "within"]
 
 TRAIN = Path(__file__).with_name("train.py")
 DEADLINE = 60

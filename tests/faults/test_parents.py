@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.faults.jobs import Job, command, within
+from tests.faults.jobs import TRAIN, Job, command, within
 from tests.faults.train import LAUNCHERS
 
 pytestmark = pytest.mark.timeout(90)
@@ -96,3 +96,16 @@ def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
         ended = job.end(0.0)
     assert sum(line.startswith("saved") for line in ended.output) == 2
     assert ended.code == 0
+
+
+@pytest.mark.slow
+def test_a_script_that_asks_should_stop_has_the_time_that_torchrun_gives(temporary, tmp_path):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path / 'logs'}"]
+    with Job(temporary, [sys.executable, *torchrun, str(TRAIN), "run", "saves_and_leaves"]) as job:
+        for _ in job.ranks:
+            job.line("asked")
+        ended = job.end(job.signal(signal.SIGTERM))
+    saved = [line.split() for line in ended.output if line.startswith("saved")]
+    assert sorted(rank for _, rank, _ in saved) == ["0", "1"]
+    assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
+    assert ended.seconds < within(10)
