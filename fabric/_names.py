@@ -6,10 +6,11 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
+from fabric import strategies
 from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, Launcher
-from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 __all__ = ["parse_accelerator", "parse_launcher", "parse_strategy"]
 
@@ -31,11 +32,11 @@ _DDP = {
 }
 STRATEGIES: Mapping[str, Callable[[], Strategy]] = {
     "single_device": SingleDeviceStrategy,
-    "dp": DataParallelStrategy,
+    "dp": lambda: strategies.DataParallelStrategy(),  # imported then, as fsdp is
     **_DDP,
     **{name + _UNUSED_SUFFIX: partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
-    "fsdp": FSDPStrategy,
-    "fsdp_cpu_offload": partial(FSDPStrategy, cpu_offload=True),
+    "fsdp": lambda: strategies.FSDPStrategy(),
+    "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
 }
 
 

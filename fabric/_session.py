@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch.distributed as dist
@@ -15,8 +15,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fabric._compat import uncompiled
 from fabric._evaluation import gather_round
 from fabric._plan import Plan
-from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
-from fabric.checkpoint.agreed import JobCheckpoint
 from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, Record
@@ -30,6 +28,9 @@ from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
 from fabric.world import World
+
+if TYPE_CHECKING:
+    from fabric.checkpoint.agreed import JobCheckpoint
 
 __all__ = ["Session", "prepared_module"]
 
@@ -249,8 +250,12 @@ class Session:
             for each, state in zip(stepped, states, strict=True):
                 each.load_state_dict(state)
 
-    def checkpoint(self) -> JobCheckpoint:
+    def checkpoint(self) -> "JobCheckpoint":
         """The way to and from the disk."""
+        # A tenth of the package, which nothing needs before the first save.
+        from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+        from fabric.checkpoint.agreed import JobCheckpoint
+
         strategy = self.strategy
         own = ShardedCheckpoint() if strategy.saves_shards else FullCheckpoint()
         return JobCheckpoint(

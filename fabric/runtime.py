@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from fabric import communicators
 from fabric._compat import abort_process_group, default_store
 from fabric.accelerators import Accelerator
 from fabric.communicators import (
-    CheckedCommunicator,
     Communicator,
-    Ledger,
     LocalCommunicator,
     ProcessGroupCommunicator,
     Record,
@@ -112,8 +111,8 @@ class Runtime:
             self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
         if self._checks and self._store is not None and self.world.world_size > 1:
             store = dist.PrefixStore("checks", self._store)
-            ledger = Ledger(store, self.world.rank, self.world.world_size, self._timeout)
-            self._communicator = CheckedCommunicator(self._communicator, ledger)
+            ledger = communicators.Ledger(store, self.world.rank, self.world.world_size, self._timeout)
+            self._communicator = communicators.CheckedCommunicator(self._communicator, ledger)
         if communicator is None and self.world.world_size > 1:
             self._watch(self._communicator)
 

@@ -1,8 +1,15 @@
 """Checkpoints: plain state on disk, written atomically and read without running code."""
 
+from typing import TYPE_CHECKING
+
+from fabric._late import late
 from fabric.checkpoint.background import PendingSave
 from fabric.checkpoint.base import CheckpointIO
-from fabric.checkpoint.full import FullCheckpoint
-from fabric.checkpoint.sharded import ShardedCheckpoint
+
+if TYPE_CHECKING:
+    from fabric.checkpoint.full import FullCheckpoint
+    from fabric.checkpoint.sharded import ShardedCheckpoint
 
 __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
+
+__getattr__ = late(__name__, {"FullCheckpoint": "full", "ShardedCheckpoint": "sharded"})

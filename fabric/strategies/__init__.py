@@ -1,10 +1,15 @@
 """What is done to a module so that it trains on the devices of a job."""
 
+from typing import TYPE_CHECKING
+
+from fabric._late import late
 from fabric.strategies.base import ParallelStrategy, Strategy
-from fabric.strategies.data_parallel import DataParallelStrategy
 from fabric.strategies.ddp import DDPStrategy
-from fabric.strategies.fsdp import FSDPStrategy
 from fabric.strategies.single_device import SingleDeviceStrategy
+
+if TYPE_CHECKING:
+    from fabric.strategies.data_parallel import DataParallelStrategy
+    from fabric.strategies.fsdp import FSDPStrategy
 
 __all__ = [
     "DDPStrategy",
@@ -14,3 +19,5 @@ __all__ = [
     "SingleDeviceStrategy",
     "Strategy",
 ]
+
+__getattr__ = late(__name__, {"DataParallelStrategy": "data_parallel", "FSDPStrategy": "fsdp"})
