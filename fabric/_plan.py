@@ -26,13 +26,8 @@ from fabric.world import World
 __all__ = ["Plan", "resolve"]
 
 # What `fabric run` leaves for the script, and the argument of Fabric that it stands for.
-RUN_OPTIONS = {
-    "accelerator": "FABRIC_ACCELERATOR",
-    "strategy": "FABRIC_STRATEGY",
-    "devices": "FABRIC_DEVICES",
-    "num_nodes": "FABRIC_NUM_NODES",
-    "precision": "FABRIC_PRECISION",
-}
+_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
+RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS}
 CHECK = "FABRIC_CHECK"
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 

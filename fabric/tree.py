@@ -64,13 +64,8 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     if structure is None:
         return [root]
     children = structure.children
-    return [
-        path
-        for name, child in zip(
-            structure.names(), [None] * children if isinstance(children, int) else children, strict=True
-        )
-        for path in leaf_paths(child, f"{root}{name}")
-    ]
+    named = zip(structure.names(), [None] * children if isinstance(children, int) else children, strict=True)
+    return [path for name, child in named for path in leaf_paths(child, f"{root}{name}")]
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -52,11 +52,7 @@ class CPUAccelerator(Accelerator):
         """
         # Other C libraries have no such function, and give large blocks back at once.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        if mallopt is not None and not _is_set_by_user(os.environ):
+        is_set = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
+        if mallopt is not None and not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
             for parameter, value in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
                 mallopt(parameter, value)
-
-
-def _is_set_by_user(environ: Mapping[str, str]) -> bool:
-    thresholds = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
-    return any(name in environ for name in thresholds) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

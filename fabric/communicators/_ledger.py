@@ -81,12 +81,6 @@ class _Entry:
         """How many calls of the group it has begun."""
         return self.begun.get(group, 0)
 
-    def call_in(self, group: str, count: int) -> Call | None:
-        """Its call of this number in the group; None when it has not begun it, or is past it."""
-        if self.count(group) != count:
-            return None
-        return next((place.call for place in self.places if place.group == group), None)
-
 
 class Ledger:
     """One process's view of what the ranks of a job call.
@@ -264,7 +258,8 @@ class Ledger:
 
 def _calls(entries: Mapping[int, _Entry], group: str, count: int) -> dict[int, Call]:
     """The calls of the ranks that are in call number ``count`` of the group."""
-    return {r: call for r, entry in entries.items() if (call := entry.call_in(group, count)) is not None}
+    places = ((r, place) for r, entry in entries.items() if entry.count(group) == count for place in entry.places)
+    return {r: place.call for r, place in places if place.group == group}
 
 
 def _circle(entries: Mapping[int, _Entry], start: int) -> list[int]:

@@ -84,19 +84,14 @@ def _of_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol:
     if not wrong.any():
         return
     index = tuple(wrong.nonzero()[0].tolist())
-    text = f"{actual[index].item()}, expected {expected[index].item()}"
-    if actual.dim() == 0:
-        yield f"{where}: {text}"
-        return
-    yield f"{where}: {int(wrong.sum())} of {actual.numel()} elements of {_kind(actual)}, at {list(index)} {text}"
+    place = f"{int(wrong.sum())} of {actual.numel()} elements of {_kind(actual)}, at {list(index)} " if index else ""
+    yield f"{where}: {place}{actual[index].item()}, expected {expected[index].item()}"
 
 
 def _close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> Tensor:
-    if not (actual.is_floating_point() or actual.is_complex()):
-        return actual == expected
-    if rtol == atol == 0.0:
-        return (actual == expected) | (actual.isnan() & expected.isnan())
-    return torch.isclose(actual, expected, rtol, atol, equal_nan=True)
+    if actual.is_floating_point() or actual.is_complex():
+        return torch.isclose(actual, expected, rtol, atol, equal_nan=True)
+    return actual == expected
 
 
 def _kind(tensor: Tensor) -> str:

@@ -1,6 +1,7 @@
 """What every communicator and every strategy has to do, as suites that anybody can run on theirs."""
 
 from collections.abc import Callable
+from itertools import permutations, product
 from typing import Any
 
 import torch
@@ -85,64 +86,59 @@ def _check_reductions(communicator: Communicator) -> None:
     """A reduction writes the oracle's result into the buffer, and a reduce_scatter returns its own row of it."""
     for dtype in _DTYPES:
         real = (*_ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else _BITWISE))
-        for op in [Reduce.SUM] if dtype.is_complex else real:
-            for shape in _SHAPES:
-                values = _values(communicator.size, dtype, shape)
-                buffer = values[communicator.rank].clone()
-                assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
-                assert_same(buffer, oracles.all_reduce(values, op.value)[communicator.rank])
-                rows = _values(communicator.size, dtype, (communicator.size, *shape))
-                own = communicator.reduce_scatter(rows[communicator.rank].clone(), op)
-                assert_same(own, oracles.reduce_scatter(rows, op.value)[communicator.rank])
+        for op, shape in product([Reduce.SUM] if dtype.is_complex else real, _SHAPES):
+            values = _values(communicator.size, dtype, shape)
+            buffer = values[communicator.rank].clone()
+            assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
+            assert_same(buffer, oracles.all_reduce(values, op.value)[communicator.rank])
+            rows = _values(communicator.size, dtype, (communicator.size, *shape))
+            own = communicator.reduce_scatter(rows[communicator.rank].clone(), op)
+            assert_same(own, oracles.reduce_scatter(rows, op.value)[communicator.rank])
 
 
 def _check_rows(communicator: Communicator) -> None:
     """all_gather and all_to_all put rows in the order of ranks, into new tensors."""
-    for dtype in _DTYPES:
-        for shape in _SHAPES:
-            values = _values(communicator.size, dtype, shape)
-            buffer = values[communicator.rank].clone()
-            assert_same(communicator.all_gather(buffer), torch.stack(values))
-            assert_same(buffer, values[communicator.rank])
-            rows = _values(communicator.size, dtype, (communicator.size, *shape))
-            buffer = rows[communicator.rank].clone()
-            assert_same(communicator.all_to_all(buffer), oracles.all_to_all(rows)[communicator.rank])
-            assert_same(buffer, rows[communicator.rank])
+    for dtype, shape in product(_DTYPES, _SHAPES):
+        values = _values(communicator.size, dtype, shape)
+        buffer = values[communicator.rank].clone()
+        assert_same(communicator.all_gather(buffer), torch.stack(values))
+        assert_same(buffer, values[communicator.rank])
+        rows = _values(communicator.size, dtype, (communicator.size, *shape))
+        buffer = rows[communicator.rank].clone()
+        assert_same(communicator.all_to_all(buffer), oracles.all_to_all(rows)[communicator.rank])
+        assert_same(buffer, rows[communicator.rank])
 
 
 def _check_sending_out(communicator: Communicator) -> None:
     """broadcast and scatter hand out what any one rank has, and write it into the buffer."""
-    for src in range(communicator.size):
-        for shape in _SHAPES:
-            values = _values(communicator.size, torch.float32, shape)
-            buffer = values[communicator.rank].clone()
-            assert communicator.broadcast(buffer, src) is buffer, "broadcast returns its buffer"
-            assert_same(buffer, values[src])
-            output = torch.zeros_like(buffer)
-            rows = torch.stack(values) if communicator.rank == src else None
-            assert communicator.scatter(rows, output, src) is output, "scatter returns its output"
-            assert_same(output, values[communicator.rank])
+    for src, shape in product(range(communicator.size), _SHAPES):
+        values = _values(communicator.size, torch.float32, shape)
+        buffer = values[communicator.rank].clone()
+        assert communicator.broadcast(buffer, src) is buffer, "broadcast returns its buffer"
+        assert_same(buffer, values[src])
+        output = torch.zeros_like(buffer)
+        rows = torch.stack(values) if communicator.rank == src else None
+        assert communicator.scatter(rows, output, src) is output, "scatter returns its output"
+        assert_same(output, values[communicator.rank])
 
 
 def _check_collecting(communicator: Communicator) -> None:
     """gather collects all rows on one rank, whichever, and nothing elsewhere."""
-    for dst in range(communicator.size):
-        for shape in _SHAPES:
-            values = _values(communicator.size, torch.float32, shape)
-            found = communicator.gather(values[communicator.rank].clone(), dst)
-            assert_same(found, torch.stack(values) if communicator.rank == dst else None)
+    for dst, shape in product(range(communicator.size), _SHAPES):
+        values = _values(communicator.size, torch.float32, shape)
+        found = communicator.gather(values[communicator.rank].clone(), dst)
+        assert_same(found, torch.stack(values) if communicator.rank == dst else None)
 
 
 def _check_messages(communicator: Communicator) -> None:
     """Messages between two ranks arrive in the order in which they were sent."""
     values = [torch.full((2,), float(number)) for number in range(3)]
-    for src in range(communicator.size):
-        for dst in range(communicator.size):
-            if communicator.rank == src != dst:
-                for value in values:
-                    communicator.send(value, dst)
-            if communicator.rank == dst != src:
-                assert_same([communicator.recv(torch.zeros(2), src) for _ in values], values)
+    for src, dst in permutations(range(communicator.size), 2):
+        if communicator.rank == src:
+            for value in values:
+                communicator.send(value, dst)
+        if communicator.rank == dst:
+            assert_same([communicator.recv(torch.zeros(2), src) for _ in values], values)
 
 
 def _check_objects(communicator: Communicator) -> None:

@@ -168,8 +168,8 @@ def per_rank_tensors(
         exact: whether sums are exact.
         ragged: whether the length along dim 0 may differ between ranks; the shape needs one dimension at least.
     """
-    common = draw(_sides(shape, min_dims=int(ragged)))
-    kind, layouts = draw(_strategy(dtype)), _layouts(layout)
+    common = draw(_strategy(shape, _SHAPES[ragged]))
+    kind, layouts = draw(_strategy(dtype)), _strategy(layout, _ANY_LAYOUT)
 
     def of_one_rank() -> Tensor:
         own = (draw(_LENGTHS), *common[1:]) if ragged else common
@@ -209,7 +209,7 @@ def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], 
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
 
 
-_SHAPES = (shapes(), shapes(min_dims=1))
+_SHAPES = shapes(), shapes(min_dims=1)  # any; with a dim 0 that may differ
 _ANY_LAYOUT, _LENGTHS = st.sampled_from(LAYOUTS), st.integers(0, 3)
 
 
@@ -250,7 +250,7 @@ def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: boo
 
 def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
     """What a tensor has but values, drawn: the strategy for its values."""
-    parts = st.tuples(_strategy(dtype), _sides(shape), _layouts(layout))
+    parts = st.tuples(_strategy(dtype), _strategy(shape, _SHAPES[0]), _strategy(layout, _ANY_LAYOUT))
     return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 
@@ -290,16 +290,9 @@ def _elements(dtype: torch.dtype, exact: bool) -> st.SearchStrategy[Any]:
     return st.floats(-1000.0, 1000.0, width={2: 16, 4: 32}.get(dtype.itemsize, 64))  # type: ignore[arg-type]
 
 
-def _strategy(value: Any) -> st.SearchStrategy[Any]:
+def _strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
+    value = default if value is None else value
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
-
-
-def _sides(shape: Any, min_dims: int = 0) -> st.SearchStrategy[tuple[int, ...]]:
-    return _SHAPES[min_dims] if shape is None else _strategy(shape)
-
-
-def _layouts(layout: Any) -> st.SearchStrategy[str]:
-    return _ANY_LAYOUT if layout is None else _strategy(layout)
 
 
 def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -276,11 +276,10 @@ def _module_name(fn: Any) -> str:
 def _by_value(module: ModuleType) -> Iterator[None]:
     import cloudpickle  # an optional dependency
 
-    if module.__name__ in cloudpickle.list_registry_pickle_by_value():
-        yield
-        return
+    was_registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
     cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        cloudpickle.unregister_pickle_by_value(module)
+        if not was_registered:
+            cloudpickle.unregister_pickle_by_value(module)
