@@ -16,6 +16,7 @@ from fabric._compat import uncompiled
 from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric.checkpoint.background import BackgroundSaves
+from fabric.checkpoint.state import Access
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, Record
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
@@ -262,13 +263,17 @@ class Session:
             self.runtime.communicator,
             self._saves,
             own if strategy.checkpoint_io is None else strategy.checkpoint_io,
-            module_state=lambda module: strategy.get_module_state_dict(prepared_module(module)),
-            load_module=lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest),
-            module_shards=lambda module: strategy.get_module_shards(prepared_module(module)),
-            load_module_shards=lambda module, *rest: strategy.load_module_shards(prepared_module(module), *rest),
-            optimizer_state=strategy.get_optimizer_state_dict,
-            load_optimizer=strategy.load_optimizer_state_dict,
-            scaler=self.scaler,
+            Access(
+                lambda module: strategy.get_module_state_dict(prepared_module(module)),
+                lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest),
+                strategy.get_optimizer_state_dict,
+                strategy.load_optimizer_state_dict,
+            ),
+            Access(
+                lambda module: strategy.get_module_shards(prepared_module(module)),
+                lambda module, *rest: strategy.load_module_shards(prepared_module(module), *rest),
+            ),
+            self.scaler,
         )
 
     @contextmanager

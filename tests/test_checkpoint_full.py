@@ -218,7 +218,7 @@ except CheckpointError as error:
     run = subprocess.run(
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60, check=True
     )
-    assert "the old file is untouched" in run.stdout
+    assert "what was there before is untouched" in run.stdout
     assert io.load(path)["step"] == 17
     assert os.listdir(path.parent) == [path.name]
 

@@ -16,6 +16,7 @@ from fabric.checkpoint import FullCheckpoint
 from fabric.checkpoint.state import (
     FORMAT_VERSION,
     METADATA_KEY,
+    Access,
     apply,
     apply_raw,
     collect,
@@ -57,12 +58,15 @@ def load_module(module, content, strict):
     module.load_state_dict(content, strict=strict)
 
 
+ACCESS = Access(module_state, load_module)
+
+
 def save(state, **options):
-    return collect(state, module_state=module_state, **options)
+    return collect(state, ACCESS, **options)
 
 
 def load(loaded, state, strict=True):
-    return apply(loaded, state, load_module=load_module, module_state=module_state, strict=strict)
+    return apply(loaded, state, ACCESS, strict)
 
 
 def through_a_file(content, tmp_path):
@@ -207,7 +211,7 @@ def test_an_object_whose_state_is_not_plain_is_refused():
 def test_no_module_is_asked_before_the_other_entries_are_checked():
     asked = []
     with pytest.raises(ArgumentTypeError):
-        collect({"model": nn.Linear(1, 1), "f": print}, module_state=lambda module: asked.append(module) or {})
+        collect({"model": nn.Linear(1, 1), "f": print}, Access(lambda module: asked.append(module) or {}, load_module))
     assert not asked
 
 
@@ -322,7 +326,7 @@ def test_names_with_a_wrappers_prefix_are_pointed_out():
 def test_a_bare_state_dict_goes_into_one_object():
     original, restored = trained(), fresh()
     for name in ("model", "optimizer", "scheduler", "counter"):
-        apply_raw(original[name].state_dict(), restored[name], load_module=load_module, module_state=module_state)
+        apply_raw(original[name].state_dict(), restored[name], ACCESS)
         assert_same(restored[name].state_dict(), original[name].state_dict())
 
 
@@ -339,7 +343,7 @@ def test_a_bare_state_dict_goes_into_one_object():
 )
 def test_refused_bare_loads(loaded, target, error):
     with pytest.raises((CheckpointError, ArgumentTypeError), match=error):
-        apply_raw(loaded, target, load_module=load_module, module_state=module_state)
+        apply_raw(loaded, target, ACCESS)
 
 
 def test_metadata_travels_beside_the_entries(tmp_path):

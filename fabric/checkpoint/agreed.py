@@ -1,7 +1,9 @@
 """Saving and loading by all ranks of a job: what fails on one of them is an error on every one."""
 
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from fabric.checkpoint.base import CheckpointIO
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.sharded import Prepared, ShardedCheckpoint
 from fabric.checkpoint.state import (
+    Access,
+    Filter,
     apply,
     apply_raw,
     check,
@@ -25,15 +29,10 @@ from fabric.checkpoint.state import (
 )
 from fabric.checkpoint.unison import together
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError, ConfigurationError
+from fabric.errors import ConfigurationError
 from fabric.seed import rng_state, set_rng_state
 
 __all__ = ["JobCheckpoint"]
-
-ModuleState = Callable[[nn.Module], dict[str, Any]]
-LoadModule = Callable[[nn.Module, Mapping[str, Any], bool], None]
-OptimizerState = Callable[[Optimizer], Mapping[str, Any]]
-LoadOptimizer = Callable[[Optimizer, Mapping[str, Any]], None]
 
 
 class JobCheckpoint:
@@ -43,13 +42,9 @@ class JobCheckpoint:
         communicator: all ranks of the job.
         background: its saves that are under way.
         io: the format to save in. One of fabric's own also reads the other: on load, the path decides.
-        module_state: names and values of a module as they stand in a checkpoint, whole.
-        load_module: puts such a state into a module.
-        module_shards: the same names with what this rank holds of the values, which may be DTensors; no collective. The
-            module's own tensors, so that a module is loaded by writing into them.
-        load_module_shards: puts such a state into a module.
-        optimizer_state: the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
-        load_optimizer: puts such a state into an optimizer.
+        whole: the way to whole states; may be collective.
+        shards: the way to states of which this rank holds a part, maybe as DTensors; no collective. Of a module these
+            are its own tensors, so that it is loaded by writing into them.
         scaler: the loss scaler of the job, or None.
     """
 
@@ -58,29 +53,18 @@ class JobCheckpoint:
         communicator: Communicator,
         background: BackgroundSaves,
         io: CheckpointIO,
-        *,
-        module_state: ModuleState,
-        load_module: LoadModule,
-        module_shards: ModuleState,
-        load_module_shards: LoadModule,
-        optimizer_state: OptimizerState,
-        load_optimizer: LoadOptimizer,
+        whole: Access,
+        shards: Access,
         scaler: Any = None,
     ) -> None:
         self._communicator, self._background, self._io, self._scaler = communicator, background, io, scaler
-        self._module_shards, self._load_module_shards = module_shards, load_module_shards
-        self._collecting: dict[str, Any] = {"module_state": module_state, "optimizer_state": optimizer_state}
-        self._loading: dict[str, Any] = {
-            "module_state": module_shards,  # for names and shapes, which shards have as well
-            "load_module": load_module,
-            "load_optimizer": load_optimizer,
-        }
+        self._whole, self._shards = whole, shards
 
     def save(
         self,
         path: Path,
         state: Mapping[str, Any],
-        filter: Mapping[str, Any] | None,
+        filter: Filter | None,
         trainable_only: bool = False,
         async_: bool = False,
     ) -> PendingSave | None:
@@ -89,15 +73,13 @@ class JobCheckpoint:
         Collective. Rank 0 writes, or every rank its shards if that is the format; ``async_``, after this has returned.
         """
         self._background.settle(self._communicator)
-        asked = f"fabric.save({str(path)!r}, ...)"
-        shards = self._io if isinstance(self._io, ShardedCheckpoint) else None
-        collecting = self._collecting
-        if shards is not None:
-            # It looks itself at what became of objects, once it has taken the DTensors out.
-            collecting = {"module_state": self._module_shards, "check_content": lambda place, content: None}
+        asked, io = f"fabric.save({str(path)!r}, ...)", self._io
+        spread = isinstance(io, ShardedCheckpoint)
 
         def gather() -> dict[str, Any]:
-            return collect(state, filter=filter, trainable_only=trainable_only, **collecting)
+            access = self._shards if spread else self._whole
+            # The format of shards looks at what became of objects itself, once it has taken the DTensors out.
+            return collect(state, access, filter=filter, trainable_only=trainable_only, checks_content=not spread)
 
         entries = together(self._communicator, asked, gather)
         metadata = {
@@ -107,12 +89,12 @@ class JobCheckpoint:
         }
 
         def write(state: Mapping[str, Any], communicator: Communicator) -> None:
-            if shards is not None:
-                shards.save(state, path, communicator)
+            if isinstance(io, ShardedCheckpoint):
+                io.save(state, path, communicator)
             else:
-                together(communicator, asked, lambda: self._io.save(state, path) if communicator.rank == 0 else None)
+                together(communicator, asked, lambda: io.save(state, path) if communicator.rank == 0 else None)
 
-        whole = with_metadata(entries, metadata) if shards is not None or self._communicator.rank == 0 else {}
+        whole = with_metadata(entries, metadata) if spread or self._communicator.rank == 0 else {}
         if async_:
             return self._background.begin(self._communicator, asked, path, whole, write)
         write(whole, self._communicator)
@@ -131,62 +113,50 @@ class JobCheckpoint:
         Returns:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
-        self._background.settle(self._communicator)
         asked = f"fabric.load({str(path)!r}, ...)"
-        io = self._format_of(path)
-        _check_trust(asked, io, weights_only)
+        io = self._format_of(asked, path, weights_only)
         if isinstance(io, ShardedCheckpoint):
             metadata, rest = self._load_shards(asked, io, path, state, strict)
         else:
-            metadata, rest = self._load_whole(asked, io, path, state, strict, weights_only)
+
+            def read() -> tuple[dict[str, Any], dict[str, Any]]:
+                loaded = _read(io, path, weights_only)
+                return loaded, read_metadata(loaded)
+
+            loaded, metadata = together(self._communicator, asked, read)
+            rest = together(self._communicator, asked, lambda: apply(loaded, state, self._loading(), strict))
         if state is not None:
             self._restore_process(metadata, rng)
         return rest
 
     def load_raw(self, path: Path, target: Any, strict: bool, weights_only: bool = True) -> None:
         """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
-        self._background.settle(self._communicator)
         asked = f"fabric.load_raw({str(path)!r}, ...)"
-        io = self._format_of(path)
-        _check_trust(asked, io, weights_only)
+        io = self._format_of(asked, path, weights_only)
+        # A folder is none, as the other format says.
+        io = FullCheckpoint() if isinstance(io, ShardedCheckpoint) else io
+        loaded = together(self._communicator, asked, lambda: _read(io, path, weights_only))
+        together(self._communicator, asked, lambda: apply_raw(loaded, target, self._loading(), strict))
 
-        def read() -> dict[str, Any]:
-            if isinstance(io, ShardedCheckpoint) and os.path.isdir(path):
-                raise CheckpointError(
-                    asked,
-                    "it is a folder",
-                    "a file that is the state dict itself; a folder may be a sharded checkpoint, which has entries",
-                    f"fabric.load({str(path)!r}, {{'model': model}}), with the entry that you want",
-                )
-            return _read(FullCheckpoint() if isinstance(io, ShardedCheckpoint) else io, path, weights_only)
+    def _loading(self) -> Access:
+        # Names and shapes are those of the shards, which takes no collective to know.
+        return replace(self._whole, module_state=self._shards.module_state)
 
-        loaded = together(self._communicator, asked, read)
-        together(self._communicator, asked, lambda: apply_raw(loaded, target, strict=strict, **self._loading))
-
-    def _format_of(self, path: Path) -> CheckpointIO:
-        """The format to read ``path`` in. Collective: rank 0 sees what is there."""
-        if not isinstance(self._io, FullCheckpoint | ShardedCheckpoint):
-            return self._io
-        kind = type(self._io) if not os.path.exists(path) else None
-        kind = kind or (ShardedCheckpoint if os.path.isdir(path) else FullCheckpoint)
-        return self._communicator.broadcast_object(kind, 0)()
-
-    def _load_whole(
-        self,
-        asked: str,
-        io: CheckpointIO,
-        path: Path,
-        state: MutableMapping[str, Any] | None,
-        strict: bool,
-        weights_only: bool,
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        def read() -> tuple[dict[str, Any], dict[str, Any]]:
-            loaded = _read(io, path, weights_only)
-            return loaded, read_metadata(loaded)
-
-        loaded, metadata = together(self._communicator, asked, read)
-        rest = together(self._communicator, asked, lambda: apply(loaded, state, strict=strict, **self._loading))
-        return metadata, rest
+    def _format_of(self, asked: str, path: Path, weights_only: bool) -> CheckpointIO:
+        """The format to read ``path`` in, when nothing is under way. Collective: rank 0 sees what is there."""
+        self._background.settle(self._communicator)
+        io = self._io
+        if isinstance(io, FullCheckpoint | ShardedCheckpoint):
+            present = ShardedCheckpoint if os.path.isdir(path) else FullCheckpoint
+            io = self._communicator.broadcast_object(present if os.path.exists(path) else type(io), 0)()
+        if not weights_only and not isinstance(io, FullCheckpoint):
+            raise ConfigurationError(
+                asked,
+                f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code",
+                "weights_only=False for one file, as torch.save writes it, whose writer you trust",
+                f"{asked} without weights_only",
+            )
+        return io
 
     def _load_shards(
         self, asked: str, io: ShardedCheckpoint, path: Path, state: MutableMapping[str, Any] | None, strict: bool
@@ -197,43 +167,31 @@ class JobCheckpoint:
             described = stored.describe()
             if state is None:
                 return stored.prepare(), stored.prepare({})
-            check(described, state, module_state=self._module_shards, strict=strict)
-            present = {name: value for name, value in state.items() if name in described}
-            modules = {n: self._module_targets(value) for n, value in present.items() if isinstance(value, nn.Module)}
-            others = {n: _targets(value, described[n]) for n, value in present.items() if n not in modules}
-            others |= dict.fromkeys(described.keys() - state.keys() - stored.entries_with_tensors())
+            check(described, state, self._shards, strict)
+            modules, others = {}, dict.fromkeys(described.keys() - state.keys() - stored.entries_with_tensors())
+            for name, value in ((name, value) for name, value in state.items() if name in described):
+                if isinstance(value, nn.Module):
+                    own = self._shards.module_state(value).items()
+                    modules[name] = {key: None if is_lazy(item) else item for key, item in own}
+                else:
+                    others[name] = _targets(value, described[name])
             # What fits was decided above, for all formats in the same words.
             return stored.prepare(others, strict=False), stored.prepare(modules, strict=False)
 
         others, modules = together(self._communicator, asked, prepare)
+        # At the first module's turn: an object that refused its state before has left the modules alone.
+        fill = cache(modules.copy)
+
+        def load_module(module: nn.Module, content: dict[str, Any], strict: bool) -> None:
+            fill()
+            self._shards.load_module(module, content, strict)
 
         def read() -> dict[str, Any]:
             others.copy()
-            filled = False
-
-            def load_module(module: nn.Module, content: dict[str, Any], strict: bool) -> None:
-                nonlocal filled
-                if not filled:
-                    # Not before: an object that refuses its state has left the modules alone.
-                    modules.copy()
-                    filled = True
-                self._load_module_shards(module, content, strict)
-
-            return restore(
-                {**others.content, **modules.content},
-                state,
-                load_module=load_module,
-                strict=strict,
-                is_mapped=False,
-            )
+            access = replace(self._shards, load_module=load_module)
+            return restore({**others.content, **modules.content}, state, access, strict, is_mapped=False)
 
         return read_metadata(others.content), together(self._communicator, asked, read)
-
-    def _module_targets(self, module: nn.Module) -> dict[str, Any]:
-        return {
-            name: None if isinstance(value, Tensor) and is_lazy(value) else value
-            for name, value in self._module_shards(module).items()
-        }
 
     def _restore_process(self, metadata: Mapping[str, Any], rng: bool) -> None:
         if self._scaler is not None and metadata.get("loss_scaler") is not None:
@@ -245,20 +203,7 @@ class JobCheckpoint:
 
 
 def _read(io: CheckpointIO, path: Path, weights_only: bool) -> dict[str, Any]:
-    if isinstance(io, FullCheckpoint):
-        return io.load(path, weights_only=weights_only)
-    return io.load(path)
-
-
-def _check_trust(asked: str, io: CheckpointIO, weights_only: bool) -> None:
-    if weights_only or isinstance(io, FullCheckpoint):
-        return
-    raise ConfigurationError(
-        asked,
-        f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code",
-        "weights_only=False for one file, as torch.save writes it, whose writer you trust",
-        f"{asked} without weights_only",
-    )
+    return io.load(path, weights_only=weights_only) if isinstance(io, FullCheckpoint) else io.load(path)
 
 
 def _targets(value: Any, described: Any) -> Any:

@@ -10,15 +10,17 @@ mean nothing in another container.
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from fabric.checkpoint.failures import refusals
 from fabric.errors import CheckpointError
 
-__all__ = ["atomic_write"]
+__all__ = ["atomic_write", "locked", "sync_folder"]
 
 _SUFFIX = ".tmp"
 
@@ -36,7 +38,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """
     asked = f"write {os.fspath(path)!r}"
     target = Path(os.path.realpath(path))
-    with _refusals(asked):
+    with refusals(asked):
         if target.is_dir():
             raise CheckpointError(
                 asked,
@@ -51,7 +53,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     try:
         with file:
             yield file
-            with _refusals(asked):
+            with refusals(asked):
                 file.flush()
                 os.fsync(file.fileno())
                 # Still open, so that the lock is held until the file carries its final name.
@@ -60,58 +62,52 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    with _refusals(asked):
-        _sync_folder(target.parent)
-
-
-@contextmanager
-def _refusals(asked: str) -> Iterator[None]:
-    """Turn an error of the file system into one that says what it was about."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            asked,
-            f"the file system refuses: {error}",
-            "a place that can be written to, with room for the old and the new file",
-            "free space, another path, or other permissions; what was there before is untouched",
-        ) from error
+    with refusals(asked):
+        sync_folder(target.parent)
 
 
 def _open_temporary(target: Path) -> tuple[Path, BinaryIO]:
     while True:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}{_SUFFIX}")
         file = os.fdopen(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "w+b")
-        if _take(file, temporary):
+        if locked(file, temporary, created=True):
             return temporary, file
         # Another process cleared it between its creation and its lock.
         file.close()
 
 
-def _take(file: BinaryIO, temporary: Path) -> bool:
-    """Lock a temporary just created; false when somebody who took it for a stale one was faster."""
+def locked(file: BinaryIO | int, path: Path, created: bool) -> bool:
+    """Lock the file ``path``, which is open; false when somebody else has it, or removed it meanwhile.
+
+    On a file system without locks only who ``created`` it gets it, so that nobody takes it for a stale one.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        # A file system without locks: nobody can lock it there, so nobody takes it for a stale one either.
-        return True
-    return temporary.exists()
+        return created
+    return path.exists()
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of the files in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _clear_stale(target: Path) -> None:
-    prefix = f".{target.name}."
-    with os.scandir(target.parent) as entries:
-        found = [entry.path for entry in entries if entry.name.startswith(prefix) and entry.name.endswith(_SUFFIX)]
-    for temporary in found:
-        if _is_token(Path(temporary).name[len(prefix) : -len(_SUFFIX)]):
+    # So that ``a.pt`` never clears what belongs to ``a.pt.best``.
+    stale = re.compile(re.escape(f".{target.name}.") + "[0-9a-f]{12}" + re.escape(_SUFFIX))
+    for temporary in target.parent.iterdir():
+        if stale.fullmatch(temporary.name):
             # It may be another user's, be gone by now, or have a living writer: each leaves it to them.
             with suppress(OSError), open(temporary, "rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(temporary)
+                if locked(file, temporary, created=False):
+                    temporary.unlink()
 
 
 def _drop_from_memory(target: Path) -> None:
@@ -123,16 +119,3 @@ def _drop_from_memory(target: Path) -> None:
     if hasattr(os, "posix_fadvise"):  # macOS has none
         with suppress(OSError), open(target, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _is_token(text: str) -> bool:
-    """Whether a name's middle is ours, so that ``a.pt`` never clears what belongs to ``a.pt.best``."""
-    return len(text) == 12 and all(letter in "0123456789abcdef" for letter in text)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,8 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.directory import sync_folder
+from fabric.checkpoint.commit import sync_folder
+from fabric.checkpoint.failures import refusals
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.sharded import ShardedCheckpoint
 from fabric.checkpoint.state import METADATA_KEY
@@ -175,7 +176,7 @@ def _save_weights(asked: str, weights: Mapping[str, Any], output: Path) -> None:
             # The format knows no shared memory; what is one tensor here is two there.
             plain[name] = tensor.clone() if id(tensor) in seen else tensor
             seen.add(id(tensor))
-    try:
+    with refusals(asked):
         with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
             temporary = os.path.join(folder, output.name)
             _safetensors(asked).save_file(plain, temporary, metadata={"format": "pt"})
@@ -183,13 +184,6 @@ def _save_weights(asked: str, weights: Mapping[str, Any], output: Path) -> None:
                 os.fsync(file.fileno())
             os.replace(temporary, output)
         sync_folder(output.parent)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(
-            asked,
-            f"{type(error).__name__}: {error}",
-            "a place that can be written to, with room for the file",
-            "another path; what was there before is untouched",
-        ) from error
 
 
 def _safetensors(asked: str) -> Any:

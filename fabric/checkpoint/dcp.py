@@ -18,15 +18,15 @@ import io
 import os
 import pickle
 import re
-import struct
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,8 +34,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._compat import local_tensor
-from fabric.checkpoint.directory import sync_folder
-from fabric.checkpoint.unison import reported, together
+from fabric.checkpoint.commit import sync_folder
+from fabric.checkpoint.failures import DAMAGE, TRUSTED, damaged, listed
+from fabric.checkpoint.unison import write_together
 from fabric.communicators import Communicator
 from fabric.errors import CheckpointError, UnsafeCheckpointError
 
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LAYOUT",
-    "TRUSTED",
     "Reading",
     "check_files",
     "file_checksum",
@@ -57,28 +57,18 @@ __all__ = [
 LAYOUT = ".metadata"
 
 _PIECE = 1 << 24
-TRUSTED = "a checkpoint from a source that you trust, or another copy of this one"
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_RECORDS = frozenset(
-    {
-        (_METADATA_MODULE, "Metadata"),
-        (_METADATA_MODULE, "MetadataIndex"),
-        (_METADATA_MODULE, "TensorStorageMetadata"),
-        (_METADATA_MODULE, "BytesStorageMetadata"),
-        (_METADATA_MODULE, "ChunkStorageMetadata"),
-        (_METADATA_MODULE, "TensorProperties"),
-        (_METADATA_MODULE, "StorageMeta"),
-        (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-        ("pathlib", "PosixPath"),
-        ("pathlib._local", "PosixPath"),
-    }
+_RECORD_NAMES = (
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING"),
 )
-# What reading records that were never written, or were changed since, can raise.
-_DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
-           MemoryError, OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
+_RECORDS = {(_METADATA_MODULE, name) for name in _RECORD_NAMES} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
 
 
 def write_tensors(
@@ -137,11 +127,12 @@ def write_tensors(
         checksums[LAYOUT] = checksums.pop(f"{LAYOUT}.tmp")
         return {name: value for _, others in written for name, value in others.items()} | checksums
 
-    plans = communicator.gather_objects(together(communicator, asked, reported(asked, plan)))
-    divided = together(communicator, asked, reported(asked, lambda: divide(plans) if is_first else None))
+    agreed = partial(write_together, communicator, asked)
+    plans = communicator.gather_objects(agreed(plan))
+    divided = agreed(lambda: divide(plans) if is_first else None)
     own = communicator.broadcast_object(divided and divided[0], 0)[communicator.rank]
-    written = communicator.gather_objects(together(communicator, asked, reported(asked, lambda: write(own))))
-    return together(communicator, asked, reported(asked, lambda: finish(written)))
+    written = communicator.gather_objects(agreed(lambda: write(own)))
+    return agreed(lambda: finish(written))
 
 
 def file_checksum(path: Path) -> int:
@@ -162,9 +153,9 @@ def check_files(asked: str, folder: Path, names: Iterable[str], checksums: Mappi
     for name in names:
         try:
             if name not in checksums or file_checksum(folder / name) != checksums[name]:
-                raise _damaged(asked, f"the checksum of {name} does not match")
+                raise damaged(asked, f"the checksum of {name} does not match")
         except OSError as error:
-            raise _damaged(asked, f"{name} cannot be read ({error})") from error
+            raise damaged(asked, f"{name} cannot be read ({error})") from error
 
 
 def read_layout(asked: str, folder: Path, checksum: int | None) -> "Metadata":
@@ -182,12 +173,12 @@ def read_layout(asked: str, folder: Path, checksum: int | None) -> "Metadata":
     try:
         content = (folder / LAYOUT).read_bytes()
         if zlib.crc32(content) != checksum:
-            raise _damaged(asked, f"the checksum of {LAYOUT} does not match")
+            raise damaged(asked, f"the checksum of {LAYOUT} does not match")
         return _metadata(_InertUnpickler(asked, content).load())
     except CheckpointError:
         raise
-    except _DAMAGE as error:
-        raise _damaged(asked, f"{LAYOUT} cannot be read ({type(error).__name__}: {error})") from error
+    except DAMAGE as error:
+        raise damaged(asked, f"{LAYOUT} cannot be read ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
@@ -229,8 +220,8 @@ def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout
         files = frozenset(layout.storage_data[item.storage_index].relative_path for item in items)
     except CheckpointError:
         raise
-    except _DAMAGE as error:
-        raise _damaged(asked, f"{type(error).__name__}: {error}") from error
+    except DAMAGE as error:
+        raise damaged(asked, f"{type(error).__name__}: {error}") from error
 
     def copy(progress: Callable[[int], None]) -> None:
         by_name: dict[str, list[Any]] = {}
@@ -239,23 +230,14 @@ def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout
         for name, parts in by_name.items():
             try:
                 reader.read_data(LoadPlan(parts), planner).wait()
-            except pickle.UnpicklingError as error:
-                raise _unsafe_bytes(asked, name, error) from error
-            except _DAMAGE as error:
-                raise _damaged(asked, f"{type(error).__name__}: {error}") from error
+            except DAMAGE as error:
+                # Its checksum is right: what torch refuses to read as a tensor was put there by somebody.
+                if isinstance(error, pickle.UnpicklingError) and (found := re.search(r"GLOBAL (\S+)", str(error))):
+                    raise _unsafe(asked, f"{name!r}", found[1]) from error
+                raise damaged(asked, f"{name!r}: {type(error).__name__}: {error}") from error
             progress(local_tensor(targets[name]).nbytes)
 
     return Reading(files, copy)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Location:
-    """Where the archive with a part of a tensor is; the attributes are those that DCP's reader asks for."""
-
-    relative_path: str
-    offset: int
-    length: int
-    transform_descriptors: None = None
 
 
 class _Record:
@@ -292,12 +274,7 @@ class _InertUnpickler(pickle.Unpickler):
             return torch.Size
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
             return dtype
-        raise UnsafeCheckpointError(
-            self._asked,
-            f"its {LAYOUT} holds {module_name}.{global_name}: to rebuild that could run any code; nothing was loaded",
-            f"names, sizes and places of tensors, as {_METADATA_MODULE} has them",
-            TRUSTED,
-        )
+        raise _unsafe(self._asked, f"its {LAYOUT}", f"{module_name}.{global_name}")
 
 
 def _metadata(record: Any) -> "Metadata":
@@ -330,13 +307,15 @@ def _metadata(record: Any) -> "Metadata":
     return Metadata(tensors, storage_data=places)
 
 
-def _location(info: _Record) -> _Location:
+def _location(info: _Record) -> SimpleNamespace:
+    """Where the archive with a part of a tensor is; the attributes are those that DCP's reader asks for."""
     path = info.get("relative_path")
     if not isinstance(path, str) or os.path.basename(path) != path or path in ("", ".", ".."):
         raise ValueError(f"{path!r} is not a file in the folder")
     if info.get("transform_descriptors"):
         raise ValueError(f"{path!r} is encoded by {info.get('transform_descriptors')!r}")
-    return _Location(relative_path=path, offset=int(info.get("offset")), length=int(info.get("length")))
+    offset, length = int(info.get("offset")), int(info.get("length"))
+    return SimpleNamespace(relative_path=path, offset=offset, length=length, transform_descriptors=None)
 
 
 def _size(value: Any) -> torch.Size:
@@ -350,9 +329,9 @@ def _check_coverage(asked: str, targets: Mapping[str, Tensor], items: Iterable[A
     found: Counter[str] = Counter()
     for item in items:
         found[item.dest_index.fqn] += prod(item.lengths)
-    partial = [name for name, target in targets.items() if found[name] != local_tensor(target).numel()]
-    if partial:
-        raise _damaged(asked, f"parts are missing of {', '.join(partial[:5])} ({len(partial)} in all)")
+    incomplete = [name for name, target in targets.items() if found[name] != local_tensor(target).numel()]
+    if incomplete:
+        raise damaged(asked, f"parts are missing of {listed(incomplete)}")
 
 
 class _SummedFile(io.BufferedWriter):
@@ -385,23 +364,10 @@ def _sum_what_is_written(writer: "FileSystemWriter") -> dict[str, int]:
     return checksums
 
 
-def _unsafe_bytes(asked: str, name: str, error: pickle.UnpicklingError) -> CheckpointError:
-    """What torch refused to read as the tensor ``name``; its checksum is right, so somebody put it there."""
-    found = re.findall(r"GLOBAL (\S+)", str(error))
-    if not found:
-        return _damaged(asked, f"{name!r}: {error}")
+def _unsafe(asked: str, place: str, found: str) -> UnsafeCheckpointError:
     return UnsafeCheckpointError(
         asked,
-        f"the bytes of {name!r} hold {found[0]}: to rebuild that could run any code; it was not run",
-        "tensors, as torch.save writes them",
+        f"{place} holds {found}: to rebuild that could run any code; it was not run",
+        f"tensors, and their names, sizes and places as {_METADATA_MODULE} has them",
         TRUSTED,
-    )
-
-
-def _damaged(asked: str, wrong: str) -> CheckpointError:
-    return CheckpointError(
-        asked,
-        f"the checkpoint is damaged, or was replaced while it was read: {wrong}",
-        "a folder as fabric wrote it, complete",
-        "the same again, if a save may have been under way; or an older checkpoint, or a fresh copy of this one",
     )

@@ -8,10 +8,9 @@ holds a lock on a file in it, which ends with the process, however that ends: a 
 name and that can be locked is left from a save that died, and the next save removes it.
 """
 
-import difflib
-import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -19,15 +18,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fabric.checkpoint.commit import atomic_write
+from fabric.checkpoint.commit import atomic_write, locked, sync_folder
+from fabric.checkpoint.failures import damaged, nearby, newer
 from fabric.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["MANIFEST", "Manifest", "Staging", "holds_checkpoint", "read_manifest", "remove", "sync_folder"]
+__all__ = ["MANIFEST", "Manifest", "Staging", "holds_checkpoint", "read_manifest", "remove"]
 
 MANIFEST = "manifest.json"
 
 _FORMAT, _VERSION = "torch-fabric sharded checkpoint", 1
 _PREFIX, _LOCK = "data-", "lock"
+_OURS = re.compile(_PREFIX + "[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -58,25 +59,15 @@ def read_manifest(asked: str, path: Path) -> Manifest:
     path = Path(path)
     if not holds_checkpoint(path):
         raise _absent(asked, path)
-    name, version, checksums = None, None, None
+    name, version, checksums = "", None, None
     with suppress(ValueError, AttributeError, OSError):
         content = json.loads((path / MANIFEST).read_bytes())
-        known = content.get("format") == _FORMAT
-        name, version, checksums = content.get("data"), content.get("version") if known else None, content.get("crc32")
+        if content.get("format") == _FORMAT:
+            name, version, checksums = str(content.get("data")), content.get("version"), content.get("crc32")
     if isinstance(version, int) and version > _VERSION:
-        raise CheckpointError(
-            asked,
-            f"its format version is {version}: a newer release wrote it",
-            f"format versions up to {_VERSION}",
-            "pip install --upgrade torch-fabric",
-        )
-    if not (isinstance(version, int) and isinstance(checksums, dict) and isinstance(name, str) and _is_ours(name)):
-        raise CheckpointError(
-            asked,
-            f"its {MANIFEST} is damaged, cannot be read, or is not one of fabric's",
-            "a folder that fabric wrote, complete",
-            "an older checkpoint, or a fresh copy of this one",
-        )
+        raise newer(asked, version, _VERSION)
+    if not (isinstance(version, int) and isinstance(checksums, dict) and _OURS.fullmatch(name)):
+        raise damaged(asked, f"its {MANIFEST} cannot be read, or is not one of fabric's")
     return Manifest(path / name, checksums)
 
 
@@ -161,15 +152,6 @@ def remove(path: Path) -> None:
         path.rmdir()
 
 
-def sync_folder(folder: Path) -> None:
-    """Return when the names of the files in ``folder`` are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _clear_stale(path: Path) -> None:
     """Remove every sub-folder that the manifest does not name and no living process is filling."""
     current = None
@@ -179,38 +161,23 @@ def _clear_stale(path: Path) -> None:
         except CheckpointError:
             return  # what it named cannot be told from what is stale
     for folder in path.iterdir():
-        if _is_ours(folder.name) and folder.name != current and (lock := _lock(folder)) is not None:
+        if _OURS.fullmatch(folder.name) and folder.name != current and (lock := _lock(folder)) is not None:
             shutil.rmtree(folder, ignore_errors=True)
             os.close(lock)
 
 
 def _lock(folder: Path, created: bool = False) -> int | None:
-    """Lock a sub-folder; None when another process has it, or removed it, or it is another user's.
-
-    On a file system without locks only who ``created`` it gets it, so that nobody takes it for a stale one.
-    """
+    """Lock a sub-folder; None when another process has it, or removed it, or it is another user's."""
     try:
         lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError:
         if os.access(folder, os.W_OK | os.X_OK):
             raise
         return None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if (folder / _LOCK).exists():
-            return lock
-    except BlockingIOError:
-        pass
-    except OSError:
-        if created:
-            return lock
+    if locked(lock, folder / _LOCK, created):
+        return lock
     os.close(lock)
     return None
-
-
-def _is_ours(name: str) -> bool:
-    token = name.removeprefix(_PREFIX)
-    return name.startswith(_PREFIX) and len(token) == 12 and all(letter in "0123456789abcdef" for letter in token)
 
 
 def _absent(asked: str, path: Path) -> CheckpointError:
@@ -226,7 +193,7 @@ def _absent(asked: str, path: Path) -> CheckpointError:
             f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt, if you trust it",
         )
     if path.is_dir():
-        unfinished = any(_is_ours(entry.name) for entry in path.iterdir())
+        unfinished = any(_OURS.fullmatch(entry.name) for entry in path.iterdir())
         wrong = "no save into it was ever finished" if unfinished else f"it is a folder without a {MANIFEST}"
         return CheckpointNotFoundError(asked, wrong, "a folder that holds a sharded checkpoint", _neighbours(path))
     return CheckpointNotFoundError(asked, "there is no such folder", "a folder that exists", _neighbours(path))
@@ -241,5 +208,4 @@ def _neighbours(path: Path) -> str:
         for entry in sorted(folder.iterdir())[:1000]
         if holds_checkpoint(entry)
     ]
-    near = difflib.get_close_matches(str(path), found, n=5, cutoff=0.4) or found[:5]
-    return ", or ".join(map(repr, near)) or f"the path of a folder; {str(path.parent)!r} has none like it"
+    return nearby(str(path), found, f"the path of a folder; {str(path.parent)!r} has none like it")

@@ -1,6 +1,6 @@
 """Whether what a checkpoint holds fits the object that it is meant for."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-__all__ = ["find_problems", "listed"]
+from fabric.checkpoint.failures import listed
 
-_LISTED = 12  # names given in full before an error only counts the rest
+__all__ = ["find_problems"]
 
 
 def find_problems(
@@ -70,10 +70,3 @@ def _optimizer_problems(optimizer: Optimizer, content: Mapping[str, Any]) -> Ite
             f"the groups of the {type(optimizer).__name__} hold {listed(map(str, present))} parameters, "
             f"those of the file {listed(map(str, saved))}"
         )
-
-
-def listed(names: Iterable[Any]) -> str:
-    """The first names, and how many more there are."""
-    found = list(names)
-    rest = len(found) - _LISTED
-    return ", ".join([*found[:_LISTED], *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"

@@ -1,6 +1,5 @@
 """A whole checkpoint in one file, which plain torch can read."""
 
-import difflib
 import mmap
 import os
 import pickle
@@ -19,6 +18,7 @@ from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpo
 
 from fabric.checkpoint.commit import atomic_write
 from fabric.checkpoint.directory import holds_checkpoint
+from fabric.checkpoint.failures import DAMAGE, damaged, first_line, listed, nearby, refusals
 from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 
 __all__ = ["FullCheckpoint"]
@@ -26,9 +26,6 @@ __all__ = ["FullCheckpoint"]
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: its last two fields are the lengths of the name and the extra
 _PIECE = 1 << 24
 _SAFE_LOAD = "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these"
-# What reading bytes that were never written as a checkpoint, or were changed since, has been seen to raise.
-_DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
-           OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
 
 
 class FullCheckpoint:
@@ -47,18 +44,23 @@ class FullCheckpoint:
         Raises:
             CheckpointError: ``path`` is a folder or cannot be written; what was there before is untouched.
         """
-        _require_checksums(path)
-        _refuse_shards(path)
-        with atomic_write(path) as file:
-            try:
-                torch.save(dict(state), file)
-            except (RuntimeError, OSError, TypeError, AttributeError, pickle.PicklingError) as error:
-                raise CheckpointError(
-                    f"save a checkpoint to {str(path)!r}",
-                    f"{type(error).__name__}: {_first_line(error)}",
-                    f"room for the old and the new file, and {_SAFE_LOAD}",
-                    "another path, or a state without what the line above names; the old file is untouched",
-                ) from error
+        asked = f"save a checkpoint to {str(path)!r}"
+        if not get_crc32_options():
+            raise CheckpointError(
+                asked,
+                "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed",
+                "torch's default, which writes a checksum for every record",
+                "torch.serialization.set_crc32_options(True)",
+            )
+        if holds_checkpoint(path):
+            raise CheckpointError(
+                asked,
+                "there is a folder with a sharded checkpoint",
+                "the path of a file, new or to be replaced",
+                f"{str(path) + '.pt'!r}, or checkpoint_io=fabric.checkpoint.ShardedCheckpoint() to replace the folder",
+            )
+        with atomic_write(path) as file, refusals(asked):
+            torch.save(dict(state), file)
 
     def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         """Read a file that :meth:`save` or ``torch.save`` wrote, with every tensor on the CPU.
@@ -87,7 +89,7 @@ class FullCheckpoint:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
         except CheckpointError:
             raise
-        except _DAMAGE as error:
+        except DAMAGE as error:
             raise _diagnosis(asked, path, error) from error
         if not weights_only:
             # Its errors are those of somebody else's code, which no list of ours foresees.
@@ -115,57 +117,29 @@ class FullCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def _require_checksums(path: Path) -> None:
-    if not get_crc32_options():
-        raise CheckpointError(
-            f"save a checkpoint to {str(path)!r}",
-            "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed later",
-            "torch's default, which writes a checksum for every record",
-            "torch.serialization.set_crc32_options(True)",
-        )
-
-
-def _refuse_shards(path: Path) -> None:
-    if holds_checkpoint(path):
-        raise CheckpointError(
-            f"save a checkpoint to {str(path)!r}",
-            "there is a folder with a sharded checkpoint",
-            "the path of a file, new or to be replaced",
-            f"{str(path) + '.pt'!r}, or checkpoint_io=fabric.checkpoint.ShardedCheckpoint() to replace the folder",
-        )
-
-
 def _require_file(asked: str, path: Path) -> None:
     if os.path.isfile(path):
         return
-    if holds_checkpoint(path):
+    if os.path.isdir(path):
         raise CheckpointError(
             asked,
-            "it is a folder with a sharded checkpoint",
-            "a file that fabric.save wrote",
-            f"fabric consolidate {os.fspath(path)}, in a shell, which makes one file of it",
+            "it is a folder" + " with a sharded checkpoint" * holds_checkpoint(path),
+            f"a file that fabric.save wrote, as {_alternatives(path, path)}",
+            f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
+            f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
         )
-    if os.path.isdir(path):
-        raise CheckpointError(asked, "it is a folder", "a file that fabric.save wrote", _alternatives(Path(path), "*"))
     folder = Path(path).parent
-    if not folder.is_dir():
-        raise CheckpointNotFoundError(
-            asked, f"its folder {str(folder)!r} does not exist", "a file that fabric.save wrote", "a path that exists"
-        )
-    raise CheckpointNotFoundError(
-        asked, "there is no such file", "a file that fabric.save wrote", _alternatives(folder, Path(path).name)
-    )
+    wrong = "there is no such file" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
+    raise CheckpointNotFoundError(asked, wrong, "a file that fabric.save wrote", _alternatives(folder, path))
 
 
-def _alternatives(folder: Path, name: str) -> str:
-    """Names in ``folder`` that resemble ``name`` (``"*"``: any), as the last part of an error."""
-    with os.scandir(folder) as entries:
-        files = [entry.name for _, entry in zip(range(1000), entries, strict=False) if entry.is_file()]
-    files = sorted(file for file in files if not file.startswith("."))
-    near = files[:5] if name == "*" else difflib.get_close_matches(name, files, n=5, cutoff=0.4)
-    if not near:
-        return f"the path of a file; {str(folder)!r} has none like it"
-    return ", or ".join(repr(str(folder / file)) for file in near)
+def _alternatives(folder: Path, path: Path) -> str:
+    """Files in ``folder`` that resemble ``path``, as the last part of an error."""
+    files: list[str] = []
+    with suppress(OSError), os.scandir(folder) as entries:
+        some = (entry for _, entry in zip(range(1000), entries, strict=False))
+        files = [entry.path for entry in some if entry.is_file() and not entry.name.startswith(".")]
+    return nearby(str(path), files, "the path of a file that exists")
 
 
 def _verify(asked: str, path: Path) -> bool:
@@ -177,14 +151,9 @@ def _verify(asked: str, path: Path) -> bool:
         if file.read(2) != b"PK":
             return False
         with zipfile.ZipFile(file) as archive, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            damaged = [entry.filename for entry in archive.infolist() if not _is_intact(archive, content, entry)]
-    if damaged:
-        raise CheckpointError(
-            asked,
-            f"the file is damaged: the checksum of {', '.join(damaged[:5])} does not match ({len(damaged)} in all)",
-            "a file as torch.save wrote it, with torch's default of writing checksums",
-            "an older checkpoint, or a fresh copy of this one",
-        )
+            changed = [entry.filename for entry in archive.infolist() if not _is_intact(archive, content, entry)]
+    if changed:
+        raise damaged(asked, f"the checksum of {listed(changed)} does not match")
     return True
 
 
@@ -214,19 +183,14 @@ def _diagnosis(asked: str, path: Path, error: Exception) -> CheckpointError:
             "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what the file "
             "names. A class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
         )
-    return CheckpointError(
-        asked,
-        f"the file is damaged or was not written by torch.save: {_first_line(error)}",
-        "a file that fabric.save or torch.save wrote, complete",
-        "an older checkpoint, or a fresh copy of this one",
-    )
+    return damaged(asked, f"or it was not written by torch.save: {first_line(error)}")
 
 
 def _code_in(path: Path, error: Exception) -> list[str]:
     """The classes and functions that a file's pickle refers to and torch does not allow; found without running it."""
     try:
         offenders = sorted(get_unsafe_globals_in_checkpoint(path))
-    except _DAMAGE:
+    except DAMAGE:
         # No archive, or one whose pickle is of a protocol that torch's own reader does not follow.
         offenders = []
     return offenders or re.findall(r"GLOBAL (\S+)", str(error))[:1] or sorted(_references(path))
@@ -236,7 +200,7 @@ def _references(path: Path) -> set[str]:
     """Every class and function that the pickles in a file name, harmless ones too."""
     found: set[str] = set()
     strings: list[str] = []
-    with suppress(*_DAMAGE), _open_pickle(path) as file:
+    with suppress(*DAMAGE), _open_pickle(path) as file:
         # The format before torch 1.6 is several pickles in a row, followed by bytes that are none.
         while True:
             for opcode, argument, _ in pickletools.genops(file):
@@ -256,7 +220,3 @@ def _open_pickle(path: Path) -> BinaryIO:
         record = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         # Stays readable after its archive object is closed: zipfile counts its readers.
         return archive.open(record)  # type: ignore[return-value]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from fabric.checkpoint.dcp import (
     LAYOUT,
-    TRUSTED,
     Reading,
     check_files,
     file_checksum,
@@ -19,11 +18,12 @@ from fabric.checkpoint.dcp import (
     write_tensors,
 )
 from fabric.checkpoint.directory import Staging, read_manifest, remove
+from fabric.checkpoint.failures import TRUSTED, damaged, listed
 from fabric.checkpoint.full import FullCheckpoint
 from fabric.checkpoint.plain import check_plain
 from fabric.checkpoint.skeleton import MISSING, Place, find, fit_tensors, name_tensors, take_apart, written
 from fabric.checkpoint.state import METADATA_KEY
-from fabric.checkpoint.unison import reported, together
+from fabric.checkpoint.unison import together, write_together
 from fabric.communicators import Communicator
 from fabric.communicators.local import LocalCommunicator
 from fabric.errors import CheckpointError, UnsafeCheckpointError
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["Prepared", "ShardedCheckpoint", "Stored"]
 
 _SKELETON = "skeleton.pt"
-_LISTED = 12  # places given in full before an error only counts the rest
 
 
 class ShardedCheckpoint:
@@ -71,7 +70,7 @@ class ShardedCheckpoint:
         named = together(communicator, asked, lambda: name_tensors(tensors) if is_first else None)
         names: dict[Place, str] = communicator.broadcast_object(named, 0)
         together(communicator, asked, lambda: _check_agreement(asked, names, tensors, communicator.rank))
-        staging = together(communicator, asked, reported(asked, lambda: Staging(path) if is_first else None))
+        staging = write_together(communicator, asked, lambda: Staging(path) if is_first else None)
         try:
             folder = communicator.broadcast_object(staging and staging.folder, 0)
             firsts = {names[place]: tensors[place] for place in _firsts(names)}
@@ -82,7 +81,7 @@ class ShardedCheckpoint:
                     FullCheckpoint().save({"skeleton": skeleton, "tensors": names}, folder / _SKELETON)
                     staging.commit({**checksums, _SKELETON: file_checksum(folder / _SKELETON)})
 
-            together(communicator, asked, reported(asked, commit))
+            write_together(communicator, asked, commit)
         finally:
             if staging is not None:
                 staging.close()
@@ -258,7 +257,7 @@ class Stored:
             raise CheckpointError(
                 self._asked,
                 "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
-                f"a checkpoint of the same structure; its entries: {_list(map(repr, self._skeleton))}",
+                f"a checkpoint of the same structure; its entries: {listed(map(repr, self._skeleton))}",
                 "strict=False to load what fits by name (shapes have to agree even then)",
             )
         return targets
@@ -288,10 +287,10 @@ def _checked_parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place
 
 def _check_agreement(asked: str, names: Mapping[Place, str], tensors: Mapping[Place, Tensor], rank: int) -> None:
     if names.keys() != tensors.keys():
-        here, there = tensors.keys() - names.keys(), names.keys() - tensors.keys()
+        here, there = (sorted(map(written, found)) for found in (tensors.keys() - names, names.keys() - tensors))
         raise CheckpointError(
             asked,
-            f"tensors only on rank {rank}: {_list(map(written, here))}; only on rank 0: {_list(map(written, there))}",
+            f"tensors only on rank {rank}: {listed(here)}; only on rank 0: {listed(there)}",
             "a state of the same structure on every rank",
             "the same entries on every rank, also those that only one rank needs",
         )
@@ -321,12 +320,8 @@ def _open(asked: str, path: Path) -> Stored:
     absent = {*names.values()} - layout.state_dict_metadata.keys() if isinstance(names, dict) else set()
     if isinstance(skeleton, dict) and isinstance(names, dict) and not absent:
         return Stored(manifest.data, asked, manifest.checksums, skeleton, names, layout)
-    raise CheckpointError(
-        asked,
-        f"its {_SKELETON} and its {LAYOUT} are not of one save: no tensor there for {_list(map(repr, absent))}",
-        "a folder as fabric wrote it, complete",
-        "an older checkpoint, or a fresh copy of this one",
-    )
+    wrong = f"its {_SKELETON} and its {LAYOUT} are not of one save: no tensor there for {listed(map(repr, absent))}"
+    raise damaged(asked, wrong)
 
 
 def _read_skeleton(asked: str, path: Path) -> dict[str, Any]:
@@ -356,11 +351,3 @@ def _rounds(names: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> list
                 rounds.append({})
             rounds[index][name] = target
     return rounds
-
-
-def _shortened(lines: list[str]) -> list[str]:
-    return [*lines[:_LISTED], *([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])]
-
-
-def _list(names: Any) -> str:
-    return ", ".join(_shortened(sorted(names))) or "none"

@@ -1,7 +1,9 @@
 """Turning the user's objects into plain state, and back. Knows nothing of files, processes or strategies."""
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -9,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric.checkpoint.fit import find_problems, listed
+from fabric.checkpoint.failures import listed, newer
+from fabric.checkpoint.fit import find_problems
 from fabric.checkpoint.plain import check_plain
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.tree import map_tensors
@@ -17,6 +20,7 @@ from fabric.tree import map_tensors
 __all__ = [
     "FORMAT_VERSION",
     "METADATA_KEY",
+    "Access",
     "apply",
     "apply_raw",
     "check",
@@ -29,45 +33,48 @@ __all__ = [
 METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
-ModuleState = Callable[[nn.Module], Mapping[str, Any]]
-LoadModule = Callable[[nn.Module, dict[str, Any], bool], None]
-OptimizerState = Callable[[Optimizer], Mapping[str, Any]]
-LoadOptimizer = Callable[[Optimizer, dict[str, Any]], None]
-
-
-def _state_of(optimizer: Optimizer) -> Mapping[str, Any]:
-    return optimizer.state_dict()
-
-
-def _load_into(optimizer: Optimizer, content: dict[str, Any]) -> None:
-    optimizer.load_state_dict(content)
-
-
 Filter = Mapping[str, Callable[[str, Any], bool]]
+
+
+@dataclass(frozen=True)
+class Access:
+    """The way to the states of modules and optimizers.
+
+    Attributes:
+        module_state: names and values of a module as they stand in a checkpoint.
+        load_module: ``load_module(module, content, strict)`` puts such a state into a module.
+        optimizer_state: the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
+        load_optimizer: ``load_optimizer(optimizer, content)`` puts such a state into an optimizer.
+    """
+
+    module_state: Callable[[nn.Module], Mapping[str, Any]]
+    load_module: Callable[[nn.Module, dict[str, Any], bool], None]
+    optimizer_state: Callable[[Optimizer], Mapping[str, Any]] = methodcaller("state_dict")
+    load_optimizer: Callable[[Optimizer, dict[str, Any]], None] = lambda optimizer, content: optimizer.load_state_dict(
+        content
+    )
 
 
 def collect(
     state: Mapping[str, Any],
+    access: Access,
     *,
-    module_state: ModuleState,
-    optimizer_state: OptimizerState = _state_of,
     filter: Filter | None = None,
     trainable_only: bool = False,
-    check_content: Callable[[str, Any], None] = check_plain,
+    checks_content: bool = True,
 ) -> dict[str, Any]:
     """Turn ``state`` into plain data, entry by entry. No tensor is copied.
 
-    A module becomes ``module_state(module)``, an optimizer ``optimizer_state(optimizer)``; another object with
-    ``state_dict()`` and ``load_state_dict()`` (a scheduler, a loader) becomes its ``state_dict()``; plain data stays as
-    it is. Every entry that can be refused without these is looked at first, since they may be collectives.
+    Modules and optimizers are read through ``access``; another object with ``state_dict()`` and ``load_state_dict()``
+    (a scheduler, a loader) becomes its ``state_dict()``; plain data stays as it is. Every entry that can be refused
+    without these is looked at first, since they may be collectives.
 
     Args:
         state: names and objects; not changed.
-        module_state: gives the state of a module under the names that the user knows.
-        optimizer_state: gives the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
+        access: the way to modules and optimizers.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
         trainable_only: leave out the parameters of modules that do not require a gradient.
-        check_content: ``check_content(place, value)`` raises unless what became of an object is plain.
+        checks_content: whether what became of an object has to be plain.
 
     Raises:
         ArgumentTypeError: an entry could not be loaded again without running code; the text names its place in
@@ -75,41 +82,25 @@ def collect(
         ConfigurationError: ``filter`` names an entry that ``state`` lacks or that is no dict, or ``state`` has an entry
             ``"__fabric__"``.
     """
-    _check_names(state, "save")
-    keep = dict(filter or {})
+    keep = filter or {}
+    _check_entries(state, "save")
     _check_filter(state, keep)
-    for name, value in state.items():
-        _refuse_loader(name, value)
-        if not _is_object(value):
-            check_plain(f"state[{name!r}]", value)
     collected: dict[str, Any] = {}
     for name, value in state.items():
-        content = value
-        if isinstance(value, nn.Module):
-            content = module_state(value)
-            if trainable_only:
-                frozen = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
-                content = _filtered(name, content, lambda key, _, frozen=frozen: key not in frozen)
-        elif isinstance(value, Optimizer):
-            content = optimizer_state(value)
-        elif _is_stateful(value):
-            content = value.state_dict()
+        content = _content(value, access)
+        if trainable_only and isinstance(value, nn.Module):
+            frozen = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
+            content = _filtered(name, content, lambda key, _, frozen=frozen: key not in frozen)
         if name in keep:
             content = _filtered(name, content, keep[name])
-        if content is not value:
-            check_content(f"state[{name!r}]", content)
+        if checks_content and content is not value:
+            check_plain(f"state[{name!r}]", content)
         collected[name] = content
     return collected
 
 
 def apply(
-    loaded: Mapping[str, Any],
-    state: MutableMapping[str, Any] | None,
-    *,
-    load_module: LoadModule,
-    module_state: ModuleState,
-    load_optimizer: LoadOptimizer = _load_into,
-    strict: bool = True,
+    loaded: Mapping[str, Any], state: MutableMapping[str, Any] | None, access: Access, strict: bool = True
 ) -> dict[str, Any]:
     """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
 
@@ -119,10 +110,8 @@ def apply(
     Args:
         loaded: what :func:`collect` gave, after a save and a load. Its metadata is checked and not returned.
         state: names and objects to restore, or ``None`` to get everything back as it was loaded.
-        load_module: ``load_module(module, content, strict)`` puts ``content`` into the module.
-        module_state: names and values of a module as they stand in a checkpoint; for the check only, so it has to be
+        access: the way to modules and optimizers. The state of a module is used for the check only: it has to be
             complete on every rank, and a sharded module's own ``state_dict()`` will do.
-        load_optimizer: ``load_optimizer(optimizer, content)`` puts ``content`` into the optimizer.
         strict: whether an entry, a parameter or a buffer that one side lacks is an error; else what fits by name is
             loaded. Shapes, and the groups of an optimizer, have to agree either way.
 
@@ -131,90 +120,64 @@ def apply(
         ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
     """
     if state is not None:
-        check(loaded, state, module_state=module_state, strict=strict)
-    return restore(loaded, state, load_module=load_module, load_optimizer=load_optimizer, strict=strict, is_mapped=True)
+        check(loaded, state, access, strict)
+    return restore(loaded, state, access, strict, is_mapped=True)
 
 
-def check(
-    loaded: Mapping[str, Any], state: Mapping[str, Any], *, module_state: ModuleState, strict: bool = True
-) -> None:
+def check(loaded: Mapping[str, Any], state: Mapping[str, Any], access: Access, strict: bool = True) -> None:
     """Raise unless ``loaded`` can be restored into ``state``, as far as that can be told without changing anything.
 
-    Args:
-        loaded: as for :func:`apply`; meta tensors will do.
-        state: as for :func:`apply`, and so are the others.
-        module_state: names and values of a module.
-        strict: whether what one side lacks is an error.
-
-    Raises:
-        CheckpointError: as for :func:`apply`.
-        ArgumentTypeError: likewise.
+    Arguments and errors are those of :func:`apply`; of ``loaded``, meta tensors will do.
     """
     read_metadata(loaded)
-    _check_names(state, "load")
+    _check_entries(state, "load")
     asked = f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}"
-    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
-    _check_targets(asked, state, entries, strict)
+    entries = _entries(loaded)
+    missing = [name for name in state if name not in entries]
+    if missing and strict:
+        raise CheckpointError(
+            asked,
+            f"the file has no {listed(map(repr, missing))}",
+            f"entries of the file: {listed(map(repr, entries))}",
+            "a state with these names, or strict=False to leave the others as they are",
+        )
     _raise_problems(
         asked,
-        [
+        (
             f"state[{name!r}]: {problem}"
             for name, value in state.items()
             if name in entries
-            for problem in find_problems(value, entries[name], module_state, strict)
-        ],
+            for problem in find_problems(value, entries[name], access.module_state, strict)
+        ),
     )
 
 
 def restore(
-    loaded: Mapping[str, Any],
-    state: MutableMapping[str, Any] | None,
-    *,
-    load_module: LoadModule,
-    load_optimizer: LoadOptimizer = _load_into,
-    strict: bool,
-    is_mapped: bool,
+    loaded: Mapping[str, Any], state: MutableMapping[str, Any] | None, access: Access, strict: bool, is_mapped: bool
 ) -> dict[str, Any]:
     """What :func:`apply` does after its checks.
 
-    Args:
-        loaded: as for :func:`apply`, and so are the others.
-        state: names and objects to restore.
-        load_module: puts the content of an entry into a module.
-        load_optimizer: the same for an optimizer.
-        strict: passed to ``load_module``.
-        is_mapped: whether tensors of ``loaded`` may be mapped from a file, and have to be copied to be kept.
+    ``is_mapped`` tells whether tensors of ``loaded`` may be mapped from a file, and have to be copied to be kept.
     """
-    read_metadata(loaded)
-    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
+    entries = _entries(loaded)
     if state is None:
         return entries
     wanted = {name: value for name, value in state.items() if name in entries}
     for name in sorted(wanted, key=lambda name: _turn(wanted[name])):
         if _is_object(wanted[name]):
-            _restore(wanted[name], entries[name], load_module, load_optimizer, strict, is_mapped)
+            _restore(wanted[name], entries[name], access, strict, is_mapped)
         else:
             state[name] = copy.deepcopy(entries[name])
     return {name: content for name, content in entries.items() if name not in state}
 
 
-def apply_raw(
-    loaded: Mapping[str, Any],
-    target: Any,
-    *,
-    load_module: LoadModule,
-    module_state: ModuleState,
-    load_optimizer: LoadOptimizer = _load_into,
-    strict: bool = True,
-) -> None:
+def apply_raw(loaded: Mapping[str, Any], target: Any, access: Access, strict: bool = True) -> None:
     """Restore one object from a file that is its bare state dict, as ``torch.save(model.state_dict(), path)`` wrote it.
 
     Args:
         loaded: the content of the file.
         target: a module, an optimizer, or any object with ``state_dict()`` and ``load_state_dict()``.
-        load_module: as for :func:`apply`.
-        module_state: as for :func:`apply`.
-        load_optimizer: as for :func:`apply`.
+        access: as for :func:`apply`.
         strict: as for :func:`apply`.
 
     Raises:
@@ -230,7 +193,7 @@ def apply_raw(
             "a module, an optimizer, or an object with these two methods",
             "fabric.load(path, state) for a checkpoint with entries of several kinds",
         )
-    problems = list(find_problems(target, loaded, module_state, strict))
+    problems = list(find_problems(target, loaded, access.module_state, strict))
     holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
     if problems and holds_entries and not isinstance(target, Optimizer):
         raise CheckpointError(
@@ -240,7 +203,7 @@ def apply_raw(
             "fabric.load(path, {'model': model}), with the entry that you want",
         )
     _raise_problems(asked, problems)
-    _restore(target, loaded, load_module, load_optimizer, strict, True)
+    _restore(target, loaded, access, strict, is_mapped=True)
 
 
 def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,73 +231,57 @@ def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
     metadata = loaded.get(METADATA_KEY, {})
     version = metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None
     if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(
-            "load a checkpoint",
-            f"its entry {METADATA_KEY!r} has format version {version!r}: a newer release wrote it",
-            f"format versions up to {FORMAT_VERSION}",
-            "pip install --upgrade torch-fabric",
-        )
+        raise newer("load a checkpoint", version, FORMAT_VERSION)
     return dict(metadata)
 
 
-def _is_stateful(value: Any) -> bool:
-    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
-    return not isinstance(value, type) and all(callable(method) for method in methods)
+def _entries(loaded: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: content for name, content in loaded.items() if name != METADATA_KEY}
 
 
 def _is_object(value: Any) -> bool:
     """Whether a value is restored in place; any other is replaced."""
-    return isinstance(value, nn.Module) or _is_stateful(value)
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    return not isinstance(value, type) and all(callable(method) for method in methods)
+
+
+def _content(value: Any, access: Access) -> Any:
+    if isinstance(value, nn.Module):
+        return access.module_state(value)
+    if isinstance(value, Optimizer):
+        return access.optimizer_state(value)
+    return value.state_dict() if _is_object(value) else value
 
 
 def _turn(value: Any) -> int:
     """When an entry is restored: what could not be checked comes first, so that its failure leaves the rest alone."""
     if isinstance(value, nn.Module):
         return 1
-    return 2 if isinstance(value, Optimizer) or not _is_stateful(value) else 0
+    return 2 if isinstance(value, Optimizer) or not _is_object(value) else 0
 
 
-def _restore(
-    target: Any,
-    content: Any,
-    load_module: LoadModule,
-    load_optimizer: LoadOptimizer,
-    strict: bool,
-    is_mapped: bool,
-) -> None:
+def _restore(target: Any, content: Any, access: Access, strict: bool, is_mapped: bool) -> None:
     if isinstance(target, nn.Module):
-        load_module(target, content, strict)
+        access.load_module(target, content, strict)
     elif isinstance(target, Optimizer):
-        load_optimizer(target, content)
+        access.load_optimizer(target, content)
         if is_mapped:
-            _detach_from_file(target, content)
+            _detach_from_file(target)
     else:
         target.load_state_dict(copy.deepcopy(content))
 
 
-def _detach_from_file(optimizer: Optimizer, content: Any) -> None:
-    """Copy the tensors that the optimizer took over as they were.
+def _detach_from_file(optimizer: Optimizer) -> None:
+    """Copy, one at a time, the tensors that the optimizer may have taken over as they were.
 
-    They may be mapped from the file, which somebody could overwrite in place. Those that went to another device or
-    dtype are copies already, and copying all of them beforehand would need the whole state in host memory.
+    They may be mapped from the file, which somebody could overwrite in place. Those on another device are copies.
     """
-    borrowed: set[int | None] = set()
-    map_tensors(lambda tensor: borrowed.add(_address(tensor)), content)
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if _address(tensor) in borrowed - {None} else tensor
-
     for slots in optimizer.state.values():
         for name in slots:
-            slots[name] = map_tensors(own, slots[name])
+            slots[name] = map_tensors(lambda tensor: tensor.clone() if tensor.is_cpu else tensor, slots[name])
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    has_storage = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if has_storage else None
-
-
-def _check_names(state: Mapping[str, Any], verb: str) -> None:
+def _check_entries(state: Mapping[str, Any], verb: str) -> None:
     asked = f"{verb} a checkpoint"
     if not isinstance(state, Mapping):
         raise ArgumentTypeError(
@@ -355,6 +302,10 @@ def _check_names(state: Mapping[str, Any], verb: str) -> None:
             "any other name",
             f"state[{METADATA_KEY.strip('_')!r}]",
         )
+    for name, value in state.items():
+        _refuse_loader(name, value)
+        if not _is_object(value):
+            check_plain(f"state[{name!r}]", value)
 
 
 def _check_filter(state: Mapping[str, Any], keep: Mapping[str, Any]) -> None:
@@ -371,23 +322,12 @@ def _check_filter(state: Mapping[str, Any], keep: Mapping[str, Any]) -> None:
                 "a function of (name, value) that says whether the item is saved",
                 f"filter={{{name!r}: lambda name, value: not name.startswith('head.')}}",
             )
-        if not _is_object(state[name]) and not isinstance(state[name], dict):
-            raise ConfigurationError(
-                asked,
-                f"state[{name!r}] is a {type(state[name]).__name__}, which has no items to choose from",
-                "filters for modules, other objects with a state_dict, and dicts",
-                f"a state without {name!r}",
-            )
+        if not _is_object(state[name]):
+            _refuse_without_items(name, state[name])
 
 
 def _filtered(name: str, content: Any, keep: Callable[[str, Any], bool]) -> Any:
-    if not isinstance(content, dict):
-        raise ConfigurationError(
-            f"save a checkpoint with filter={{{name!r}: ...}}",
-            f"the state of state[{name!r}] is a {type(content).__name__}, which has no items to choose from",
-            "objects whose state_dict() is a dict",
-            f"save without a filter for {name!r}",
-        )
+    _refuse_without_items(name, content)
     # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
     kept = copy.copy(content)
     for key, value in content.items():
@@ -396,8 +336,18 @@ def _filtered(name: str, content: Any, keep: Callable[[str, Any], bool]) -> Any:
     return kept
 
 
+def _refuse_without_items(name: str, content: Any) -> None:
+    if not isinstance(content, dict):
+        raise ConfigurationError(
+            f"save a checkpoint with filter={{{name!r}: ...}}",
+            f"what is saved of state[{name!r}] is a {type(content).__name__}, which has no items to choose from",
+            "filters for dicts, modules, and other objects whose state_dict() is a dict",
+            f"save without a filter for {name!r}",
+        )
+
+
 def _refuse_loader(name: str, value: Any) -> None:
-    if isinstance(value, DataLoader) and not _is_stateful(value):
+    if isinstance(value, DataLoader) and not _is_object(value):
         raise ArgumentTypeError(
             f"state[{name!r}], a DataLoader, in a checkpoint",
             "it does not know its position, so a resumed run would replay or skip samples",
@@ -406,23 +356,8 @@ def _refuse_loader(name: str, value: Any) -> None:
         )
 
 
-def _check_targets(asked: str, state: Mapping[str, Any], entries: Mapping[str, Any], strict: bool) -> None:
-    for name, value in state.items():
-        _refuse_loader(name, value)
-        if not _is_object(value):
-            check_plain(f"state[{name!r}]", value)
-    missing = [name for name in state if name not in entries]
-    if missing and strict:
-        raise CheckpointError(
-            asked,
-            f"the file has no {listed(map(repr, missing))}",
-            f"entries of the file: {listed(map(repr, entries))}",
-            "a state with these names, or strict=False to leave the others as they are",
-        )
-
-
-def _raise_problems(asked: str, problems: list[str]) -> None:
-    if problems:
+def _raise_problems(asked: str, problems: Iterable[str]) -> None:
+    if problems := list(problems):
         raise CheckpointError(
             asked,
             "\n  ".join(["nothing was changed, since it does not fit:", *problems]),

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from fabric.checkpoint.failures import refusals
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError, FabricError
+from fabric.errors import CheckpointError
 
-__all__ = ["reported", "together"]
+__all__ = ["together", "write_together"]
 
 T = TypeVar("T")
 
@@ -44,26 +45,11 @@ def together(communicator: Communicator, asked: str, action: Callable[[], T]) ->
     return result
 
 
-def reported(asked: str, action: Callable[[], T]) -> Callable[[], T]:
-    """``action``, with what torch and the file system raise in it turned into an error that says what it was about.
+def write_together(communicator: Communicator, asked: str, action: Callable[[], T]) -> T:
+    """As :func:`together` for a part of a save before its commit: see :func:`fabric.checkpoint.failures.refusals`."""
 
-    For the parts of a save before its commit: the error says that what was there before is untouched.
-
-    Raises:
-        CheckpointError: by the function that is returned.
-    """
-
-    def reporting() -> T:
-        try:
+    def writing() -> T:
+        with refusals(asked):
             return action()
-        except FabricError:
-            raise
-        except (RuntimeError, OSError, ValueError, TypeError, AssertionError) as error:
-            raise CheckpointError(
-                asked,
-                f"{type(error).__name__}: {error}",
-                "the same tensors on every rank, and a place that can be written to, with room for the old and the new",
-                "free space, another path, or other permissions; what was there before is untouched",
-            ) from error
 
-    return reporting
+    return together(communicator, asked, writing)
