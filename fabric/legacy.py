@@ -10,13 +10,11 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
-from weakref import WeakSet
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from fabric._compat import uncompiled
 from fabric._fabric import Fabric
@@ -31,53 +29,26 @@ from fabric.tree import map_tensors
 __all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
 
 _MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
+_Older: TypeAlias = "DDPSpawnPlugin | DDPFullyShardedNativeStrategy"
 
 
-class _PreparedModules:
-    """The modules that one strategy has prepared; held weakly, and none of them on the way to a rank."""
-
-    def __init__(self) -> None:
-        self._modules: WeakSet[nn.Module] = WeakSet()
-
-    def add(self, module: nn.Module) -> nn.Module:
-        self._modules.add(module)
-        return module
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether this is a prepared module, or the one that was prepared."""
-        return any(module is one or module is getattr(one, "module", None) for one in self)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(list(self._modules))
-
-    def __reduce__(self) -> tuple[type["_PreparedModules"], tuple[()]]:
-        return _PreparedModules, ()
-
-
-class _Mailbox:
+class _Mailbox(deque[Any]):
     """A queue whose entries :meth:`DDPSpawnPlugin.spawn` carries from process 0 to the process that called it."""
 
-    def __init__(self) -> None:
-        self._items: deque[Any] = deque()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def put(self, item: Any) -> None:
-        self._items.append(item)
+    put = deque.append
 
     def get(self) -> Any:
-        if not self._items:
+        if not self:
             raise UsageError(
                 "get_from_queue(trainer, mp_queue)",
                 "nothing is in the queue: process 0 has put nothing into it, or it has been taken out already",
                 "one get_from_queue for each add_to_queue of process 0, after spawn() has returned",
                 "return dict(trainer.callback_metrics) from the function, and metrics = fabric.launch(function)",
             )
-        return self._items.popleft()
+        return self.popleft()
 
 
-def _setup(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", trainer: Any = None) -> None:
+def _setup(self: "_Older", trainer: Any = None) -> None:
     """Older form of :meth:`fabric.Fabric.setup`; collective.
 
     Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers, if
@@ -93,7 +64,7 @@ def _setup(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", trainer: Any 
     """
     _deprecated("setup(trainer)", _MODERN_SETUP)
     module = self.model if trainer is None else _part(trainer, "model", "setup", nn.Module)
-    if module is None or self._prepared.holds(module):
+    if module is None or _is_prepared(self, module):
         raise UsageError(
             f"{type(self).__name__}.setup() on rank {self.global_rank}",
             "there is no model to set up" if module is None else f"this {type(module).__name__} is set up already",
@@ -129,16 +100,16 @@ def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
         self.setup_optimizer(optimizer)
 
 
-def _model_to_device(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy") -> None:
+def _model_to_device(self: "_Older") -> None:
     """Move :attr:`model` to this process's device; what has been set up is there already.
 
     Raises:
         UsageError: there is no model.
     """
     _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
-    if self.model is not None and not self._prepared.holds(self.model):
+    if self.model is not None and not _is_prepared(self, self.model):
         self.module_to_device(self.model)
-    elif not list(self._prepared):
+    elif not self._prepared:
         raise UsageError(
             f"{type(self).__name__}.model_to_device() on rank {self.global_rank}",
             "this strategy has no model",
@@ -148,7 +119,7 @@ def _model_to_device(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy") -> 
 
 
 def _block_backward_sync(
-    self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", module: nn.Module | None = None, enabled: bool = True
+    self: "_Older", module: nn.Module | None = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Older name of ``no_backward_sync``, which see; without a module for every one that has been set up.
 
@@ -163,8 +134,14 @@ def _block_backward_sync(
     return self.no_backward_sync(inner._fabric_prepared if isinstance(inner, FabricModule) else module, enabled)
 
 
+def _is_prepared(self: "_Older", module: nn.Module) -> bool:
+    """Whether this is a prepared module, or the one that was prepared."""
+    inner = uncompiled(module)
+    return any(inner is one or inner is uncompiled(getattr(one, "module", one)) for one in self._prepared)
+
+
 @contextmanager
-def _without_sync(self: "DDPSpawnPlugin | DDPFullyShardedNativeStrategy", enabled: bool) -> Iterator[None]:
+def _without_sync(self: "_Older", enabled: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for module in self._prepared:
             stack.enter_context(self.no_backward_sync(module, enabled))
@@ -216,9 +193,7 @@ class DDPSpawnPlugin(DDPStrategy):
         cluster_environment: the environment that says which rank this is.
         checkpoint_io: format of ``save`` and ``load``.
         precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
-        ddp_comm_state: state handed to the hook.
-        ddp_comm_hook: how gradients travel.
-        ddp_comm_wrapper: wraps the hook.
+        *ddp_comm: ``ddp_comm_state``, ``ddp_comm_hook`` and ``ddp_comm_wrapper``, which may have their names as well.
         precision: precision.
         **options: the other arguments of ``DDPStrategy``.
 
@@ -238,10 +213,7 @@ class DDPSpawnPlugin(DDPStrategy):
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
         precision_plugin: Any = None,
-        ddp_comm_state: Any = None,
-        ddp_comm_hook: Callable[..., Any] | None = None,
-        ddp_comm_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
-        *,
+        *ddp_comm: Any,
         precision: Precision | str | int | None = None,
         **options: Any,
     ) -> None:
@@ -256,16 +228,12 @@ class DDPSpawnPlugin(DDPStrategy):
             )
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
-            _one_precision(precision_plugin, precision),
-            ddp_comm_state=ddp_comm_state,
-            ddp_comm_hook=ddp_comm_hook,
-            ddp_comm_wrapper=ddp_comm_wrapper,
+            *(_one_precision(precision_plugin, precision), *ddp_comm),
             start_method="spawn",
             **options,
         )
         self.model: nn.Module | None = None
         self.mp_queue = _Mailbox()
-        self._prepared = _PreparedModules()
 
     setup = _setup
     setup_optimizers = _setup_optimizers
@@ -275,9 +243,9 @@ class DDPSpawnPlugin(DDPStrategy):
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
 
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        return self._prepared.add(super().setup_module(module))
+    @property
+    def _prepared(self) -> list[nn.Module]:
+        return list(self._wrappers)
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
@@ -365,7 +333,7 @@ class DDPSpawnPlugin(DDPStrategy):
         """
         _deprecated("post_dispatch(trainer)", "metrics = fabric.launch(function)")
         metrics = _part(trainer, "callback_metrics", "post_dispatch", MutableMapping)
-        while len(self.mp_queue):
+        while self.mp_queue:
             metrics.update(_unpack(self.mp_queue.get()))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -430,7 +398,6 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
             **options,
         )
         self.model: nn.Module | None = None
-        self._prepared = _PreparedModules()
 
     setup = _setup
     setup_optimizers = _setup_optimizers
@@ -440,9 +407,9 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
 
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        return self._prepared.add(super().setup_module(module))
+    @property
+    def _prepared(self) -> list[nn.Module]:
+        return list(self._synced)
 
 
 def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
@@ -459,8 +426,7 @@ def _run_spawned(
     return_result: bool,
 ) -> tuple[Any, list[Any]]:
     result = function(*args, **kwargs)
-    items = [strategy.mp_queue.get() for _ in range(len(strategy.mp_queue))]
-    return result if return_result else None, items
+    return result if return_result else None, list(strategy.mp_queue)
 
 
 def _unpack(payload: bytes) -> dict[str, Any]:

@@ -4,17 +4,19 @@
 :meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
 """
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric._compat import HookSwitch, uncompiled
@@ -29,7 +31,7 @@ from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "ParallelStrategy", "Strategy"]
+__all__ = ["Group", "ParallelStrategy", "Strategy", "check_passed_on"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
@@ -248,11 +250,11 @@ class Strategy(ABC):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole state dict of a prepared or user's module under the user's own names."""
-        return uncompiled(module).state_dict()
+        return _users(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict with the user's own names into a prepared or user's module."""
-        uncompiled(module).load_state_dict(state_dict, strict=strict)
+        _users(module).load_state_dict(state_dict, strict=strict)
 
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer with state for whole parameters, in torch's own format; may be collective."""
@@ -290,6 +292,15 @@ class Strategy(ABC):
         there is nothing to synchronise.
         """
         return nullcontext()
+
+    def refuse_unprepared(self, module: nn.Module) -> NoReturn:
+        """Raise for a module whose gradients this strategy does not synchronise."""
+        raise UsageError(
+            f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
+            f"it was not set up with {type(self).__name__}, so that nothing is synchronised in its backward pass",
+            "a module that setup() returned",
+            "model = fabric.setup_module(model) first",
+        )
 
     def backward_syncs(self, module: nn.Module) -> bool:
         """Whether a backward pass through this prepared module, now, would synchronise gradients."""
@@ -439,15 +450,11 @@ class ParallelStrategy(Strategy):
     """A strategy with one process for each device.
 
     Args:
-        accelerator: as for :class:`Strategy`, and so are the next four.
-        parallel_devices: the devices of this node.
-        cluster_environment: the environment that says which rank this is.
-        checkpoint_io: format of ``save`` and ``load``.
-        precision: precision.
         process_group_backend: ``"gloo"``, ``"nccl"`` or another backend of torch; None for the device's default.
         timeout: how long a collective may wait.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
         num_nodes: number of nodes of the job.
+        **shared: the arguments of :class:`Strategy`.
     """
 
     connects_processes = True
@@ -455,23 +462,13 @@ class ParallelStrategy(Strategy):
     def __init__(
         self,
         *,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Environment | None = None,
-        checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: str = "popen",
         num_nodes: int = 1,
+        **shared: Any,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-        )
+        super().__init__(**shared)
         self._check_options(process_group_backend, timeout, start_method, num_nodes)
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.start_method, self.num_nodes = start_method, num_nodes
@@ -488,6 +485,23 @@ class ParallelStrategy(Strategy):
             wrong, valid = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
         if wrong:
             raise ConfigurationError(f"{asked}(...)", wrong, valid, f"{asked}() for the defaults")
+
+
+def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:
+    """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""
+    known = set(inspect.signature(function).parameters) - own
+    if unknown := sorted(set(given) - known):
+        raise ArgumentTypeError(
+            f"{strategy}({', '.join(f'{name}={given[name]!r}' for name in unknown)})",
+            f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
+            ", ".join(sorted(known)),
+            f"{strategy}() without it, or one of these names",
+        )
+
+
+def _users(module: nn.Module) -> nn.Module:
+    """The user's module inside of a prepared one."""
+    return uncompiled(module.module if isinstance(module, nn.DataParallel | DistributedDataParallel) else module)
 
 
 def _check_checkpoint_io(io: Any) -> None:

@@ -106,14 +106,6 @@ class DataParallelStrategy(Strategy):
         return CopiedDataParallel(module, device_ids=list(devices), output_device=self.root_device)
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self._inner(module).state_dict()
-
-    @override
-    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        self._inner(module).load_state_dict(state_dict, strict=strict)
-
-    @override
     def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the replicas every tensor of a collection that was gathered from them.
 
@@ -137,10 +129,6 @@ class DataParallelStrategy(Strategy):
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
         checked = super().all_reduce(collection, group, op)
         return map_tensors(partial(_reduce, _REDUCTIONS[op]), checked)
-
-    @staticmethod
-    def _inner(module: nn.Module) -> nn.Module:
-        return module.module if isinstance(module, nn.DataParallel) else module
 
 
 def _reduce(reduction: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

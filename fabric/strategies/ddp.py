@@ -1,6 +1,5 @@
 """One process for each device, each with the whole model; gradients are averaged during the backward pass."""
 
-import inspect
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,10 @@ from fabric._compat import leave_join, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import broadcast
 from fabric.environments import Environment
-from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.base import ParallelStrategy
+from fabric.strategies.base import ParallelStrategy, check_passed_on
 from fabric.strategies.hints import name_unused_parameters
 from fabric.strategies.sync_batchnorm import SyncedBatchNorms
 
@@ -94,7 +93,7 @@ class DDPStrategy(ParallelStrategy):
             start_method=start_method,
             num_nodes=num_nodes,
         )
-        _check_ddp_kwargs(ddp_kwargs)
+        check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
         _check_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
@@ -156,24 +155,11 @@ class DDPStrategy(ParallelStrategy):
         )
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self._inner(module).state_dict()
-
-    @override
-    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        self._inner(module).load_state_dict(state_dict, strict=strict)
-
-    @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         if not enabled or not any(parameter.requires_grad for parameter in module.parameters()):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
-            raise UsageError(
-                f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
-                "this module was not set up with DDP, so that nothing is synchronised in its backward pass",
-                "a module that setup() returned",
-                "model = fabric.setup_module(model) first",
-            )
+            self.refuse_unprepared(module)
         return _without_sync(module)
 
     @override
@@ -254,10 +240,6 @@ class DDPStrategy(ParallelStrategy):
             for tensor, value in zip(own, values, strict=True):
                 tensor.copy_(value)
 
-    @staticmethod
-    def _inner(module: nn.Module) -> nn.Module:
-        return uncompiled(module.module if isinstance(module, DistributedDataParallel) else module)
-
 
 class _Packed(NamedTuple):
     payload: bytes
@@ -307,18 +289,6 @@ def _without_sync(wrapper: DistributedDataParallel) -> Any:
         yield
     finally:
         wrapper.require_backward_grad_sync = before
-
-
-def _check_ddp_kwargs(ddp_kwargs: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OWN_ARGUMENTS
-    unknown = sorted(set(ddp_kwargs) - known)
-    if unknown:
-        raise ArgumentTypeError(
-            f"DDPStrategy({', '.join(f'{name}={ddp_kwargs[name]!r}' for name in unknown)})",
-            f"DistributedDataParallel takes no {', '.join(unknown)}, or the strategy decides it",
-            ", ".join(sorted(known)),
-            "DDPStrategy(find_unused_parameters=True), for instance",
-        )
 
 
 def _check_hook(state: Any, hook: Any, wrapper: Any, period: int | None) -> None:

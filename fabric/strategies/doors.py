@@ -23,16 +23,15 @@ class Doors:
     Args:
         root: the user's module, sharded already.
         units: the parts that are units of their own; what is inside of them is not watched.
-        sharded_type: the class that makes a module a unit or the root, which knows how to ``reshard()``.
         rank: rank of this process, for the error.
 
     Attributes:
         hooks: those of the parts, which have nothing to say within a forward pass.
     """
 
-    def __init__(self, root: nn.Module, units: Collection[nn.Module], sharded_type: type[Any], rank: int) -> None:
+    def __init__(self, root: nn.Module, units: Collection[nn.Module], rank: int) -> None:
         self._depth, self._finished, self._usable = 0, True, True
-        self._sharded_type, self._rank = sharded_type, rank
+        self._rank = rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
             root.register_forward_hook(self._finish),
@@ -74,9 +73,11 @@ class Doors:
             self._usable, self._finished = reset_after_error(module), True
         else:
             # No backward pass will do it, and a change of whole parameters would be lost.
-            sharded: list[Any] = [part for part in module.modules() if isinstance(part, self._sharded_type)]
-            for part in sharded:
-                part.reshard()
+            from torch.distributed.fsdp import FSDPModule  # takes a second to import; here it has been
+
+            for part in module.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def _door(self, path: str) -> Any:
         def check(module: nn.Module, args: Any) -> None:

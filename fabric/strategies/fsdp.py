@@ -39,7 +39,7 @@ from fabric.strategies.fsdp_options import (
     parse_state_dict_type,
     policy_of_precision,
 )
-from fabric.strategies.materialise import Blank, Nursery, has_meta
+from fabric.strategies.materialise import Blank, Nursery, has_meta, placed
 from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
 from fabric.tree import map_tensors
 
@@ -168,9 +168,12 @@ class FSDPStrategy(ParallelStrategy):
         super().setup_environment(runtime)
         check_world(self.device_mesh, self.world_size)
         self.runtime.accelerator.return_freed_memory()
-        if self.cpu_offload is not None and self.root_device.type == "cpu" and self.is_global_zero:
+        if not self.is_global_zero:
+            return
+        if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
-        if self._replicates_nothing() and self.is_global_zero:
+        has_no_mesh = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
+        if has_no_mesh and self.runtime.world.num_nodes == 1:
             warnings.warn(
                 "HYBRID_SHARD without device_mesh has a replica for each node, and there is one node: it shards like "
                 f"FULL_SHARD. For replicas within the node: device_mesh=(2, {max(1, self.world_size // 2)})",
@@ -248,7 +251,7 @@ class FSDPStrategy(ParallelStrategy):
         self._nursery.forget(root)
         for name, parameter in root.named_parameters():
             self._sharded_as[whole[name]] = parameter
-        self._doors[root] = Doors(root, units, _sharded_type(), self.global_rank)
+        self._doors[root] = Doors(root, units, self.global_rank)
         self._synced[root] = True
         return module
 
@@ -301,11 +304,11 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def get_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return uncompiled(module).state_dict()
+        return super().get_module_state_dict(module)
 
     @override
     def load_module_shards(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        uncompiled(module).load_state_dict(state_dict, strict=strict)
+        super().load_module_state_dict(module, state_dict, strict)
 
     @override
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -316,29 +319,21 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict with whole tensors, of which every rank takes its shards."""
-        from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import
-
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         content = dict(state_dict["state"])
         for number, parameter in zip(numbers, parameters, strict=False):
             for name, value in content.get(number, {}).items():
                 # What has another shape, such as a number of steps, is not spread.
-                if isinstance(parameter, DTensor) and getattr(value, "shape", None) == parameter.shape:
-                    own = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-                    content[number] = {**content[number], name: own.clone()}
+                if getattr(value, "shape", None) == parameter.shape:
+                    content[number] = {**content[number], name: placed(value, parameter, parameter.device)}
         optimizer.load_state_dict({**state_dict, "state": content})
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         root = uncompiled(module)
         if root not in self._synced:
-            raise UsageError(
-                f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
-                "this module was not set up with FSDP, so that nothing is synchronised in its backward pass",
-                "a module that setup() returned",
-                "model = fabric.setup_module(model) first",
-            )
+            self.refuse_unprepared(module)
         return self._without_sync(root) if enabled else nullcontext()
 
     @override
@@ -355,16 +350,13 @@ class FSDPStrategy(ParallelStrategy):
 
     @contextmanager
     def _without_sync(self, root: Any) -> Iterator[None]:
-        before = self._synced[root]
-        self._set_sync(root, False)
+        before, self._synced[root] = self._synced[root], False
+        root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self._set_sync(root, before)
-
-    def _set_sync(self, root: Any, sync: bool) -> None:
-        root.set_requires_gradient_sync(sync)
-        self._synced[root] = sync
+            self._synced[root] = before
+            root.set_requires_gradient_sync(before)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         # What is kept on the CPU is gathered on the device, where the process group works.
@@ -373,9 +365,10 @@ class FSDPStrategy(ParallelStrategy):
     def _shard(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-        mesh = self._mesh()
         policy = self.mixed_precision or policy_of_precision(self.runtime.precision)
-        options: dict[str, Any] = {"mesh": mesh, **self._resharding(), **self.fsdp_kwargs}
+        # What torch does of itself is to free all units but the root, which the backward pass needs first.
+        resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
+        options: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
         if self.cpu_offload is not None and self.root_device.type != "cpu":
             options["offload_policy"] = self.cpu_offload
         if self._buffer_dtype is not None:
@@ -391,10 +384,6 @@ class FSDPStrategy(ParallelStrategy):
         offloaded = self.cpu_offload is not None and local_tensor(tensor) is not tensor
         return torch.device("cpu") if offloaded else self.root_device
 
-    def _resharding(self) -> dict[str, bool]:
-        # What torch does of itself is to free all units but the root, which the backward pass needs first.
-        return {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-
     def _mesh(self) -> "DeviceMesh":
         if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
             return self.device_mesh
@@ -403,10 +392,6 @@ class FSDPStrategy(ParallelStrategy):
         world = self.runtime.world
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         return self.runtime.mesh(replicas=replicas, shards=shards)
-
-    def _replicates_nothing(self) -> bool:
-        no_mesh = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
-        return no_mesh and self.runtime.world.num_nodes == 1
 
     def _share_values(self, root: nn.Module, except_for: Mapping[str, torch.Tensor]) -> None:
         """Give every rank rank 0's values, as DDP does; what is sent later is left out."""
@@ -452,12 +437,6 @@ def _prefetch_in_backward(root: Any, units: Sequence[Any], ahead: int | None) ->
         # A unit that gathers itself gathers nothing more; an empty list would mean torch's own choice.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
         unit.set_modules_to_backward_prefetch(previous or [unit])
-
-
-def _sharded_type() -> "type[FSDPModule]":
-    from torch.distributed.fsdp import FSDPModule  # takes a second to import
-
-    return FSDPModule
 
 
 def _is_freed(parameter: torch.Tensor) -> bool:

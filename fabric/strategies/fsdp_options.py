@@ -1,6 +1,5 @@
 """The options of FSDPStrategy as users write them, turned into what ``fully_shard`` understands."""
 
-import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +8,7 @@ from torch import nn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.precision import Precision
+from fabric.strategies.base import check_passed_on
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -247,11 +247,4 @@ def check_fsdp_kwargs(fsdp_kwargs: Mapping[str, Any]) -> None:
     # torch.distributed.fsdp takes a second to import.
     from torch.distributed.fsdp import fully_shard
 
-    known = set(inspect.signature(fully_shard).parameters) - _OWN_ARGUMENTS
-    if unknown := sorted(set(fsdp_kwargs) - known):
-        raise ArgumentTypeError(
-            f"FSDPStrategy({', '.join(f'{name}={fsdp_kwargs[name]!r}' for name in unknown)})",
-            f"fully_shard takes no {', '.join(unknown)}, or the strategy decides it",
-            ", ".join(sorted(known)),
-            "FSDPStrategy(reshard_after_forward=True), for instance",
-        )
+    check_passed_on("FSDPStrategy", fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)

@@ -30,7 +30,7 @@ from fabric.deferred import Recording, deferred, outlined
 from fabric.errors import FabricError, UsageError
 from fabric.initialization import created_on
 
-__all__ = ["Blank", "Nursery", "has_meta"]
+__all__ = ["Blank", "Nursery", "has_meta", "placed"]
 
 _Place = tuple[nn.Module, str, str]  # where a tensor is registered: the module, its name there, and in the whole
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -153,7 +153,7 @@ class _Gap:
         """Put a value in all places, or of what is sharded this rank's part; in the dtype of what stands there."""
         module, name = self.places[0]
         current = _own_tensors(module)[name]
-        self._take(_placed(value.to(current.dtype), current, on_device(current)))
+        self._take(placed(value.to(current.dtype), current, on_device(current)))
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def _own_tensors(module: nn.Module) -> Mapping[str, Tensor]:
     return {name: tensor for name, tensor in both.items() if tensor is not None}
 
 
-def _placed(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
+def placed(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """A whole value on a device; for a DTensor this rank's shard of it, in memory of its own."""
     if local_tensor(like) is like:
         return value.to(device)
@@ -347,7 +347,7 @@ def _placed(value: Tensor, like: Tensor, device: torch.device) -> Tensor:
     shard = distribute_tensor(
         value.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
     )
-    fresh = torch.empty_like(like, device=device)
+    fresh = torch.empty_like(like, dtype=value.dtype, device=device)
     local_tensor(fresh).copy_(local_tensor(shard))
     return fresh
 
