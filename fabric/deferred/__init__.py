@@ -1,20 +1,20 @@
 """Building a module without memory, and computing its values afterwards, a few at a time."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fabric.deferred.base import BUILT_WHOLE, Evaluation
 from fabric.deferred.recorder import Recorder
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import UsageError
 
 __all__ = ["Recording", "deferred", "outlined"]
 
 
 @contextmanager
-def deferred(device: torch.device = torch.device("meta")) -> "Iterator[Recording]":  # noqa: B008 - an immutable value
+def deferred() -> "Iterator[Recording]":
     """Within this context, modules and tensors are built without memory, and what fills them is recorded.
 
     New tensors are meta tensors; code inside the context that asks is told that they are on the CPU. Generators advance
@@ -22,24 +22,13 @@ def deferred(device: torch.device = torch.device("meta")) -> "Iterator[Recording
     is read (``.item()``, ``.tolist()``, a condition) is computed there and then, from no more than it depends on. Real
     tensors that take part are kept by reference; those from Python numbers (``torch.tensor``) are recorded.
 
-    Args:
-        device: the device whose tensors have no memory; there is only meta.
-
     Yields:
         The recording, from which values are computed after the context is left.
 
     Raises:
-        ConfigurationError: another device.
         UsageError: something in the context needs memory that is not there: ``.numpy()``, ``.data_ptr()``, pickling, a
             sparse tensor. It names the parameter or the operation.
     """
-    if torch.device(device).type != "meta":
-        raise ConfigurationError(
-            f"deferred(device={str(device)!r})",
-            "tensors on this device have memory, so nothing would be deferred",
-            'torch.device("meta")',
-            "deferred(), or build on this device without it",
-        )
     _refuse_nesting("deferred()")
     recorder = Recorder()
     with recorder.recording():
@@ -112,33 +101,8 @@ class Recording:
         for group in groups.values():
             yield from self._shared(group, evaluation)
 
-    def replay(self, module: nn.Module, keep: Callable[[str, Tensor], Tensor]) -> None:
-        """Give a module its values in place of the meta tensors, a few at a time.
-
-        Tensors keep their names, ``requires_grad`` and the attributes that were set on them; one that is registered
-        under several names is still one tensor. References from elsewhere (an optimizer built before) still name the
-        meta tensors.
-
-        Args:
-            module: a module that was built in the context, or holds parts that were.
-            keep: is called with the name of each parameter and buffer and its full value on the CPU, and returns what
-                is to be kept of it: a part, a copy on another device, or the value itself.
-
-        Raises:
-            UsageError: as for :meth:`values`; the module is then as it was.
-        """
-        tensors = _tensors(module)
-        places = _places(module)
-        for name, value in self.values(tensors):
-            old, kept = tensors[name], keep(name, value)
-            if kept is not old:
-                _install(places[id(old)], old, kept)
-            # Else these names would hold on to the value while the next one is computed.
-            del value, kept
-
     def _shared(self, group: dict[str, Tensor], evaluation: Evaluation) -> Iterator[tuple[str, Tensor]]:
-        slots = [self._recorder.tape.slot(tensor) for tensor in group.values()]
-        known = [slot for slot in slots if slot is not None]
+        known = [slot for slot in map(self._recorder.tape.slot, group.values()) if slot is not None]
         if not known:
             yield from group.items()
             return
@@ -182,25 +146,3 @@ def _refuse_nesting(asked: str) -> None:
             "one context around the whole build",
             "with fabric.init_module(): model = Model()  # and no such context in Model",
         )
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _places(module: nn.Module) -> dict[int, list[tuple[dict[str, Tensor | None], str]]]:
-    """Where each tensor is registered, by its identity: several places where it is tied."""
-    places: dict[int, list[tuple[dict[str, Tensor | None], str]]] = {}
-    for part in module.modules():
-        for registry in (part._parameters, part._buffers):
-            for name, tensor in registry.items():
-                places.setdefault(id(tensor), []).append((registry, name))  # type: ignore[arg-type]
-    return places
-
-
-def _install(places: list[tuple[dict[str, Tensor | None], str]], old: Tensor, kept: Tensor) -> None:
-    if isinstance(old, nn.Parameter) and not isinstance(kept, nn.Parameter):
-        kept = nn.Parameter(kept, requires_grad=old.requires_grad)
-    vars(kept).update(vars(old))
-    for registry, name in places:
-        registry[name] = kept
