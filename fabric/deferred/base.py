@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class Outside:
     def of(cls, tensor: Tensor, weakly: bool = False) -> "Outside":
         """Refer to a tensor as it is now; ``weakly`` does not keep it alive."""
         version = None if tensor.is_inference() else tensor._version
-        return cls(weakref.ref(tensor) if weakly else partial(_itself, tensor), version)
+        return cls(weakref.ref(tensor) if weakly else lambda: tensor, version)
 
     def value(self) -> Tensor:
         """The tensor, unchanged since.
@@ -265,10 +264,6 @@ class Evaluation:
         return memory
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _slot(tensor: Tensor, storage: int) -> Slot:
     return Slot(storage, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
@@ -292,9 +287,6 @@ def _generator(operation: Operation, kwargs: dict[str, Any]) -> Iterator[None]:
         kwargs["generator"] = torch.Generator().set_state(operation.generator_state)
         yield
     else:
-        before = torch.default_generator.get_state()
-        torch.default_generator.set_state(operation.generator_state)
-        try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.set_state(operation.generator_state)
             yield
-        finally:
-            torch.default_generator.set_state(before)

@@ -104,22 +104,21 @@ class Recorder:
             return function(*args, **kwargs)
         with self.paused():
             slot = self.tape.slot(first)
-            if slot is not None and function in _ON_CPU:
-                return _ON_CPU[function]
-            if slot is not None and function in _READ_VALUES and self._outline:
-                return function(*self._values([slot]), *args[1:], **kwargs)
-            if slot is not None and function in _NEED_MEMORY:
-                raise self._refusal(function.__name__, slot, reads=function in _READ_VALUES)
-            if slot is not None and function == Tensor.tolist:
-                return self._values([slot])[0].tolist()
-            if slot is not None and function == Tensor.cpu:
-                return first
-            if slot is not None and function == Tensor.new_tensor:
-                kwargs.setdefault("device", _CPU)
             if function == Tensor.to:
                 args, kwargs = self._moved(args, kwargs)
-            elif slot is not None and function == _SET_DATA and self.tape.slot(args[1]) is None:
-                args = (first, self._lift(args[1]))
+            elif slot is not None:
+                if function in _ON_CPU:
+                    return _ON_CPU[function]
+                if function == Tensor.cpu:
+                    return first
+                if function == Tensor.tolist or (function in _READ_VALUES and self._outline):
+                    return function(*self._values([slot]), *args[1:], **kwargs)
+                if function in _NEED_MEMORY:
+                    raise self._refusal(function.__name__, slot, reads=function in _READ_VALUES)
+                if function == Tensor.new_tensor:
+                    kwargs.setdefault("device", _CPU)
+                elif function == _SET_DATA and self.tape.slot(args[1]) is None:
+                    args = (first, self._lift(args[1]))
         return function(*args, **kwargs)
 
     def on_operation(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -151,7 +150,8 @@ class Recorder:
         inputs = {leaf.storage for leaf in encoded if isinstance(leaf, Slot)}
         changed = {slot.storage for slot in map(self.tape.slot, written) if slot is not None}
         result = self._on_meta(function, leaves, structure)
-        outputs = [self._admitted(leaf, function) for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        new = [leaf for leaf in flatten(result)[0] if isinstance(leaf, Tensor)]
+        outputs = [self.tape.admit(self._strided(leaf, function)) for leaf in new]
         made = {slot.storage for slot in outputs} - inputs
         if made or changed:
             entry = Operation(
@@ -219,12 +219,9 @@ class Recorder:
         """A meta tensor that stands for a copy of this real one, which the tape refers to."""
         twin = _twin(tensor)
         slot = self.tape.admit(twin)
-        source, structure = flatten(((tensor,), {}))
-        encoded, made = [self._outside(leaf) for leaf in source], frozenset({slot.storage})
-        clone = torch.ops.aten.clone.default
-        self.tape.append(
-            Operation(clone, encoded, _hollow(structure, len(source)), [slot], made, torch.get_default_dtype()), made
-        )
+        clone, structure, made = torch.ops.aten.clone.default, flatten(((None,), {}))[1], frozenset({slot.storage})
+        source = [self._outside(tensor)]
+        self.tape.append(Operation(clone, source, structure, [slot], made, torch.get_default_dtype()), made)
         return twin
 
     def _moved(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -241,17 +238,21 @@ class Recorder:
         return args, kwargs
 
     def _encoded(self, leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.is_meta:
-            return self.tape.slot(leaf) or _refuse_foreign(leaf)
-        if isinstance(leaf, Tensor):
+        if not isinstance(leaf, Tensor):
+            return None if isinstance(leaf, torch.Generator) else _on_cpu(leaf)
+        if not leaf.is_meta:
             return self._outside(leaf)
-        return None if isinstance(leaf, torch.Generator) else _on_cpu(leaf)
+        if slot := self.tape.slot(leaf):
+            return slot
+        raise UsageError(
+            f"a meta tensor of shape {tuple(leaf.shape)} as a source of values",
+            "it was made outside the deferred() context, so it has none",
+            "tensors made inside the context, and real ones",
+            "make it inside the context",
+        )
 
     def _outside(self, tensor: Tensor) -> Outside:
         return Outside.of(tensor, weakly=self._outline and tensor.nbytes > _SMALL)
-
-    def _admitted(self, tensor: Tensor, function: Any) -> Slot:
-        return self.tape.admit(self._strided(tensor, function))
 
     def _strided(self, tensor: Tensor, function: Any) -> Tensor:
         if tensor.layout is torch.strided:
@@ -262,7 +263,13 @@ class Recorder:
         if tensor is None:
             return None
         if is_lazy(tensor):
-            raise _lazy(type(module).__name__, name)
+            kind = type(module).__name__
+            raise UsageError(
+                f"{kind}.{name}, a lazy parameter, in a module that is built without memory",
+                "it has no shape before the first forward pass, so there is nothing to record or to shard",
+                "modules that are told their sizes",
+                f"{kind.removeprefix('Lazy')}(...) with all of its sizes, in place of {kind}(...)",
+            )
         with self.paused():
             replacement = self._twin_of(tensor) if self._outline and not tensor.is_meta else None
             registered = tensor if replacement is None else replacement
@@ -373,24 +380,6 @@ def _twin(tensor: Tensor, device: torch.device = _META) -> Tensor:
 
 def _on_cpu(leaf: Any) -> Any:
     return _CPU if isinstance(leaf, torch.device) and leaf.type == "meta" else leaf
-
-
-def _refuse_foreign(tensor: Tensor) -> None:
-    raise UsageError(
-        f"a meta tensor of shape {tuple(tensor.shape)} as a source of values",
-        "it was made outside the deferred() context, so it has none",
-        "tensors made inside the context, and real ones",
-        "make it inside the context",
-    )
-
-
-def _lazy(module: str, name: str) -> UsageError:
-    return UsageError(
-        f"{module}.{name}, a lazy parameter, in a module that is built without memory",
-        "it has no shape before the first forward pass, so there is nothing to record or to shard",
-        "modules that are told their sizes",
-        f"{module.removeprefix('Lazy')}(...) with all of its sizes, in place of {module}(...)",
-    )
 
 
 def _true_device(device: Any, out: Any) -> torch.device:
