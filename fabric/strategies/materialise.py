@@ -13,6 +13,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -140,37 +141,18 @@ class _Gap:
     alias: Tensor
     places: Sequence[tuple[nn.Module, str]]
 
-    def _take(self, fresh: Tensor) -> None:
-        """Put a tensor with memory in all places; it keeps ``requires_grad`` and the attributes that were set."""
-        [old, *_] = [_own_tensors(module)[name] for module, name in self.places]
+    def fill(self, value: Tensor, on_device: Callable[[Tensor], torch.device]) -> None:
+        """Put a value in all places, or of what is sharded this rank's part.
+
+        It gets the dtype, the ``requires_grad`` and the attributes of what stands there.
+        """
+        old = _own_tensors(self.places[0][0])[self.places[0][1]]
+        fresh = placed(value.to(old.dtype), old, on_device(old))
         if isinstance(old, nn.Parameter):
             fresh = nn.Parameter(fresh, requires_grad=old.requires_grad)
         vars(fresh).update(vars(old))
         for module, name in self.places:
             setattr(module, name, fresh)
-
-    def fill(self, value: Tensor, on_device: Callable[[Tensor], torch.device]) -> None:
-        """Put a value in all places, or of what is sharded this rank's part; in the dtype of what stands there."""
-        module, name = self.places[0]
-        current = _own_tensors(module)[name]
-        self._take(placed(value.to(current.dtype), current, on_device(current)))
-
-
-@dataclass(frozen=True)
-class _Report:
-    """What a rank tells the others of a module before anything is changed.
-
-    Attributes:
-        refusal: why it cannot be set up here; None when it can.
-        layout: digest of the names, ties, shapes and dtypes of its tensors.
-        blank: for each blank tensor, whether this rank computes its value or awaits it from rank 0.
-        seeds: digests of the states of the generator that the values depend on.
-    """
-
-    refusal: str | None
-    layout: str
-    blank: Mapping[str, str]
-    seeds: Sequence[str]
 
 
 class Blank:
@@ -180,12 +162,16 @@ class Blank:
         root: the module.
         gaps: its blank tensors, in the order of the module.
         unknown: the names of its other meta tensors.
+
+    Attributes:
+        to_send: what goes from rank 0 to the others: the values on rank 0, meta tensors elsewhere. Empty before
+            :meth:`check`.
     """
 
     def __init__(self, root: nn.Module, gaps: list[_Gap], unknown: list[str]) -> None:
         self._title, self._gaps, self._unknown = type(root).__name__, gaps, unknown
         self._tensors = _registered(root)
-        self._to_send: dict[str, Tensor] = {}
+        self.to_send: Mapping[str, Tensor] = {}
 
     def check(self, communicator: Communicator, refusal: FabricError | None) -> None:
         """Agree with the other ranks that a module can be set up, and who has its values. Collective.
@@ -200,20 +186,18 @@ class Blank:
         """
         refusal = refusal or self._refusal()
         layout = "" if refusal else _digest([_traits(tensor, places) for tensor, places in self._tensors.values()])
-        blank = {gap.name: "awaited" if gap.build.recording is None else "computed" for gap in self._gaps}
+        computed, awaited = (
+            [g.name for g in self._gaps if (g.build.recording is None) == sent] for sent in (False, True)
+        )
         seeds = sorted({build.generator for build in self._computed() if not build.empty})
-        reports = communicator.gather_objects(_Report(None if refusal is None else str(refusal), layout, blank, seeds))
+        report = (None if refusal is None else str(refusal), layout, computed, awaited, seeds)
+        reports = communicator.gather_objects(report)
         if refusal is not None:
             raise refusal
-        self._refuse_others(communicator.rank, reports)
-        awaited = {name for report in reports for name, how in report.blank.items() if how == "awaited"}
+        self._refuse_others(communicator.rank, *zip(*reports, strict=True))
+        sent = {name for _, _, _, awaited, _ in reports for name in awaited}
         by_name = {places[0][2]: tensor for tensor, places in self._tensors.values()}
-        self._to_send = {name: tensor.detach() for name, tensor in by_name.items() if name in awaited}
-
-    @property
-    def to_send(self) -> Mapping[str, Tensor]:
-        """What goes from rank 0 to the others: the values on rank 0, meta tensors elsewhere. After :meth:`check`."""
-        return self._to_send
+        self.to_send = {name: tensor.detach() for name, tensor in by_name.items() if name in sent}
 
     def fill(self, communicator: Communicator, on_device: Callable[[Tensor], torch.device]) -> None:
         """Collective if anything is blank. Give every tensor memory and values; of what is sharded, those of the shard.
@@ -244,17 +228,22 @@ class Blank:
 
     def _receive(self, communicator: Communicator, on_device: Callable[[Tensor], torch.device]) -> None:
         gaps = {gap.name: gap for gap in self._gaps}
-        for name, tensor in self._to_send.items():
+        for name, tensor in self.to_send.items():
             value = broadcast(communicator, tensor if communicator.rank == 0 else None, 0, communicator.device)
             if name in gaps:
                 gaps[name].fill(value, on_device)
             del value, tensor
-        self._to_send = {}
+        self.to_send = {}
 
     def _refusal(self) -> UsageError | None:
         """Why values cannot be computed, if so; a rank that raised at once would leave the others waiting."""
         if self._unknown:
-            return _unknown(self._title, self._unknown)
+            return UsageError(
+                f"setup({self._title}) with meta tensors",
+                f"these have no values, and nothing recorded which they were to have: {', '.join(self._unknown)}",
+                "modules that were built in fabric.init_module(), as a whole, and such as are not on the meta device",
+                "with fabric.init_module(): model = Model()  # in place of torch.device('meta')",
+            )
         for build, gaps in self._computed().items():
             assert build.recording is not None
             smallest_first = sorted(gaps.values(), key=lambda gap: gap.alias.numel())
@@ -272,8 +261,8 @@ class Blank:
                 builds.setdefault(gap.build, {})[gap.name] = gap
         return builds
 
-    def _refuse_others(self, rank: int, reports: Sequence[_Report]) -> None:
-        refusing = {rank: report.refusal for rank, report in enumerate(reports) if report.refusal is not None}
+    def _refuse_others(self, rank: int, refusals: Any, layouts: Any, computed: Any, awaited: Any, seeds: Any) -> None:
+        refusing = {rank: refusal for rank, refusal in enumerate(refusals) if refusal is not None}
         if refusing:
             first = min(refusing)
             raise UsageError(
@@ -282,17 +271,16 @@ class Blank:
                 "a model that every rank can set up",
                 f"what the error of rank {first} says",
             )
-        self._compare(rank, "it is", [report.layout for report in reports])
-        computed = [[name for name, how in report.blank.items() if how == "computed"] for report in reports]
-        awaited = [[name for name, how in report.blank.items() if how == "awaited"] for report in reports[1:]]
-        if any(names != computed[0] for names in computed) or any(names != awaited[0] for names in awaited):
+        self._compare(rank, "it is", layouts)
+        # Rank 0 awaits nothing: it has the values that the others await.
+        if any(names != computed[0] for names in computed) or any(names != awaited[1] for names in awaited[2:]):
             raise UsageError(
                 f"setup({self._title}) on rank {rank}",
                 "some ranks have values, or can compute them, where others cannot",
                 "a model that is built in the same way on every rank",
                 'with fabric.init_module(): model = Model()  # or init_module(source="rank0"), on every rank',
             )
-        self._compare(rank, "torch's generator was in different states, or it is", [report.seeds for report in reports])
+        self._compare(rank, "torch's generator was in different states, or it is", seeds)
 
     def _compare(self, rank: int, wrong: str, marks: Sequence[object]) -> None:
         different = [rank for rank, other in enumerate(marks) if other != marks[0]]
@@ -362,15 +350,6 @@ def _checksum(value: Tensor) -> int:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
-
-
-def _unknown(title: str, names: Sequence[str]) -> UsageError:
-    return UsageError(
-        f"setup({title}) with meta tensors",
-        f"these have no values, and nothing recorded which they were to have: {', '.join(names)}",
-        "modules that were built in fabric.init_module(), as a whole, and modules that are not on the meta device",
-        "with fabric.init_module(): model = Model()  # in place of torch.device('meta')",
-    )
 
 
 def _registered(root: nn.Module) -> dict[int, tuple[Tensor, list[_Place]]]:
