@@ -65,16 +65,24 @@ class ShardedCheckpoint:
         """
         asked = f"save a sharded checkpoint to {str(path)!r}"
         communicator = communicator or _alone()
-        skeleton, tensors = together(communicator, asked, lambda: _checked_parts(state))
         is_first = communicator.rank == 0
-        named = together(communicator, asked, lambda: name_tensors(tensors) if is_first else None)
-        names: dict[Place, str] = communicator.broadcast_object(named, 0)
+
+        def parts() -> tuple[dict[str, Any], dict[Place, Tensor], dict[Place, str]]:
+            skeleton, tensors = take_apart(state)
+            for name, content in skeleton.items():
+                check_plain(f"state[{name!r}]", content)
+            return skeleton, tensors, name_tensors(tensors) if is_first else {}
+
+        skeleton, tensors, names = together(communicator, asked, parts)
+        names = communicator.broadcast_object(names, 0)
         together(communicator, asked, lambda: _check_agreement(asked, names, tensors, communicator.rank))
         staging = write_together(communicator, asked, lambda: Staging(path) if is_first else None)
         try:
             folder = communicator.broadcast_object(staging and staging.folder, 0)
-            firsts = {names[place]: tensors[place] for place in _firsts(names)}
-            checksums = write_tensors(asked, firsts, folder, communicator)
+            by_name: dict[str, Tensor] = {}
+            for place, name in names.items():
+                by_name.setdefault(name, tensors[place])
+            checksums = write_tensors(asked, by_name, folder, communicator)
 
             def commit() -> None:
                 if staging is not None:
@@ -120,7 +128,7 @@ class ShardedCheckpoint:
             CheckpointError: ``path`` is a file, it is damaged, or it does not fit ``into``: all reasons in one text.
         """
         communicator = communicator or _alone()
-        asked = _asked(path)
+        asked = f"load the sharded checkpoint {str(path)!r}"
         stored = self.open(path, communicator)
         prepared = together(communicator, asked, lambda: stored.prepare(into, strict=strict))
         together(communicator, asked, lambda: prepared.copy(progress))
@@ -133,7 +141,7 @@ class ShardedCheckpoint:
             CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at; or ranks found the data
                 of different saves.
         """
-        asked = _asked(path)
+        asked = f"load the sharded checkpoint {str(path)!r}"
         communicator = communicator or _alone()
         stored = together(communicator, asked, lambda: _open(asked, path))
         first = communicator.broadcast_object(stored.folder.name, 0)
@@ -270,19 +278,8 @@ class Stored:
         return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
 
 
-def _asked(path: Path) -> str:
-    return f"load the sharded checkpoint {str(path)!r}"
-
-
 def _alone() -> Communicator:
     return LocalCommunicator(torch.device("cpu"))
-
-
-def _checked_parts(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, Tensor]]:
-    skeleton, tensors = take_apart(state)
-    for name, content in skeleton.items():
-        check_plain(f"state[{name!r}]", content)
-    return skeleton, tensors
 
 
 def _check_agreement(asked: str, names: Mapping[Place, str], tensors: Mapping[Place, Tensor], rank: int) -> None:
@@ -306,30 +303,21 @@ def _check_same_save(asked: str, stored: Stored, first: str, rank: int) -> None:
         )
 
 
-def _firsts(names: Mapping[Place, str]) -> list[Place]:
-    """One place for each name."""
-    return list({name: place for place, name in reversed(list(names.items()))}.values())[::-1]
-
-
 def _open(asked: str, path: Path) -> Stored:
     manifest = read_manifest(asked, path)
     check_files(asked, manifest.data, [_SKELETON], manifest.checksums)
     layout = read_layout(asked, manifest.data, manifest.checksums.get(LAYOUT))
-    content = _read_skeleton(asked, manifest.data / _SKELETON)
+    try:
+        content = FullCheckpoint().load(manifest.data / _SKELETON)
+    except UnsafeCheckpointError as error:
+        # No reason to offer weights_only=False: fabric writes none that needs it.
+        raise UnsafeCheckpointError(asked, f"its {_SKELETON}: {error.wrong}", error.valid, TRUSTED) from error
     skeleton, names = content.get("skeleton"), content.get("tensors")
     absent = {*names.values()} - layout.state_dict_metadata.keys() if isinstance(names, dict) else set()
     if isinstance(skeleton, dict) and isinstance(names, dict) and not absent:
         return Stored(manifest.data, asked, manifest.checksums, skeleton, names, layout)
     wrong = f"its {_SKELETON} and its {LAYOUT} are not of one save: no tensor there for {listed(map(repr, absent))}"
     raise damaged(asked, wrong)
-
-
-def _read_skeleton(asked: str, path: Path) -> dict[str, Any]:
-    try:
-        return FullCheckpoint().load(path)
-    except UnsafeCheckpointError as error:
-        # No reason to offer weights_only=False: fabric writes none that needs it.
-        raise UnsafeCheckpointError(asked, f"its {path.name}: {error.wrong}", error.valid, TRUSTED) from error
 
 
 def _leaves(tree: Mapping[str, Any]) -> Iterator[Place]:

@@ -1,7 +1,7 @@
 """One process that drives several devices: a replica of the module on each, with a part of the batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -128,11 +128,8 @@ class DataParallelStrategy(Strategy):
         _check_gathered(collection, len(self.runtime.devices))
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
         checked = super().all_reduce(collection, group, op)
-        return map_tensors(partial(_reduce, _REDUCTIONS[op]), checked)
-
-
-def _reduce(reduction: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    return tensor if tensor.dim() == 0 else reduction(tensor)
+        reduction = _REDUCTIONS[op]
+        return map_tensors(lambda tensor: reduction(tensor) if tensor.dim() else tensor, checked)
 
 
 def _check_gathered(collection: Any, replicas: int) -> None:

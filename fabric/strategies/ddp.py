@@ -1,6 +1,7 @@
 """One process for each device, each with the whole model; gradients are averaged during the backward pass."""
 
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,13 +27,13 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.base import ParallelStrategy, check_passed_on
-from fabric.strategies.hints import name_unused_parameters
 from fabric.strategies.sync_batchnorm import SyncedBatchNorms
 
 __all__ = ["DDPStrategy"]
 
 # What the strategy itself decides when it builds the wrapper.
 _OWN_ARGUMENTS = {"self", "module", "device_ids", "output_device", "process_group", "device_mesh"}
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank (\d+):((?: \d+)+)")
 
 
 class DDPStrategy(ParallelStrategy):
@@ -206,7 +207,7 @@ class DDPStrategy(ParallelStrategy):
     @override
     def explain(self, exception: BaseException) -> None:
         for wrapper, names in self._wrappers.items():
-            name_unused_parameters(exception, type(uncompiled(wrapper.module)).__name__, names)
+            _name_unused_parameters(exception, type(uncompiled(wrapper.module)).__name__, names)
 
     @override
     def teardown(self) -> None:
@@ -309,3 +310,27 @@ def _check_hook(state: Any, hook: Any, wrapper: Any, period: int | None) -> None
             valid,
             "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook), for instance",
         )
+
+
+def _name_unused_parameters(exception: BaseException, module: str, names: Sequence[str]) -> None:
+    """Add a note with the names of the parameters whose indices DistributedDataParallel gives in its error.
+
+    Any other error is left alone.
+
+    Args:
+        exception: the error.
+        module: the kind of the user's module.
+        names: the parameters that DistributedDataParallel synchronises, in its order.
+    """
+    found = _UNUSED.search(str(exception))
+    if found is None or getattr(exception, "__notes__", None):
+        return
+    indices = [int(index) for index in found[2].split()]
+    if max(indices) >= len(names):  # the error is about another module
+        return
+    unused = ", ".join(names[index] for index in indices)
+    exception.add_note(
+        f"rank {found[1]}: these parameters of {module} took no part in the loss: {unused}\n"
+        "  Valid: every parameter that requires a gradient gets one in each backward pass\n"
+        '  Write: strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup'
+    )

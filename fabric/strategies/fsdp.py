@@ -446,20 +446,17 @@ def _is_freed(parameter: torch.Tensor) -> bool:
 
 
 def _refuse_what_has_no_shards(root: nn.Module) -> None:
-    if lazy := [name for name, parameter in root.named_parameters() if is_lazy(parameter)]:
-        raise ConfigurationError(
-            f"setup({type(root).__name__}) with FSDP",
-            f"these are lazy and have no shape before a first forward pass: {', '.join(lazy)}",
-            "parameters that have a shape",
-            "nn.Linear(in_features, out_features) in place of nn.LazyLinear, or one model(batch) before setup()",
-        )
-    if scalars := [name for name, parameter in root.named_parameters() if parameter.dim() == 0]:
-        raise ConfigurationError(
-            f"setup({type(root).__name__}) with FSDP",
-            f"a single number cannot be spread over ranks: {', '.join(scalars)}",
-            "parameters of at least one dimension",
-            "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.ones(()))",
-        )
+    parameters = dict(root.named_parameters())
+    wrong, valid = "these are lazy and have no shape before a first forward pass", "parameters that have a shape"
+    instead = "nn.Linear(in_features, out_features) in place of nn.LazyLinear, or one model(batch) before setup()"
+    names = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if not names:
+        wrong, valid = "a single number cannot be spread over ranks", "parameters of at least one dimension"
+        instead = "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.ones(()))"
+        names = [name for name, parameter in parameters.items() if parameter.dim() == 0]
+    if names:
+        asked = f"setup({type(root).__name__}) with FSDP"
+        raise ConfigurationError(asked, f"{wrong}: {', '.join(names)}", valid, instead)
 
 
 def _refuse_optimizer(optimizer: Optimizer, wrong: str) -> None:
