@@ -16,7 +16,6 @@ from fabric._compat import uncompiled
 from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric.checkpoint.background import BackgroundSaves
-from fabric.checkpoint.state import Access
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, Record
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
@@ -256,6 +255,7 @@ class Session:
         # A tenth of the package, which nothing needs before the first save.
         from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
         from fabric.checkpoint.agreed import JobCheckpoint
+        from fabric.checkpoint.state import Access
 
         strategy = self.strategy
         own = ShardedCheckpoint() if strategy.saves_shards else FullCheckpoint()
