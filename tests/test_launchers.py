@@ -1,5 +1,6 @@
 """The launchers that run a function: results, environments, rendezvous, and functions that travel by value."""
 
+import gc
 import os
 import pickle
 import sys
@@ -154,6 +155,11 @@ def test_a_second_forkserver_launch_is_fast_and_uses_fresh_processes(forkserver)
     assert not second[0]
     assert first[1] != second[1]
     assert first[2] == second[2]
+
+
+def test_garbage_collections_of_a_served_rank_leave_out_what_the_server_loaded(forkserver):
+    frozen, seen = forkserver.launch(lambda: (gc.get_freeze_count(), len(gc.get_objects())), (), {}, TWO)
+    assert frozen > 100_000 > seen
 
 
 def test_a_killed_fork_server_is_replaced(forkserver):

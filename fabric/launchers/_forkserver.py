@@ -7,6 +7,7 @@ output and error of this moment, and a pipe on which the server tells the rank's
 
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -134,6 +135,8 @@ def serve(control_fd: int, preload: tuple[str, ...]) -> None:
     control = socket.socket(fileno=control_fd)
     for name in preload:
         importlib.import_module(name)
+    # Each collection of garbage in a rank would go through all of that, and with its marks copy the memory it is in.
+    gc.freeze()
     ranks: dict[BaseProcess, Connection] = {}
     while True:
         # A rank's sentinel stays silent while a process that it forked lives on, hence the timeout.
