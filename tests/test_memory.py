@@ -31,10 +31,10 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 before = resident()
 # Freed in this order, each raises the size that glibc keeps.
-kept = [torch.ones(n * 2**18) for n in (4, 8, 16, 24)]
+kept = [torch.ones(n * 2**20) for n in (4, 8, 16, 24)]
 kept.append(torch.ones(1))
 del kept[:4]
-again = [torch.ones(2**20) for _ in range(8)]
+again = [torch.ones(2**22) for _ in range(2)]
 del again
 print((resident() - before) >> 20)
 """

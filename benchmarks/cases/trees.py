@@ -154,5 +154,5 @@ CASES = [
         ranks=ranks,
         rounds=rounds,
     )
-    for ranks, rounds in ((2, 7), (4, 5))
+    for ranks, rounds in ((2, 7), (4, 3))
 ]

@@ -12,9 +12,10 @@ from fabric.accelerators.devices import parse_count
 
 __all__ = ["CPUAccelerator"]
 
-# Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: to get each activation from
-# the system costs far more time (measured: 40% of a step from 128 KiB on, 5% from 1 MiB on).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 32 * 2**20), (-3, 2**20)
+# Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: each page that the system hands
+# out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of `python -m benchmarks gpt-fsdp`; from
+# 4 MiB on, a third of it).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 32 * 2**20), (-3, 4 * 2**20)
 
 
 @final
@@ -44,7 +45,7 @@ class CPUAccelerator(Accelerator):
         return (torch.device(self.name),) * parse_count(devices, self.device_count())
 
     def return_freed_memory(self) -> None:
-        """From now on, blocks of 1 MiB or more go back to the system when they are freed, under glibc.
+        """From now on, blocks of 4 MiB or more go back to the system when they are freed, under glibc.
 
         glibc does so at first, but with each such block it raises the size from which it does, up to 32 MiB, so that
         what a strategy gathers and frees would stay with the process. A setting of the user's in the environment
