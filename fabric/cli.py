@@ -325,6 +325,7 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
         arguments: of the script.
     """
     from fabric.launchers._custody import end_with_parent
+    from fabric.launchers._rank import leave
     from fabric.launchers._signals import raise_on_signals
 
     end_with_parent()
@@ -343,10 +344,12 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
             runpy.run_module(script, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(script, run_name="__main__")
-    except SystemExit:
+    except SystemExit as leaving:
+        if isinstance(leaving.code, int) and leaving.code:
+            leave(leaving.code)
         raise
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        leave(128 + signal.SIGINT)
     except BaseException as error:  # noqa: BLE001 - whatever ends the script is kept, and told by the agent
         error.__traceback__ = _of_script(error.__traceback__)
         told = os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["TORCHELASTIC_MAX_RESTARTS"]
@@ -357,7 +360,9 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
         if not told:
             # The agent tells of the last attempt only, and of nothing when it is gone and its directory with it.
             sys.excepthook(type(error), error, error.__traceback__)
-        return 1
+        # What an exit handler would find if the interpreter had come to this point.
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        leave(1)
     recorder.directory.say_finished(int(os.environ["RANK"]))
     return 0
 

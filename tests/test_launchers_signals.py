@@ -86,6 +86,20 @@ def test_only_a_rank_that_has_heard_or_computes_is_waited_for(code, heard, patie
     assert sum(waited) == pytest.approx(patience, abs=0.1)
 
 
+ENDS = """
+import atexit, threading, time
+from fabric.launchers._rank import leave
+atexit.register(print, "handler")
+threading.Timer(0.2, print, ["thread"]).start()
+leave(3)
+"""
+
+
+def test_a_rank_that_leaves_without_tearing_down_waits_for_threads_and_runs_its_exit_handlers():
+    done = run(ENDS)
+    assert (done.stdout, done.returncode) == ("thread\nhandler\n", 3), done.stderr
+
+
 def fail():
     raise ValueError("the cause")
 

@@ -1,6 +1,5 @@
 """What a process does that was not forked from the launching one: make itself like it, then be a rank."""
 
-import atexit
 import multiprocessing
 import os
 import pickle
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from fabric.errors import UsageError
-from fabric.launchers._rank import Seat, run_function
+from fabric.launchers._rank import Seat, leave, run_function
 from fabric.launchers._transport import Call
 
 __all__ = ["Orders", "is_importing_main", "obey", "obey_and_leave", "refuse_while_importing_main"]
@@ -77,19 +76,13 @@ def obey(lifeline_fd: int, answers_fd: int) -> None:
 
 
 def obey_and_leave(lifeline_fd: int, answers_fd: int) -> None:
-    """Be a rank in an interpreter of its own, and leave as a forked rank does: without tearing the interpreter down.
-
-    A thread of gloo that frees its last collective while the interpreter is torn down aborts the process.
-    """
+    """Be a rank in an interpreter of its own, and leave as a forked rank does."""
     code: str | int | None = 1
     try:
         obey(lifeline_fd, answers_fd)
     except SystemExit as leaving:
         code = leaving.code
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code if isinstance(code, int) else 0)
+    leave(code if isinstance(code, int) else 0)
 
 
 def is_importing_main() -> bool:

@@ -5,9 +5,9 @@ its end of file means that the parent is gone, and the rank leaves; a message on
 handling. A rank that runs a function has an *answer* pipe too, on which what the function returned travels once.
 """
 
+import atexit
 import contextlib
 import faulthandler
-import inspect
 import os
 import signal
 import sys
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from fabric.errors import ConfigurationError
 from fabric.launchers._custody import end_with_parent
@@ -26,7 +26,7 @@ from fabric.launchers._signals import raise_on_signals
 from fabric.launchers._transport import Call, dump_result
 from fabric.world import World
 
-__all__ = ["LIFELINE", "Seat", "leave_with_an_error", "lifeline_variable", "record_failures", "run_function"]
+__all__ = ["LIFELINE", "Seat", "leave", "leave_with_an_error", "lifeline_variable", "record_failures", "run_function"]
 
 LIFELINE = "FABRIC_LIFELINE"
 
@@ -57,12 +57,14 @@ class _RecordingHook:
         self._recorder = recorder
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            return
-        try:
-            self._recorder.record(error)
-        except OSError:
-            sys.__excepthook__(kind, error, trace)
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        if not interrupted:
+            try:
+                self._recorder.record(error)
+            except OSError:
+                sys.__excepthook__(kind, error, trace)
+        if _is_called_by_interpreter():
+            leave(128 + signal.SIGINT if interrupted else 1)
 
 
 def record_failures(world: World | None) -> None:
@@ -121,9 +123,27 @@ class _FailingStream:
 
     def flush(self) -> None:
         self._stream.flush()
-        caller = inspect.currentframe()
-        if caller is not None and caller.f_back is None:
+        if _is_called_by_interpreter():
             raise OSError("an exit handler has failed")
+
+
+def _is_called_by_interpreter() -> bool:
+    """Whether no Python code has called the function that asks, as when the interpreter ends."""
+    asking = sys._getframe(1)
+    return asking.f_back is None
+
+
+def leave(code: int) -> NoReturn:
+    """End this process: threads are waited for and exit handlers run, but the interpreter is not torn down.
+
+    That takes half a second and more with torch in it, for which everybody waits; and a thread of gloo that frees its
+    last collective meanwhile aborts the process. A process that ``multiprocessing`` has forked ends in the same way.
+    """
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - as multiprocessing does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def leave_with_an_error() -> None:
