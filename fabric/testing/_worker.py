@@ -7,16 +7,16 @@ import sys
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from fabric._fabric import Fabric
 from fabric.launchers._failures import RunDirectory
-from fabric.launchers._transport import dump_result
+from fabric.launchers._transport import dump_result, has_cloudpickle, load_result
 from fabric.seed import seed_everything
 from fabric.testing.base import Report, own_part, raised
 from fabric.world import World
 
-__all__ = ["THIS_FILE", "Reply", "pack_message", "serve", "stack_file", "unpack_message"]
+__all__ = ["THIS_FILE", "Reply", "serve", "stack_file"]
 
 THIS_FILE = __file__  # the frames of a rank from here on outwards are no user's
 
@@ -30,24 +30,13 @@ def stack_file(directory: RunDirectory, rank: int) -> Path:
     return directory.path / f"stack-{rank}"
 
 
-def pack_message(call: bytes) -> bytes:
-    """A pickled call with the module path of this moment, which test runners extend as they go."""
-    return pickle.dumps((sys.path, call))
-
-
-def unpack_message(message: bytes) -> tuple[Any, Any, Any]:
-    """Function, positional and keyword arguments of a message, in the process that has to make the call."""
-    path, call = pickle.loads(message)  # noqa: S301 (our own parent wrote it, on a pipe that nobody else holds)
-    if path != sys.path:
-        sys.path[:] = path
-    return pickle.loads(call)  # noqa: S301 (likewise)
-
-
 def serve(calls: Connection, fabric: Fabric, seat: World, directory: RunDirectory) -> NoReturn:
     """Be a rank of a pool: say that all ranks are connected, then answer each call."""
     # The handler is faulthandler's, in C, and so works when the main thread waits in a collective. The file stays open.
     stacks = open(stack_file(directory, seat.rank), "wb", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    if has_cloudpickle():
+        import cloudpickle  # noqa: F401 (optional; here, so that the first call need not wait for it)
     fabric._enter_rank(seat)
     reply: Reply = Report(rank=seat.rank), dump_result(None)
     while True:
@@ -62,7 +51,8 @@ def serve(calls: Connection, fabric: Fabric, seat: World, directory: RunDirector
 
 def _answer(fabric: Fabric, rank: int, message: bytes) -> Reply:
     try:
-        fn, args, kwargs = unpack_message(message)
+        sys.path[:], call = load_result(message)
+        fn, args, kwargs = load_result(call)
         # Whatever was called before, a call draws the same numbers; a failing example could not be repeated otherwise.
         seed_everything(0)
         result = fn(fabric, *(own_part(arg, rank) for arg in args), **{k: own_part(v, rank) for k, v in kwargs.items()})

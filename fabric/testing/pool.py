@@ -6,6 +6,7 @@ server takes about a tenth of a second, which hypothesis can afford for every st
 """
 
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -29,7 +30,7 @@ from fabric.launchers._fresh import Orders
 from fabric.launchers._supervision import Member, describe_exit, explain_exit
 from fabric.launchers._transport import Call, has_cloudpickle, load_result, pack_call
 from fabric.launchers.processes import seat_of
-from fabric.testing._worker import THIS_FILE, Reply, pack_message, serve, stack_file
+from fabric.testing._worker import THIS_FILE, Reply, serve, stack_file
 from fabric.testing.base import Report, check_call, check_world, failure, name_of
 
 __all__ = ["RankPool"]
@@ -90,7 +91,8 @@ class RankPool:
             UsageError: the pool has been closed.
         """
         check_call(fn, [*args, *kwargs.values()], self.size)
-        message = pack_message(_pack((fn, args, kwargs)))
+        # With the module path of this moment, which test runners extend as they go.
+        message = pickle.dumps((sys.path, _pack((fn, args, kwargs))))
         with self._lock:
             if self._closed:
                 asked = f"{self!r}.run({name_of(fn)})"
