@@ -31,6 +31,9 @@ RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS
 CHECK = "FABRIC_CHECK"
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
+_Found = tuple[Environment, World] | None  # what made this process, and its place
+_Devices = tuple[torch.device, ...]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -232,7 +235,7 @@ def _two_values(argument: str, given: Any, own: str, fixed: Any) -> Configuratio
     )
 
 
-def _find_environment(environment: Any, env: Mapping[str, str]) -> tuple[Environment, World] | None:
+def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     if environment is None:
         return detect(env)
     if environment == "none":
@@ -255,12 +258,7 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> tuple[Environ
     return environment, world
 
 
-def _parse_devices(
-    accelerator: Accelerator,
-    devices: Any,
-    own: tuple[torch.device, ...] | None,
-    found: tuple[Environment, World] | None,
-) -> tuple[torch.device, ...]:
+def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None, found: _Found) -> _Devices:
     """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
     if own is None and devices == "auto" and found is not None:
         return _devices_of_environment(accelerator, found)
@@ -278,7 +276,7 @@ def _parse_devices(
     return parsed
 
 
-def _check_one_process(strategy: Strategy, num_nodes: Any, found: tuple[Environment, World] | None) -> None:
+def _check_one_process(strategy: Strategy, num_nodes: Any, found: _Found) -> None:
     """Refuse several processes or nodes under a strategy that drives all devices from one process."""
     asked = ""
     if found is not None and found[1].world_size > 1:
@@ -295,7 +293,7 @@ def _check_one_process(strategy: Strategy, num_nodes: Any, found: tuple[Environm
         )
 
 
-def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> tuple[torch.device, ...]:
+def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> _Devices:
     """One device for each process that the environment made on this node."""
     environment, world = found
     count = accelerator.device_count()
@@ -311,7 +309,7 @@ def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, 
     )
 
 
-def _parse_num_nodes(num_nodes: Any, found: tuple[Environment, World] | None) -> int:
+def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
     if isinstance(num_nodes, str) and num_nodes.strip().isdigit():
         num_nodes = int(num_nodes)
     actual = 1 if found is None else found[1].num_nodes
@@ -342,12 +340,7 @@ def _parse_num_nodes(num_nodes: Any, found: tuple[Environment, World] | None) ->
 
 
 def _choose_launcher(
-    launcher: Any,
-    strategy: Strategy,
-    spec: LaunchSpec,
-    world: World | None,
-    found: tuple[Environment, World] | None,
-    by_name: bool,
+    launcher: Any, strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found, by_name: bool
 ) -> Launcher:
     named = parse_launcher(launcher)
     method = strategy.start_method if named is None else named.name
