@@ -12,9 +12,9 @@ from fabric.accelerators.devices import parse_count
 
 __all__ = ["CPUAccelerator"]
 
-# Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: each page that the system hands
-# out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of `python -m benchmarks gpt-fsdp`; from
-# 4 MiB on, a third of it).
+# Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: each page that the system
+# hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of `python -m benchmarks gpt-fsdp`;
+# from 4 MiB on, a third of it).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 32 * 2**20), (-3, 4 * 2**20)
 
 
