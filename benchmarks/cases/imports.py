@@ -1,5 +1,6 @@
 """Importing a library, beyond importing torch."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -34,7 +35,10 @@ def prepare(contestant: str) -> Callable[[bool], Measure]:
 
 def measure(statement: str) -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(statement)]
-    milliseconds, modules = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout.split()[-2:]
+    # Else a source tree would be compiled each time, which packages are when they are installed.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
+    milliseconds, modules = done.stdout.split()[-2:]
     return {"time": float(milliseconds), "modules": int(modules)}
 
 

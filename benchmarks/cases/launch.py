@@ -179,6 +179,8 @@ def measure(contestant: str, method: str) -> dict[str, float]:
 def last_line(command: list[str]) -> list[float]:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    # Else a source tree would be compiled by each process, which packages are when they are installed.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # torchrun leaves a folder for logs where temporary files go.
     with tempfile.TemporaryDirectory() as folder:
         environment["TMPDIR"] = folder
