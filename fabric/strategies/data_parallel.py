@@ -72,10 +72,7 @@ class DataParallelStrategy(Strategy):
         precision: Precision | str | int | None = None,
     ) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
+            accelerator=accelerator, parallel_devices=parallel_devices, checkpoint_io=checkpoint_io, precision=precision
         )
 
     @override

@@ -84,16 +84,10 @@ class DDPStrategy(ParallelStrategy):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            num_nodes=num_nodes,
-        )
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method, num_nodes=num_nodes,
+        )  # fmt: skip
         check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
         _check_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper

@@ -5,6 +5,7 @@ it, is running. A part that is called by itself computes with shards, or makes i
 the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -96,16 +97,13 @@ class Doors:
 
 def _parts(root: nn.Module, units: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """The parts from the root down to the units, each once, with the path that one would write."""
-    seen = {root}
-
-    def descend(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        for name, child in parent.named_children():
-            if child in seen:
-                continue
-            seen.add(child)
-            own = f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"
-            yield own, child
-            if child not in units:
-                yield from descend(child, own)
-
-    return descend(root, "model")
+    seen: set[nn.Module] = {root}
+    inside: tuple[str, ...] = ()
+    for path, part in root.named_modules(remove_duplicate=False):
+        if path.startswith(inside):
+            continue
+        if part in units:
+            inside += (f"{path}.",)
+        if part not in seen:
+            seen.add(part)
+            yield re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"model.{path}"), part

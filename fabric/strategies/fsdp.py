@@ -121,16 +121,10 @@ class FSDPStrategy(ParallelStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision=precision,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            start_method=start_method,
-            num_nodes=num_nodes,
-        )
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
+            timeout=timeout, start_method=start_method, num_nodes=num_nodes,
+        )  # fmt: skip
         check_fsdp_kwargs(fsdp_kwargs)
         parse_activation_checkpointing(activation_checkpointing)
         self.cpu_offload = parse_cpu_offload(cpu_offload)

@@ -1,6 +1,6 @@
 """The options of FSDPStrategy as users write them, turned into what ``fully_shard`` understands."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.precision import Precision
 from fabric.strategies.base import check_passed_on
+from fabric.strategies.wrapping import module_classes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -226,9 +227,7 @@ def parse_activation_checkpointing(value: Any) -> Callable[[nn.Module], object] 
     """
     if value is None:
         return None
-    given = value if isinstance(value, Collection) and not isinstance(value, str) else (value,)
-    classes = tuple(one for one in given if isinstance(one, type) and issubclass(one, nn.Module))
-    if classes and len(classes) == len(given):
+    if classes := module_classes(value):
         return lambda module: isinstance(module, classes)
     if callable(value) and not isinstance(value, type):
         return value

@@ -16,7 +16,6 @@ The generator of the CPU is one for all threads: the random numbers of two repli
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -89,9 +88,9 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         """Run each replica on its part, in threads that end before this returns."""
         if len(replicas) == 1:
             return [replicas[0](*inputs[0], **kwargs[0])]
-        state = _ThreadState.of_caller(self.src_device_obj.type)
+        as_caller = _as_caller(self.src_device_obj.type)
         calls = [
-            partial(state.call, replica, *own_inputs, **own_kwargs)
+            partial(as_caller, replica, *own_inputs, **own_kwargs)
             for replica, own_inputs, own_kwargs in zip(replicas, inputs, kwargs, strict=True)
         ]
         return _run_in_threads(calls, self.src_device_obj)
@@ -129,35 +128,26 @@ class CopiedDataParallel(nn.DataParallel[Any]):
     @override
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run each replica on its part, in a thread with the caller's autocast."""
-        state = _ThreadState.of_caller(self.src_device_obj.type)
-        return super().parallel_apply([partial(state.call, replica) for replica in replicas], inputs, kwargs)
+        as_caller = _as_caller(self.src_device_obj.type)
+        return super().parallel_apply([partial(as_caller, replica) for replica in replicas], inputs, kwargs)
 
 
-@dataclass(frozen=True)
-class _ThreadState:
-    """What torch keeps for each thread and a forward pass depends on; see ``[Note: Threads]``."""
+def _as_caller(device_type: str) -> Callable[..., Any]:
+    """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [kind for kind in sorted({"cpu", device_type}) if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
 
-    grad: bool
-    inference: bool
-    autocasts: tuple[tuple[str, torch.dtype], ...]
-
-    @classmethod
-    def of_caller(cls, device_type: str) -> "_ThreadState":
-        autocasts = tuple(
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in sorted({"cpu", device_type})
-            if torch.is_autocast_enabled(kind)
-        )
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocasts)
-
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            if self.inference:
+            if inference:
                 stack.enter_context(torch.inference_mode())
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            for kind, dtype in self.autocasts:
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             return function(*args, **kwargs)
+
+    return call
 
 
 def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
@@ -195,19 +185,17 @@ def _batch_size(leaves: Sequence[Any], inputs: tuple[Any, ...], kwargs: Mapping[
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
     if len(sizes) <= 1:
         return sizes.pop() if sizes else 0
-    named = {path: leaf for root, tree in (("inputs", inputs), ("kwargs", kwargs)) for path, leaf in _named(root, tree)}
-    shapes = [f"{path}: {tuple(leaf.shape)}" for path, leaf in named.items() if isinstance(leaf, Tensor) and leaf.dim()]
+    paths = [
+        path for name, tree in (("inputs", inputs), ("kwargs", kwargs)) for path in leaf_paths(flatten(tree)[1], name)
+    ]
+    named = zip(paths, leaves, strict=True)
+    shapes = [f"{path}: {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor) and leaf.dim()]
     raise ConfigurationError(
         f"a forward pass under dp with {', '.join(shapes)}",
         "a batch is split over the replicas along dim 0, and these tensors differ in it",
         "tensors of shape (batch, ...) with one batch size; 0-dim tensors and other objects go to every replica",
         "mask.expand(batch, ...) for a tensor that belongs to every sample, or a buffer of the module",
     )
-
-
-def _named(root: str, tree: Any) -> list[tuple[str, Any]]:
-    leaves, structure = flatten(tree)
-    return list(zip(leaf_paths(structure, root), leaves, strict=True))
 
 
 def _part(leaf: Any, start: int, length: int) -> Any:

@@ -15,12 +15,18 @@ from torch import nn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["WrapPolicy", "check_wrap_policy", "find_units"]
+__all__ = ["WrapPolicy", "check_wrap_policy", "find_units", "module_classes"]
 
 WrapPolicy = Collection[type[nn.Module]] | int | Callable[..., object] | None
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict)
+
+
+def module_classes(value: Any) -> tuple[type[nn.Module], ...]:
+    """A class of modules, or several, as a tuple; empty for anything else."""
+    given: Any = tuple(value) if isinstance(value, Collection) and not isinstance(value, str) else (value,)
+    return given if all(isinstance(one, type) and issubclass(one, nn.Module) for one in given) else ()
 
 
 def check_wrap_policy(policy: Any) -> Any:
@@ -32,10 +38,8 @@ def check_wrap_policy(policy: Any) -> Any:
     Raises:
         ArgumentTypeError: it is something else.
     """
-    if isinstance(policy, type) and issubclass(policy, nn.Module):
-        return frozenset({policy})
-    if isinstance(policy, Collection) and not isinstance(policy, str) and policy and all(map(_is_module_class, policy)):
-        return frozenset(policy)
+    if classes := module_classes(policy):
+        return frozenset(classes)
     is_size = isinstance(policy, int) and not isinstance(policy, bool) and policy > 0
     if policy is None or is_size or (callable(policy) and not isinstance(policy, type)):
         return policy
@@ -66,7 +70,14 @@ def find_units(root: nn.Module, policy: WrapPolicy = None) -> list[nn.Module]:
         classes = tuple(policy)
         units = [module for module in _bottom_up(root) if isinstance(module, classes) and _can_be_unit(module)]
         if not units and not isinstance(root, classes):
-            _refuse_classes(root, classes)
+            present = sorted({type(module).__name__ for module in root.modules() if _can_be_unit(module)})
+            names = sorted(one.__name__ for one in classes)
+            raise ConfigurationError(
+                f"auto_wrap_policy={{{', '.join(names)}}} for a {type(root).__name__}",
+                "no part of it is of these classes",
+                f"classes that it is made of: {', '.join(present)}",
+                "FSDPStrategy() to have the repeated blocks found",
+            )
     elif isinstance(policy, int):
         units = _by_size(root, policy)
     else:
@@ -185,20 +196,6 @@ def _has_parts(module: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-def _refuse_classes(root: nn.Module, classes: Collection[type]) -> None:
-    present = sorted({type(module).__name__ for module in root.modules() if _can_be_unit(module)})
-    raise ConfigurationError(
-        f"auto_wrap_policy={{{', '.join(sorted(one.__name__ for one in classes))}}} for a {type(root).__name__}",
-        "no part of it is of these classes",
-        f"classes that it is made of: {', '.join(present)}",
-        "FSDPStrategy() to have the repeated blocks found",
-    )
 
 
 def _refuse_tied(root: nn.Module, tied: Collection[nn.Parameter]) -> None:
