@@ -236,6 +236,36 @@ def test_a_forward_pass_left_by_an_error_changes_no_later_gradient() -> None:
     assert in_ranks(after_an_error) == [[True, True]] * 2
 
 
+def after_other_ends(fabric: Fabric) -> list[bool]:
+    """Gradients after a backward pass that failed half way, and after a forward pass that Ctrl-C ended."""
+    model, x = fabric.setup(Transformer()), torch.ones(2, 5, 4)
+
+    def gradients() -> Tensor:
+        fabric.backward(model(3 * x).sum())
+        found = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        model.zero_grad()
+        return found
+
+    def interrupt(module: nn.Module, args: Any) -> None:
+        raise KeyboardInterrupt
+
+    expected = gradients()
+    handle = model.blocks[0].mlp.register_full_backward_pre_hook(lambda module, grad: 1 / 0)
+    assert outcome(lambda: fabric.backward(model(2 * x).sum())).startswith("ZeroDivisionError")
+    handle.remove()
+    model.zero_grad()
+    equal = [torch.equal(gradients(), expected) for _ in range(2)]
+    handle = model.blocks[1].mlp.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(2 * x)
+    handle.remove()
+    return [*equal, *(torch.equal(gradients(), expected) for _ in range(2))]
+
+
+def test_an_error_in_a_backward_pass_and_an_interrupt_change_no_later_gradient() -> None:
+    assert in_ranks(after_other_ends) == [[True] * 4] * 2
+
+
 class Methods(Net):
     def by_parts(self, x: Tensor) -> Tensor:
         return self.head(self.blocks[0](self.encoder(x))).pow(2).mean()

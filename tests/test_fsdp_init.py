@@ -410,6 +410,26 @@ def test_what_ranks_do_not_agree_on_is_refused_on_all_before_anything_changes() 
         assert "another model" in results["another_model"]
 
 
+def in_older_contexts(fabric: Fabric) -> list[bool]:
+    found = []
+    for context in (fabric.init_module, fabric.sharded_model, fabric.strategy.model_sharded_context):
+        torch.manual_seed(7)
+        with context():
+            module = nn.Linear(4, 4)
+        blank, model = module.weight.is_meta, fabric.setup(module)
+        found += [blank, full_tensor(model.weight.detach()).equal(plain_weight())]
+    return found
+
+
+def plain_weight() -> Tensor:
+    torch.manual_seed(7)
+    return nn.Linear(4, 4).weight.detach()
+
+
+def test_the_older_names_of_the_context_build_the_same() -> None:
+    assert in_ranks(in_older_contexts) == [[True] * 6] * 2
+
+
 def whole_on_every_rank(fabric: Fabric) -> dict[str, Tensor]:
     torch.manual_seed(7)
     with fabric.init_module(source="rank0"):
