@@ -4,6 +4,7 @@ import difflib
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ from fabric.errors import CheckpointError, FabricError
 __all__ = ["DAMAGE", "TRUSTED", "damaged", "first_line", "listed", "nearby", "newer", "refusals"]
 
 DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
-          MemoryError, OverflowError, struct.error, zipfile.BadZipFile, pickle.UnpicklingError)  # fmt: skip
+          MemoryError, OverflowError, struct.error, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)  # fmt: skip
 """What reading bytes that were never written as a checkpoint, or were changed since, has been seen to raise."""
 
 TRUSTED = "a checkpoint from a source that you trust, or another copy of this one"

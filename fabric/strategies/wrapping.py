@@ -8,7 +8,7 @@ to belong to one unit, or to the root.
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -102,23 +102,14 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
         counts = Counter(map(type, candidates))
         repeated = {module for module in candidates if counts[type(module)] > 1}
         if repeated:
-            return list(_outermost(root, repeated))
+            return _outermost(root, repeated)
     return []
 
 
-def _outermost(module: nn.Module, chosen: Collection[nn.Module]) -> Iterator[nn.Module]:
-    """Those of ``chosen`` that are inside no other of them, each once."""
-    found: dict[nn.Module, None] = {}
-
-    def descend(parent: nn.Module) -> None:
-        for child in parent.children():
-            if child in chosen:
-                found[child] = None
-            else:
-                descend(child)
-
-    descend(module)
-    return iter(found)
+def _outermost(root: nn.Module, chosen: Collection[nn.Module]) -> list[nn.Module]:
+    """Those of ``chosen`` that are inside no other of them."""
+    inner = {part for module in chosen for part in module.modules() if part is not module}
+    return [module for module in root.modules() if module in chosen and module not in inner]
 
 
 def _by_size(root: nn.Module, size: int) -> list[nn.Module]:
