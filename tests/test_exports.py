@@ -51,6 +51,12 @@ def test_everything_public_is_documented(module: ModuleType) -> None:
             assert inspect.getdoc(value), f"{module.__name__}.{name} has no docstring"
 
 
+@pytest.mark.parametrize("package", ["fabric", "fabric.checkpoint", "fabric.communicators", "fabric.strategies"])
+def test_a_package_that_imports_names_late_has_no_others(package: str) -> None:
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Nothing'"):
+        _ = importlib.import_module(package).Nothing
+
+
 def test_import_brings_in_nothing_heavy() -> None:
     code = "import sys, fabric; print('\\n'.join(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
