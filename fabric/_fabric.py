@@ -402,7 +402,8 @@ class Fabric:
             move_to_device: whether batches move to this process's device.
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
                 still computes the step before; the values are the same. The host's memory of a batch must not be
-                written to afterwards. On other devices it has no effect.
+                written to afterwards, and what worker processes hand over must be on the CPU. On other devices it has
+                no effect.
             uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
                 ``"drop"`` leaves some out.
 
