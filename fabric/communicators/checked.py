@@ -56,65 +56,53 @@ class CheckedCommunicator(Communicator):
 
     @override
     def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
-        self._meet("all_reduce", buffer, op=op.value)
-        return self._inner.all_reduce(buffer, op)
+        return self._agreed("all_reduce", buffer, op=op.value).all_reduce(buffer, op)
 
     @override
     def all_gather(self, buffer: Tensor) -> Tensor:
-        self._meet("all_gather", buffer)
-        return self._inner.all_gather(buffer)
+        return self._agreed("all_gather", buffer).all_gather(buffer)
 
     @override
     def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
-        self._meet("reduce_scatter", buffer, op=op.value)
-        return self._inner.reduce_scatter(buffer, op)
+        return self._agreed("reduce_scatter", buffer, op=op.value).reduce_scatter(buffer, op)
 
     @override
     def all_to_all(self, buffer: Tensor) -> Tensor:
-        self._meet("all_to_all", buffer)
-        return self._inner.all_to_all(buffer)
+        return self._agreed("all_to_all", buffer).all_to_all(buffer)
 
     @override
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
-        self._meet("broadcast", buffer, src=src)
-        return self._inner.broadcast(buffer, src)
+        return self._agreed("broadcast", buffer, src=src).broadcast(buffer, src)
 
     @override
     def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
-        self._meet("scatter", output, src=src)
-        return self._inner.scatter(rows, output, src)
+        return self._agreed("scatter", output, src=src).scatter(rows, output, src)
 
     @override
     def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
-        self._meet("gather", buffer, dst=dst)
-        return self._inner.gather(buffer, dst)
+        return self._agreed("gather", buffer, dst=dst).gather(buffer, dst)
 
     @override
     def send(self, buffer: Tensor, dst: int) -> None:
         self.check_peer(dst, "send", "dst")
-        self._meet_peer("send", buffer, self.rank, dst)
-        self._inner.send(buffer, dst)
+        self._agreed_peer("send", buffer, self.rank, dst).send(buffer, dst)
 
     @override
     def recv(self, buffer: Tensor, src: int) -> Tensor:
         self.check_peer(src, "recv", "src")
-        self._meet_peer("recv", buffer, src, self.rank)
-        return self._inner.recv(buffer, src)
+        return self._agreed_peer("recv", buffer, src, self.rank).recv(buffer, src)
 
     @override
     def barrier(self, name: str) -> None:
-        self._meet("barrier", name=repr(name))
-        self._inner.barrier(name)
+        self._agreed("barrier", name=repr(name)).barrier(name)
 
     @override
     def broadcast_object(self, value: Any, src: int) -> Any:
-        self._meet("broadcast_object", src=src)
-        return self._inner.broadcast_object(value, src)
+        return self._agreed("broadcast_object", src=src).broadcast_object(value, src)
 
     @override
     def gather_objects(self, value: Any) -> list[Any]:
-        self._meet("gather_objects")
-        return self._inner.gather_objects(value)
+        return self._agreed("gather_objects").gather_objects(value)
 
     @override
     def new_group(self, ranks: Sequence[int]) -> "CheckedCommunicator | None":
@@ -131,18 +119,24 @@ class CheckedCommunicator(Communicator):
             self._ledger.leave(reason_to_leave())
         self._inner.close()
 
+    def _agreed(self, operation: str, buffer: Tensor | None = None, **arguments: object) -> Communicator:
+        """What carries the data, once all ranks make this call."""
+        self._meet(operation, buffer, **arguments)
+        return self._inner
+
     def _meet(self, operation: str, buffer: Tensor | None = None, **arguments: object) -> int:
         announced, data, where = self._announcement()
         facts = {"operation": announced, "collective": operation} if announced else {"operation": operation}
         facts |= {name: str(value) for name, value in arguments.items()} | _facts_of(buffer)
         return self._ledger.meet(self._name, self._ranks, Call(facts["operation"], where, facts, data))
 
-    def _meet_peer(self, operation: str, buffer: Tensor, src: int, dst: int) -> None:
-        """As :meth:`_meet` for a message, whose two ranks call different operations."""
+    def _agreed_peer(self, operation: str, buffer: Tensor, src: int, dst: int) -> Communicator:
+        """As :meth:`_agreed` for a message, whose two ranks call different operations."""
         _, data, where = self._announcement()
         facts = {"from": str(src), "to": str(dst)} | _facts_of(buffer)
         pair = (self._ranks[src], self._ranks[dst])
         self._ledger.meet(f"{self._name} {src}>{dst}", pair, Call(operation, where, facts, data))
+        return self._inner
 
     def _announcement(self) -> tuple[str, str, str]:
         """What the user called, what they passed, and where; only the last of a call that was not announced."""
