@@ -268,7 +268,7 @@ class Fabric:
             )
         self._running("launch")
         spec = LaunchSpec(num_processes=1, device_type=plan.accelerator.name)
-        result = plan.launcher.launch(_call, (self, function, args, kwargs), {}, spec)
+        result = plan.launcher.launch(function, (self, *args), kwargs, spec)
         if return_result and return_all:
             return self._communicator("launch").gather_objects(result)
         return result if return_result else None
@@ -1082,19 +1082,13 @@ def _origin(plan: Plan) -> str:
     return plan.launcher.name if plan.world is None else "this script"
 
 
-def _call(fabric: Fabric, function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return None if function is None else function(fabric, *args, **kwargs)
-
-
-def _run_in_rank(
-    fabric: Fabric, function: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function launcher runs in every process that it makes."""
     world = World.from_env(os.environ)
     assert world is not None, "a launcher tells every rank its place"
     fabric._enter_rank(world)
     with fabric:
-        return _call(fabric, function, args, kwargs)
+        return function(fabric, *args, **kwargs)
 
 
 def _launched(run: Callable[..., Any]) -> Callable[..., Any]:

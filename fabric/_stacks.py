@@ -21,7 +21,8 @@ __all__ = ["Address", "Stacks", "node", "read_stack"]
 
 _FRAMES = 16  # the innermost ones that are kept
 # From here outwards there is what brought the process into existence.
-_LAUNCH = re.compile(rf'File "{re.escape(str(Path(__file__).parent))}/(launchers/|_fabric\.py", line \d+ in _call$)')
+_OURS = re.escape(str(Path(__file__).parent))
+_LAUNCH = re.compile(rf'File "{_OURS}/(launchers/|_fabric\.py", line \d+ in _run_in_rank$)')
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]

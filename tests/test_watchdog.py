@@ -141,7 +141,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack_once(capfd):
     assert "rank 1: in no collective at " in barrier
     assert "its latest collective was all_reduce at " in barrier
     assert barrier.count('" in report_number') + barrier.count(" in report_number") >= 1
-    assert " in _call" not in barrier
+    assert " in _run_in_rank" not in barrier
     assert "has waited 0.3 s in backward at tests/test_watchdog.py" in backward
     assert "rank 0: in backward at " in backward
     assert ", step 3" in backward
