@@ -136,9 +136,6 @@ class MetaAccelerator(Accelerator):
     def device_count(self) -> int:
         return 2
 
-    def parse_devices(self, devices) -> tuple[torch.device, ...]:
-        return tuple(torch.device(self.name, index) for index in parse_indices(devices, self.device_count(), self.name))
-
 
 def assert_has_four_parts(error: FabricError, devices: object) -> None:
     assert repr(devices) in error.asked
@@ -187,9 +184,10 @@ def test_hardware_without_a_backend_is_an_error_that_names_the_way_out() -> None
     assert caught.value.valid
 
 
-def test_an_accelerator_of_ones_own_needs_three_methods() -> None:
+def test_an_accelerator_of_ones_own_needs_two_methods() -> None:
     own = MetaAccelerator()
     assert own.parse_devices("auto") == (torch.device("meta", 0), torch.device("meta", 1))
+    assert own.parse_devices([1]) == (torch.device("meta", 1),)
     own.activate(torch.device("meta", 0))
     own.release()
 
