@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from fabric.checkpoint import CheckpointIO, FullCheckpoint
+from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 
 io = FullCheckpoint()
@@ -49,8 +49,9 @@ def test_it_is_a_checkpoint_format():
     assert isinstance(io, CheckpointIO)
 
 
+@pytest.mark.parametrize("io", [io, ShardedCheckpoint()], ids=["file", "shards"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(path, dtype):
+def test_every_dtype_comes_back_bit_for_bit(path, dtype, io):
     original = torch.randint(0, 256, (3, 64), dtype=torch.uint8)
     original = original.remainder(2).bool() if dtype is torch.bool else original.view(dtype)
     io.save({"x": original, "scalar": original[0, 0].clone()}, path)

@@ -7,7 +7,7 @@
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -472,6 +472,18 @@ class ParallelStrategy(Strategy):
         self._check_options(process_group_backend, timeout, start_method, num_nodes)
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.start_method, self.num_nodes = start_method, num_nodes
+
+    def share_values(self, module: nn.Module, except_for: Collection[str] = ()) -> None:
+        """Give every rank rank 0's values of a module, one tensor at a time; meta tensors have none. Collective.
+
+        Args:
+            module: the module.
+            except_for: names of parameters and buffers that stay as they are.
+        """
+        with torch.no_grad():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if not tensor.is_meta and name not in except_for:
+                    tensor.copy_(self.broadcast(tensor.detach()))
 
     def _check_options(self, backend: str | None, timeout: Any, start_method: str, num_nodes: int) -> None:
         asked, wrong, valid = type(self).__name__, "", ""

@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from fabric._compat import leave_join, uncompiled
 from fabric.accelerators import Accelerator
-from fabric.collectives import broadcast
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
@@ -122,7 +121,8 @@ class DDPStrategy(ParallelStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            self._broadcast_state(module)
+            # DistributedDataParallel does so for a module that it wraps.
+            self.share_values(module)
             return module
         if self.sync_batchnorm:
             self._batchnorms.convert(module)
@@ -226,14 +226,6 @@ class DDPStrategy(ParallelStrategy):
         if isinstance(self.ddp_comm_state, _Packed):
             self.ddp_comm_state = pickle.loads(self.ddp_comm_state.payload)  # noqa: S301 - packed by the same object
         return self.ddp_comm_state
-
-    def _broadcast_state(self, module: nn.Module) -> None:
-        """Give every rank rank 0's values, as DistributedDataParallel does for a module that it wraps."""
-        own = [*module.parameters(), *module.buffers()]
-        values = broadcast(self.runtime.communicator, [tensor.detach() for tensor in own], 0, self.root_device)
-        with torch.no_grad():
-            for tensor, value in zip(own, values, strict=True):
-                tensor.copy_(value)
 
 
 class _Packed(NamedTuple):

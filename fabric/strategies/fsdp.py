@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from fabric._compat import HookSwitch, full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
-from fabric.collectives import broadcast
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, FabricError, UsageError
 from fabric.initialization import check_source
@@ -239,7 +238,7 @@ class FSDPStrategy(ParallelStrategy):
         blank, units = self._examine(root)
         whole = dict(root.named_parameters())
         _recompute_activations(root, self.activation_checkpointing)
-        self._share_values(root, blank.to_send)
+        self.share_values(root, except_for=blank.to_send)
         self._shard(root, units)
         blank.fill(self.runtime.communicator, self._home)
         self._nursery.forget(root)
@@ -386,13 +385,6 @@ class FSDPStrategy(ParallelStrategy):
         world = self.runtime.world
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         return self.runtime.mesh(replicas=replicas, shards=shards)
-
-    def _share_values(self, root: nn.Module, except_for: Mapping[str, torch.Tensor]) -> None:
-        """Give every rank rank 0's values, as DDP does; what is sent later is left out."""
-        with torch.no_grad():
-            for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-                if not tensor.is_meta and name not in except_for:
-                    tensor.copy_(broadcast(self.runtime.communicator, tensor.detach(), 0, self.root_device))
 
 
 def _recompute_activations(root: nn.Module, which: Any) -> None:
