@@ -112,7 +112,7 @@ class RunDirectory:
         return (self.path / f"heard-{rank}-{number}").exists()
 
     def say_finished(self, rank: int) -> None:
-        """Note that this rank has come to the end of its script."""
+        """Note that this rank has come to the end of its script, and is on its way out."""
         (self.path / f"finished-{rank}").touch()
 
     def finished(self) -> list[int]:

@@ -10,11 +10,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from fabric.errors import RankFailedError
 from fabric.launchers._custody import DirectoryGuard
@@ -217,6 +217,10 @@ class Crew:
     def _all_answered(self) -> bool:
         return all(member.answer is not None for member in self.members)
 
+    def _finishing(self) -> list[Member]:
+        finished = self.directory.finished()
+        return [member for member in self._alive() if member.rank in finished]
+
     def _all_told(self) -> bool:
         return all(self.directory.read(member.rank) is not None for member in self._alive())
 
@@ -247,9 +251,12 @@ class Crew:
         for member in self._alive():
             member.ask()
         self._collect_until(time.monotonic() + ASK, lambda: self._signals.received or self._all_told())
-        cause = self._cause()
+        suspects, late = self._suspects(self.members), self._finishing()
         self._end(signal.SIGTERM, WIND_DOWN)
-        raise cause
+        if min(suspect.suspicion for suspect in suspects) == _VICTIM:
+            # The one that has left them may take longer to end than they do.
+            suspects += self._suspects([member for member in late if member.exit_code != -signal.SIGKILL])
+        raise self._cause(suspects)
 
     def _interrupt(self) -> None:
         number, _ = self._signals.received[0]
@@ -259,6 +266,8 @@ class Crew:
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
         for member in self.members:
+            if member in self._finishing():
+                continue  # a signal would take the place of its exit code
             # A rank that is still importing has no ``finally`` to run, and ignores Ctrl-C: see ``starting``.
             member.send(number if self.directory.is_listening(member.rank) else signal.SIGKILL)
 
@@ -276,38 +285,52 @@ class Crew:
             member.send(signal.SIGKILL)
         self._collect_until(time.monotonic() + REAP)
 
-    def _cause(self) -> RankFailedError:
+    def _suspects(self, members: Iterable[Member]) -> list["_Suspect"]:
+        """Those that may have ended the job."""
         suspects = []
         failures = {member.rank: self.directory.read(member.rank) for member in self.members}
         deserted = any(failure is not None and failure.deserted for failure in failures.values())
-        for member in self.members:
-            failure = failures[member.rank]
+        for member in members:
+            failure, code = failures[member.rank], member.exit_code
             # A rank whose function returned has left early only if another says that it was still needed.
-            left_early = member.exit_code == 0 and failure is None and (member.answer is None or deserted)
+            left_early = code == 0 and failure is None and (member.answer is None or deserted)
             if left_early or self._has_failed(member) or (failure is not None and failure.pending):
-                suspects.append((_suspicion(failure, left_early), _moment(failure, member), member, failure))
-        suspects.sort(key=lambda suspect: suspect[:2])
-        _, _, member, failure = suspects[0]
-        text = failure.text if failure else self.directory.read_crash(member.rank)
-        if not text and member.exit_code == 0:
+                suspicion = _suspicion(failure, left_early)
+                moment = failure.time if failure else member.ended
+                suspects.append(_Suspect(suspicion, moment, member.rank, 1 if code is None else code, failure))
+        return suspects
+
+    def _cause(self, suspects: list["_Suspect"]) -> RankFailedError:
+        suspects = sorted(suspects, key=lambda suspect: suspect[:3])
+        _, _, rank, code, failure = suspects[0]
+        text = failure.text if failure else self.directory.read_crash(rank)
+        if not text and code == 0:
             # To leave early is no error by itself: show what it did to the first of the others.
-            text = next((other.text for *_, other in suspects if other is not None), "")
-        code = 1 if member.exit_code is None else member.exit_code
-        asked = f"rank {member.rank} of {len(self.members)} {describe_exit(code, bool(failure))}"
-        return RankFailedError(asked, rank=member.rank, exit_code=code, traceback=text, wrong=explain_exit(code))
+            text = next((other.failure.text for other in suspects if other.failure is not None), "")
+        asked = f"rank {rank} of {len(self.members)} {describe_exit(code, bool(failure))}"
+        return RankFailedError(asked, rank=rank, exit_code=code, traceback=text, wrong=explain_exit(code))
+
+
+_VICTIM = 3  # the highest suspicion
+
+
+class _Suspect(NamedTuple):
+    """A rank that may have ended the job, with what it ended with; in the order of their names, the cause first."""
+
+    suspicion: int
+    moment: float
+    rank: int
+    code: int
+    failure: Failure | None
 
 
 def _suspicion(failure: Failure | None, left_early: bool) -> int:
     """How far from being the cause, from 0: see the note at the top."""
     if failure is not None and failure.consequence:
-        return 3
+        return _VICTIM
     if left_early:
         return 2
     return 1 if failure is not None and failure.pending else 0
-
-
-def _moment(failure: Failure | None, member: Member) -> float:
-    return failure.time if failure else member.ended
 
 
 def exit_status(code: int) -> int:

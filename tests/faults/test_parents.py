@@ -73,6 +73,12 @@ def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, lau
     assert (ended.code, ended.seconds < within()) == (143, True)
 
 
+def assert_saved_together(ended):
+    saved = [line.split() for line in ended.output if line.startswith("saved")]
+    assert sorted(rank for _, rank, _ in saved) == ["0", "1"]
+    assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
+
+
 @pytest.mark.parametrize(
     "launcher", [name if name in ("popen", "run") else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
 )
@@ -81,9 +87,7 @@ def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
         for _ in job.ranks:
             job.line("asked")
         ended = job.end(job.signal(signal.SIGTERM))
-    saved = [line.split() for line in ended.output if line.startswith("saved")]
-    assert sorted(rank for _, rank, _ in saved) == ["0", "1"]
-    assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
+    assert_saved_together(ended)
     assert ended.code == 143
     assert ended.seconds < within(10)
 
@@ -105,7 +109,5 @@ def test_a_script_that_asks_should_stop_has_the_time_that_torchrun_gives(tempora
         for _ in job.ranks:
             job.line("asked")
         ended = job.end(job.signal(signal.SIGTERM))
-    saved = [line.split() for line in ended.output if line.startswith("saved")]
-    assert sorted(rank for _, rank, _ in saved) == ["0", "1"]
-    assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
+    assert_saved_together(ended)
     assert ended.seconds < within(10)

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 
 def rank() -> int:
@@ -67,6 +68,21 @@ def leave_early() -> None:
     dist = connect()
     if rank() == 0:
         dist.barrier()
+
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(2)
+
+
+def leave_slowly() -> None:
+    """Rank 1 goes while rank 0 waits for it, and its interpreter takes longer to end than rank 0."""
+    dist = connect()
+    if rank() == 1:
+        globals()["slow"] = Slow()
+        dist.destroy_process_group()
+        sys.exit(3)
+    dist.barrier()
 
 
 def die() -> None:
