@@ -151,8 +151,9 @@ def cast_inputs(
 def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
     """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else comes back untouched."""
     if isinstance(output, Tensor):
-        return output.to(dtype) if output.dtype in _HALF else output
-    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.dtype in _HALF else tensor, output)
+        # By name: otherwise torch tries the other things that ``to`` may be given first, for a microsecond.
+        return output.to(dtype=dtype) if output.dtype in _HALF else output
+    return map_tensors(lambda tensor: cast_outputs(dtype, tensor), output)
 
 
 def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
