@@ -36,10 +36,12 @@ __all__ = [
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
+    "goes_through",
     "in_backward",
     "leave_join",
     "local_tensor",
     "max_over_shards",
+    "operations_recorded",
     "operator_schema",
     "reduce_scatter_into",
     "reset_after_error",
@@ -55,6 +57,10 @@ __all__ = [
 
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
 DispatchMode = TorchDispatchMode
+
+
+# How many operations autograd has recorded in this thread: it numbers them, under private names only.
+operations_recorded: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +216,20 @@ def max_over_shards(value: Tensor, sharded: Tensor) -> Tensor:
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass; torch has no public name for it."""
     return torch._C._current_graph_task_id() != -1
+
+
+def goes_through(loss: Tensor, operations: range) -> bool:
+    """Whether one of these, in the count of :data:`operations_recorded`, is in the graph behind ``loss``."""
+    seen, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node._sequence_nr() in operations:
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def abort_process_group() -> None:

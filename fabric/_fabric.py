@@ -499,7 +499,7 @@ class Fabric:
         else:
             session.recorded_backward(session.record, tensor, args, kwargs)
         if session is not None and session.guards:
-            session.after_backward()
+            session.after_backward(tensor)
         if session is not None and session.first_steps:
             session.watch_first_steps()
 

@@ -205,11 +205,11 @@ class Session:
                 watch.close()
                 self.first_steps.remove(watch)
 
-    def after_backward(self) -> None:
+    def after_backward(self, loss: Tensor) -> None:
         """Tell the guards that a backward pass is over."""
         for each in self.guards:
             if (guard := each()) is not None:
-                guard.after_backward()
+                guard.after_backward(loss)
 
     @contextmanager
     def without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:

@@ -8,7 +8,9 @@ beside a forward pass through the front door, without gradients, and under ``no_
 
 The front door is watched as well: torch synchronises in the first backward pass after a forward pass, so that the
 gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
-model, uses nothing up.
+model, uses nothing up. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
+costs ten times as much; only where parameters may go unused it takes these. A gradient of which nothing is known may be
+that of a penalty, the same on all ranks: it is an error if the way to it leads through what the front door computed.
 
 A parameter that was frozen when the module was set up is no part of the synchronisation. Once it is to be trained, its
 gradients would stay local: the next forward pass with gradients is an error.
@@ -16,12 +18,14 @@ gradients would stay local: the next forward pass with gradients is an error.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
-from fabric._compat import HookSwitch
+from fabric._compat import HookSwitch, goes_through, operations_recorded
 from fabric.communicators import Record
 from fabric.errors import UsageError
 from fabric.strategies import Strategy
@@ -52,6 +56,15 @@ class ForwardGuard:
             self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
         self._module, self._strategy, self._rank = module, strategy, rank
         self._syncs = strategy.sync_switch(prepared)
+        self._by_output = strategy.expects_unused
+        # The operations of forward passes since the last backward pass that came through.
+        self._computed = range(0)
+        self._is_local = self._suspects = False
+        # Weak: the parameters are held by C++, out of sight of the garbage collector.
+        own = ref(self)
+        self._arrived = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
+        trained = [] if self._by_output else [each for each in prepared.parameters() if each.requires_grad]
+        self._on_parameter = trained[0].register_hook(self._arrived) if trained else None
         self._doors = HookSwitch()
         for path, child in _callable_parts(module):
             self._doors.add(child.register_forward_hook(_DoorHook(self, f"{path}(...)")))
@@ -64,21 +77,20 @@ class ForwardGuard:
     def front_door(self, forward: Callable[..., Any], record: Record, phase: str) -> Callable[..., Any]:
         """``forward`` as the front door: watched, and noted in the record of this process as a phase."""
         syncs, doors = self._syncs, self._doors
-        on_gradient = self._on_front_gradient
-        on_local = partial(self._on_gradient, "model(...) inside no_backward_sync, with backward outside of it")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             # Notes are no part of a graph, and would break it.
             if torch.compiler.is_dynamo_compiling() or self._inside:
                 return forward(*args, **kwargs)
             trains = torch.is_grad_enabled()
+            prepares = trains and syncs()
             before = record.enter(phase)
+            begin = operations_recorded()
             try:
-                if trains:
-                    if self._frozen:
-                        self._check_frozen()
-                    if self._pace is not None and syncs():
-                        self._pace.step()
+                if trains and self._frozen:
+                    self._check_frozen()
+                if prepares and self._pace is not None:
+                    self._pace.step()
                 self._inside = True
                 doors.off()
                 output = forward(*args, **kwargs)
@@ -91,22 +103,29 @@ class ForwardGuard:
                 self._inside = False
                 record.phase = before
             if trains:
-                prepares = syncs()
+                begin = self._computed.start if self._sync_prepared else begin
+                self._computed = range(begin, operations_recorded())
                 self._sync_prepared |= prepares
-                _watch(output, on_gradient if prepares else on_local)
+                self._is_local = not prepares
+                if self._by_output:
+                    _watch(output, self._arrived)
             return output
 
         return run
 
-    def after_backward(self) -> None:
+    def after_backward(self, loss: Tensor) -> None:
         """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
         if self._reached:
             self._sync_prepared = self._reached = False
+        elif self._suspects:
+            self._suspects = False
+            if goes_through(loss, self._computed):
+                self._refuse_computed()
 
     def through_door(self, output: Any, door: str) -> None:
         """Note that ``output`` came out of another door than the front one."""
         if not self._inside and torch.is_grad_enabled():
-            _watch(output, partial(self._on_gradient, door))
+            _watch(output, partial(self._on_gradient_of_door, door))
 
     def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A user's method whose results are watched."""
@@ -121,31 +140,41 @@ class ForwardGuard:
     def close(self) -> None:
         """Take the hooks off again."""
         self._doors.close()
+        if self._on_parameter is not None:
+            self._on_parameter.remove()
 
-    def _on_front_gradient(self, grad: Tensor) -> None:
-        if self._sync_prepared and not self._syncs():
+    def _on_gradient(self) -> None:
+        syncs = self._syncs()
+        if not self._sync_prepared:
+            self._suspects, self.left_local = syncs, self.left_local or not syncs
+        elif syncs:
+            self._reached, self.left_local = True, False
+        else:
             raise UsageError(
                 f"backward through {type(self._module).__name__} inside of no_backward_sync on rank {self._rank}",
                 "its forward pass was outside of it, and has prepared a synchronisation that takes place all the same",
                 "forward and backward in the same no_backward_sync",
                 "with fabric.no_backward_sync(model): fabric.backward(loss_function(model(batch), target))",
             )
-        if self._sync_prepared:
-            self._reached, self.left_local = True, False
-        elif self._syncs():
-            raise UsageError(
-                f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",
-                "gradients are synchronised in the first backward pass after a forward pass; these would stay local",
-                "forward and backward in turns, with all losses of a forward pass in one backward pass",
-                "fabric.backward(loss_a + loss_b)",
-            )
 
-    def _on_gradient(self, door: str, grad: Tensor) -> None:
+    def _on_gradient_of_door(self, door: str, grad: Tensor) -> None:
         if self._sync_prepared:
             return
-        if not self._syncs():
-            self.left_local = True
-            return
+        if self._syncs():
+            self._refuse_door(door)
+        self.left_local = True
+
+    def _refuse_computed(self) -> None:
+        if self._is_local:
+            self._refuse_door("model(...) inside no_backward_sync, with backward outside of it")
+        raise UsageError(
+            f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",
+            "gradients are synchronised in the first backward pass after a forward pass; these would stay local",
+            "forward and backward in turns, with all losses of a forward pass in one backward pass",
+            "fabric.backward(loss_a + loss_b)",
+        )
+
+    def _refuse_door(self, door: str) -> NoReturn:
         raise UsageError(
             f"backward through {door} of {type(self._module).__name__} on rank {self._rank}",
             "these gradients would not be synchronised over the ranks: no forward pass through the module that setup() "

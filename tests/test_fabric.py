@@ -529,8 +529,9 @@ def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) ->
         assert fabric.all_reduce(torch.ones(1)).item() == 1
 
 
-def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise() -> None:
-    with single(strategy="ddp") as fabric:
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
         model = fabric.setup(Net())
         first, second = model(torch.ones(1, 4)).sum(), model(torch.ones(2, 4)).sum()
         fabric.backward(first)
@@ -547,6 +548,14 @@ def test_a_backward_pass_of_another_model_uses_nothing_up() -> None:
         fabric.backward(critic(fake.detach()).sum())
         fabric.backward(critic(fake).sum())
         assert generator.module.encoder.weight.grad is not None
+
+
+def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
+    with single(strategy="ddp") as fabric:
+        model = fabric.setup(nn.Linear(2, 1))
+        for _ in range(2):
+            fabric.backward(model(torch.ones(1, 2)).sum())
+            fabric.backward(sum(parameter.pow(2).sum() for parameter in model.parameters()))
 
 
 def test_a_context_that_is_never_entered_changes_nothing() -> None:
