@@ -137,14 +137,13 @@ def _scratch_tensors(asked: str, like: list[Tensor], folder: Path) -> list[Tenso
             "a folder with room for the checkpoint twice",
             f"fabric consolidate ... -o /a/larger/disk/{Path(folder).name}.pt",
         ) from error
+    # A buffer of no bytes is refused.
     return [
-        torch.frombuffer(mapped, dtype=torch.uint8, count=tensor.nbytes, offset=start).view(tensor.dtype).view(
-            tensor.shape
-        )
+        torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
         if tensor.nbytes
         else torch.empty(tensor.shape, dtype=tensor.dtype)
         for tensor, start in zip(like, starts, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def _model_entry(asked: str, described: Mapping[str, Any], key: str | None) -> str:

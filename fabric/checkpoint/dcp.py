@@ -242,13 +242,12 @@ def plan_reading(asked: str, targets: Mapping[str, Tensor], folder: Path, layout
 
 
 class _Record:
-    """Stands for an object of a class that is not called: it keeps what it was given."""
+    """Stands for an object of a class that is not called: it keeps the state that it was given."""
 
-    args: tuple[Any, ...]
     state: Any = None
 
     def __init__(self, *args: Any) -> None:
-        self.args = args
+        """Nothing that is read here has its content in arguments."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state

@@ -7,7 +7,7 @@ plain and small, so that it can be kept and read apart from the tensors.
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -51,16 +51,15 @@ def name_tensors(tensors: Mapping[Place, Tensor]) -> dict[Place, str]:
     owners: dict[Any, str] = {}
     taken: set[str] = set()
     for place, tensor in tensors.items():
-        memory = _memory(tensor)
-        name = owners.get(memory) if memory is not None else None
-        if name is None:
-            base = name = written(place)
+        owner = _memory(tensor) or place
+        if owner not in owners:
+            name = written(place)
             # {"a.b": x} and {"a": {"b": y}} would get the same name.
             while name in taken:
-                name = f"{base}#{len(taken)}"
+                name = f"{written(place)}#{len(taken)}"
             taken.add(name)
-            owners[memory] = name
-        names[place] = name
+            owners[owner] = name
+        names[place] = owners[owner]
     return names
 
 
@@ -118,19 +117,14 @@ def _without_tensors(value: Any, place: Place, tensors: dict[Place, Tensor], abo
             "a copy of what is needed, without the reference back",
         )
     above = (*above, id(value))
-    parts = dict(_items(value))
-    emptied = {key: _without_tensors(item, (*place, key), tensors, above) for key, item in parts.items()}
+    parts = value.items() if kind in _DICTS else enumerate(value)
+    emptied = {key: _without_tensors(item, (*place, key), tensors, above) for key, item in parts}
     if kind in _SEQUENCES:
         return kind(emptied.values())
     # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
     copied = copy.copy(value)
-    for key, item in emptied.items():
-        copied[key] = item
+    dict.update(copied, emptied)  # a Counter's own would add
     return copied
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(value.items()) if isinstance(value, Mapping) else enumerate(value)
 
 
 def _is_taken(value: Any) -> bool:
