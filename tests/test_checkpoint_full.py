@@ -144,10 +144,13 @@ def test_a_flipped_bit_in_a_weight_names_the_file_and_the_record(path, state):
     assert str(path) in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["archive", "old torch", "pickle"])
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", ["archive", "old torch", "pickle", "newer protocol"])
 def test_code_in_a_file_is_named_and_not_run(path, tmp_path, kind):
     planted = {"model": torch.ones(2), "config": Payload(tmp_path / "ran")}
-    if kind == "pickle":
+    if kind == "newer protocol":
+        torch.save(planted, path, pickle_protocol=4)
+    elif kind == "pickle":
         path.write_bytes(pickle.dumps(planted["config"], protocol=2))
     else:
         torch.save(planted, path, _use_new_zipfile_serialization=kind == "archive")

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import pickletools
 import re
 import zipfile
 from collections.abc import Mapping
@@ -171,7 +172,22 @@ def _code_in(path: Path, error: Exception) -> list[str]:
     offenders: list[str] = []
     with suppress(*DAMAGE):
         offenders = sorted(get_unsafe_globals_in_checkpoint(path))
-    found = re.search(r"GLOBAL (\S+)|operand \d+", str(error))
-    if offenders or not found:
-        return offenders
-    return [found[1] or f"a pickle of a protocol that torch does not check ({found[0]})"]
+    return offenders or re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
+
+
+def _names_in(path: Path) -> list[str]:
+    """What pickles of protocols from 4 on name, harmless or not: torch reads none of these, and says no more."""
+    strings: list[str] = []
+    found: set[str] = set()
+    with suppress(*DAMAGE), open(path, "rb") as file:
+        pickles: Any = file
+        if zipfile.is_zipfile(path):
+            archive = zipfile.ZipFile(file)
+            pickles = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        while True:  # the format before torch 1.6 is several in a row; what comes behind them ends it
+            for opcode, argument, _ in pickletools.genops(pickles):
+                if opcode.name == "STACK_GLOBAL":
+                    found.add(".".join(strings[-2:]))
+                elif isinstance(argument, str):
+                    strings.append(argument)
+    return sorted(found)
