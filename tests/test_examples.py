@@ -94,12 +94,12 @@ def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
 
 
 def test_two_processes_give_the_same_losses_however_they_are_launched(
-    tmp_path: Path, plain: list[dict[str, float]]
+    tmp_path: Path, plain: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there, with --log-dir too
     script = [TEXT / "train.py", *CPU]
     itself = losses(tmp_path, *PYTHON, *script, "--devices", 2)
-    logs = ["--log-dir", tmp_path / "logs"]  # else torchrun leaves a folder where temporary files go
-    torchrun = losses(tmp_path, SCRIPTS / "torchrun", *logs, "--standalone", "--nproc-per-node", 2, *script)
+    torchrun = losses(tmp_path, SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", 2, *script)
     fabric_run = losses(tmp_path, SCRIPTS / "fabric", "run", *CPU, "--devices", 2, *script)
 
     assert itself == torchrun == fabric_run
