@@ -36,11 +36,10 @@ def test_an_ignored_reduction_shrinks_to_one_number_that_differs(rank_pool: Call
 
 
 def test_ignored_strides_shrink_to_two_elements_that_are_apart(rank_pool: Callable[[int], RankPool]) -> None:
-    assert falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides) == {
-        "size": "1",
-        "reduce_op": "'sum'",
-        "values": "PerRank([tensor([0., 0.]) of strides (2,)])",
-    }
+    found = falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides)
+    assert (found["size"], found["reduce_op"]) == ("1", "'sum'")
+    # hypothesis starts from constants of the modules that are loaded, and may keep a neighbour in a collection.
+    assert "tensor([0., 0.]) of strides (2,)" in found["values"]
 
 
 def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(rank_pool: Callable[[int], RankPool]) -> None:
