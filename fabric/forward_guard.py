@@ -230,9 +230,10 @@ def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
 
 
 def _callable_parts(module: nn.Module, path: str = "model.module") -> Iterator[tuple[str, nn.Module]]:
-    """The module and its parts that one would call: children, and those inside containers that are not called."""
+    """The module and its parts with parameters that one would call: children, and those in containers that are not."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        yield path, module
+        if any(True for _ in module.parameters()):
+            yield path, module
         if path != "model.module":
             return
     for name, child in module.named_children():
