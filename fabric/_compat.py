@@ -5,6 +5,7 @@ import subprocess
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +46,7 @@ __all__ = [
     "operator_schema",
     "reduce_scatter_into",
     "reset_after_error",
+    "set_group_timeout",
     "storage_key",
     "storage_reference",
     "tensor_property",
@@ -198,6 +200,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
     whole = getattr(tensor, "full_tensor", None)
     return tensor if whole is None else whole()
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """How long collectives of a group of gloo or NCCL may wait; torch has no public way for one that exists.
+
+    The groups of a DeviceMesh have torch's own default, whatever that of the whole job is. Other backends have nothing
+    to set.
+    """
+    if {"gloo", "nccl"} & set(dist.get_backend_config(group).replace(",", ":").split(":")):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def max_over_shards(value: Tensor, sharded: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fabric import communicators
-from fabric._compat import abort_process_group, default_store
+from fabric._compat import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
 from fabric.communicators import (
     Communicator,
@@ -175,6 +175,8 @@ class Runtime:
         key = tuple(sizes.items())
         if key not in self._meshes:
             mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            for group in mesh.get_all_groups():
+                set_group_timeout(group, self._timeout)
             self._meshes[key] = mesh
         return self._meshes[key]
 

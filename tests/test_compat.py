@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
+from datetime import timedelta
 
 import pytest
 import torch
@@ -164,6 +165,11 @@ def test_the_store_of_the_group_is_the_one_it_was_made_with(group):
     keys.set("other", "there")
     assert isinstance(keys, dist.Store)
     assert keys.get("other") == b"there"
+
+
+def test_a_group_that_exists_gets_another_timeout(group):
+    _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
 
 
 def test_a_compiled_module_gives_back_the_original():

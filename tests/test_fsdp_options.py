@@ -1,6 +1,7 @@
 """The options of FSDP, each on real processes where it changes what they do."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def test_no_option_changes_the_numbers(ranks: int, options: dict[str, Any], accu
     )
     for record in records:
         assert_same(record, expected, 1e-10)
+
+
+def waiting_times(fabric: Fabric) -> set[timedelta]:
+    fabric.setup(nn.Linear(4, 4))
+    groups = fabric.strategy.runtime.mesh(replicas=2, shards=2).get_all_groups()
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_groups_of_a_hybrid_strategy_wait_no_longer_than_the_others() -> None:
+    timeout = timedelta(seconds=77)
+    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "timeout": timeout}
+    assert in_ranks(waiting_times, ranks=4, **options) == [{timeout}] * 4
 
 
 # -- precision --------------------------------------------------------------------------------------------------------
