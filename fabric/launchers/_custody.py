@@ -11,8 +11,9 @@ __all__ = ["DirectoryGuard", "end_with_parent"]
 
 # Ranks that are being killed too may still be writing, hence the second time.
 _REMOVE = """
-import os, shutil, sys, time
+import os, sys
 os.read(0, 1)
+import shutil, time  # not while the ranks start, since most of these processes never come here
 while os.path.exists(sys.argv[1]):
     shutil.rmtree(sys.argv[1], ignore_errors=True)
     time.sleep(0.1)
