@@ -78,7 +78,7 @@ def accelerate(model: nn.Module) -> Actions:
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
-    return Actions(accelerator.save_state, accelerator.load_state)
+    return Actions(lambda path: accelerator.save_state(str(path)), lambda path: accelerator.load_state(str(path)))
 
 
 def raw_sharded(model: Any) -> Actions:

@@ -71,7 +71,7 @@ def our_rank(fabric: Any) -> float:
     return time.monotonic()
 
 
-def lightning(method: str) -> Callable[[], float]:
+def lightning(method: Any) -> Callable[[], float]:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
     from lightning_fabric.strategies import DDPStrategy  # pyright: ignore[reportMissingImports]  # an extra
 

@@ -52,7 +52,7 @@ def ours(precision: str, device: str = "cpu") -> Step:
     return step_of(*prepared, fabric.backward, inputs, targets)
 
 
-def lightning(precision: str, device: str = "cpu") -> Step:
+def lightning(precision: Any, device: str = "cpu") -> Step:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
 
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
