@@ -64,6 +64,8 @@ class Case:
             that measures once, ``measure() -> {row: number}``. It runs in each rank; the numbers of rank 0 count.
         ranks: number of processes of each contestant, connected by torchrun's variables.
         rounds: how often each measures, after a rehearsal; with ``--quick`` it is once, without one.
+        starts: how often all of that is done, each time in new processes: where each of them keeps things in memory can
+            make a few microseconds for as long as it lives.
         cuda: whether it needs a GPU.
         notes: why a contestant is missing, where that is known.
     """
@@ -74,6 +76,7 @@ class Case:
     contestants: Mapping[str, Callable[[bool], Measure]]
     ranks: int = 1
     rounds: int = 10
+    starts: int = 1
     cuda: bool = False
     notes: Mapping[str, str] = field(default_factory=dict)
 
@@ -179,9 +182,22 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
         Failed: raw torch or fabric did.
     """
     missing = {name: case.notes.get(name, "does not have it") for name in CONTESTANTS if name not in case.contestants}
+    began = time.monotonic()
+    rounds: Rounds = []
+    for start in range(1 if quick else case.starts):
+
+        def say_where(number: int, done: int = start * case.rounds) -> None:
+            count = 1 if quick else case.starts * case.rounds
+            say(f"{case.name}: round {done + number} of {count}, {time.monotonic() - began:.0f} s")
+
+        rounds += _run_once(case, module, quick, missing, say_where)
+    return rounds, missing
+
+
+def _run_once(case: Case, module: str, quick: bool, missing: dict[str, str], say: Callable[[int], None]) -> Rounds:
+    """All rounds of a case, in processes of their own; notes in ``missing`` who is."""
     crews: dict[str, Crew] = {}
     rounds: Rounds = []
-    began = time.monotonic()
     with ExitStack() as stack:
         for name in case.contestants:
             if quick and name not in (RAW, OURS):
@@ -194,14 +210,14 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
         # Round 0 is the rehearsal.
         first, count = (1, 1) if quick else (0, case.rounds)
         for number in range(first, count + 1):
-            say(f"{case.name}: round {number} of {count}, {time.monotonic() - began:.0f} s")
+            say(number)
             results = {}
             for name in _turned(list(crews), number):
                 crews[name].order()
                 if answer := _answer(crews, name, missing):
                     results[name] = answer
             rounds.append(results)
-    return rounds[1 - first :], missing
+    return rounds[1 - first :]
 
 
 def _answer(crews: dict[str, Crew], name: str, missing: dict[str, str]) -> dict[str, float] | None:

@@ -56,6 +56,7 @@ CASES = [
             "lightning-fabric": preparing(lightning),
             "accelerate": preparing(accelerate),
         },
-        rounds=20,
+        rounds=5,
+        starts=4,
     )
 ]

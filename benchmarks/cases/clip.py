@@ -64,6 +64,6 @@ CASES = [
             "lightning-fabric": preparing(lightning),
             "accelerate": preparing(accelerate),
         },
-        rounds=20,
+        rounds=10,
     )
 ]

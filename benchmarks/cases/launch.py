@@ -223,7 +223,7 @@ def cases() -> list[Any]:
                 **({} if method == "popen" else {"again": Row("s", "ratio")}),
             },
             contestants={name: preparing(name, method) for name in LAUNCHES if has(name, method)},
-            rounds=5,
+            rounds=4,
             notes={"accelerate": "on a CPU it launches functions by fork alone"},
         )
         for method, budget in METHODS.items()

@@ -97,7 +97,8 @@ CASES = [
             "accelerate": preparing(accelerate, 150),
         },
         ranks=RANKS,
-        rounds=20,
+        rounds=8,
+        starts=3,
     ),
     Case(
         name="step-fsdp",

@@ -94,7 +94,8 @@ CASES = [
             "calls": Row("calls", "difference", 4 if precision == "32-true" else None),
         },
         contestants={name: preparing(build, precision, number=400) for name, build in BUILDERS.items()},
-        rounds=20,
+        rounds=5,
+        starts=4,
     )
     for precision in PRECISIONS
 ]
