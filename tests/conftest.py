@@ -4,6 +4,7 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,9 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
 
     The run has a temporary folder of its own, so that nobody else's files are taken for ours.
     """
+    # A shell that starts the tests in the background makes them ignore Ctrl-C, and all that they start after them.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     variables = _variables()
     tmp_path_factory.getbasetemp()  # pytest keeps it on purpose: settled while temporary files still go elsewhere
     temporary = Path(tempfile.mkdtemp(prefix="run-"))
