@@ -176,7 +176,9 @@ class Runtime:
         if key not in self._meshes:
             mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for group in mesh.get_all_groups():
-                set_group_timeout(group, self._timeout)
+                # That of all processes has its own, which a user may have given it.
+                if group is not dist.group.WORLD:
+                    set_group_timeout(group, self._timeout)
             self._meshes[key] = mesh
         return self._meshes[key]
 

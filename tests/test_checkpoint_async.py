@@ -1,8 +1,10 @@
 """Saves that go on beside the loop: what is written is what there was, one at a time, and no error is lost."""
 
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -292,6 +294,18 @@ def test_the_memory_of_a_snapshot_is_kept_for_the_next_one_of_the_same_size() ->
     first = places(1000, 1000, 3000)
     assert places(1000, 1000, 3000) == first
     assert len(first & places(1000, 2000, 3000)) == 2
+
+
+def test_a_snapshot_is_freed_without_the_garbage_collector() -> None:
+    tensor = torch.ones(2)
+    taken = SnapshotBuffers().take({"x": tensor})
+    watched = weakref.ref(tensor), weakref.ref(taken["x"])
+    gc.disable()
+    try:
+        del tensor, taken
+        assert [each() for each in watched] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_copied_is_an_error_of_the_call_and_nothing_is_under_way(tmp_path: Path) -> None:

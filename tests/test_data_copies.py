@@ -163,6 +163,30 @@ def test_a_batch_with_a_part_that_cannot_be_followed_is_copied_on_the_compute_st
     assert log == ["x is copied on compute"]
 
 
+def test_the_cpu_waits_for_the_copy_of_a_buffer_that_a_dataset_has_pinned_itself() -> None:
+    class Pinned(Watched):
+        def is_pinned(self, device: Any = None) -> bool:
+            return True
+
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            waits = "without waiting" if kwargs.get("non_blocking") else "waiting"
+            self.streams.log.append(f"copied {waits} on {self.streams.current}")
+            return torch.ones(1, device=META)
+
+    def make(streams: Streams) -> Any:
+        buffer = torch.ones(1).as_subclass(Pinned)
+        buffer.streams = streams
+        return buffer
+
+    assert copied(make, pins=True)[1] == ["copied waiting on compute"]
+
+
+def test_a_device_without_an_index_is_told_of_the_stream_too() -> None:
+    streams = Streams()
+    OverlappedCopies(torch.device("meta", 0), pins=False, cuda=streams)(watched(streams, "x"))
+    assert streams.log[-1] == "x is used on compute"
+
+
 def test_what_moves_itself_into_something_opaque_is_copied_again_on_the_compute_stream() -> None:
     class Becomes(Encoding):
         def to(self, device: torch.device) -> Any:

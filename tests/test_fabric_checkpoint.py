@@ -1,6 +1,6 @@
 """Checkpoints through the facade, on one and on several ranks: exact continuation, and failures that reach all."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -281,3 +281,38 @@ def test_a_loss_scale_is_ignored_where_there_is_none_and_kept_where_the_file_has
     with single(precision="16-mixed") as fabric:
         fabric.load(tmp_path / "plain.pt", {"epoch": 0})
         assert fabric.describe().endswith("65536")
+
+
+def test_a_wrapper_of_the_users_own_stays_in_the_names(tmp_path: Path) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        model = fabric.setup_module(nn.DataParallel(nn.Linear(1, 1)))
+        fabric.save(tmp_path / "wrapped.pt", {"model": model})
+    assert set(torch.load(tmp_path / "wrapped.pt")["model"]) == {"module.weight", "module.bias"}
+
+
+class Flat(torch.optim.SGD):
+    """Keeps the momentum of all parameters in one buffer, of which the entries of its state are views."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        own = self.param_groups[0]["params"]
+        self.flat = torch.zeros(sum(parameter.numel() for parameter in own))
+        for parameter, part in zip(own, self.flat.split([each.numel() for each in own]), strict=True):
+            self.state[parameter]["momentum_buffer"] = part.view_as(parameter)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for parameter, saved in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+            self.state[parameter]["momentum_buffer"].copy_(saved["momentum_buffer"])
+
+
+def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: Path) -> None:
+    path = tmp_path / "flat.pt"
+    optimizer = Flat(nn.Linear(2, 1).parameters())
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        optimizer.flat.fill_(3.0)
+        fabric.save(path, {"optimizer": optimizer})
+        optimizer.flat.zero_()
+        fabric.load(path, {"optimizer": optimizer})
+    for slots in optimizer.state.values():
+        assert slots["momentum_buffer"].untyped_storage().data_ptr() == optimizer.flat.untyped_storage().data_ptr()
+    assert optimizer.flat.tolist() == [3.0] * 3

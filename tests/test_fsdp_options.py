@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     BackwardPrefetch,
@@ -69,6 +70,17 @@ def test_groups_of_a_hybrid_strategy_wait_no_longer_than_the_others() -> None:
     timeout = timedelta(seconds=77)
     options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "timeout": timeout}
     assert in_ranks(waiting_times, ranks=4, **options) == [{timeout}] * 4
+
+
+def test_a_group_that_the_user_has_made_keeps_its_timeout() -> None:
+    timeout = timedelta(hours=2)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+            fabric.setup(nn.Linear(2, 2))
+        assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timeout
+    finally:
+        dist.destroy_process_group()
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

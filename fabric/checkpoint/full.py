@@ -82,7 +82,7 @@ class FullCheckpoint:
             is_archive = _verify(asked, path)
             if weights_only:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        except CheckpointError:
+        except (CheckpointError, MemoryError):  # the latter is no fault of the file
             raise
         except DAMAGE as error:
             raise _diagnosis(asked, path, error) from error

@@ -31,22 +31,11 @@ class SnapshotBuffers:
         """A copy of ``state``, on the CPU; of a DTensor the part that this rank holds. Not a collective."""
         stream, copying = io.BytesIO(), _Copying(self._kept)
         tensors: dict[int, Tensor] = {}
-
-        class WithoutTensors(pickle.Pickler):
-            @override
-            def persistent_id(self, value: Any, /) -> int | None:
-                return id(tensors.setdefault(id(value), value)) if isinstance(value, Tensor) else None
-
-        class WithCopies(pickle.Unpickler):
-            @override
-            def persistent_load(self, key: Any, /) -> Tensor:
-                return copies[key]
-
-        WithoutTensors(stream, pickle.HIGHEST_PROTOCOL).dump(dict(state))
+        _WithoutTensors(stream, tensors).dump(dict(state))
         stream.seek(0)
         with torch.no_grad():
             copies = {key: copying.copy(tensor) for key, tensor in tensors.items()}
-        taken: dict[str, Any] = WithCopies(stream).load()
+        taken: dict[str, Any] = _WithCopies(stream, copies).load()
         self._kept = [*copying.used.values()]
         return taken
 
@@ -89,3 +78,24 @@ class _Copying:
     def _buffer(self, size: int, pinned: bool) -> Tensor:
         free = self._free.get((size, pinned))
         return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+# Not inside of the function that uses them: a class is a cycle, and would keep whole states until garbage is collected.
+class _WithoutTensors(pickle.Pickler):
+    def __init__(self, stream: io.BytesIO, tensors: dict[int, Tensor]) -> None:
+        pickle.Pickler.__init__(self, stream, pickle.HIGHEST_PROTOCOL)
+        self._tensors = tensors
+
+    @override
+    def persistent_id(self, value: Any, /) -> int | None:
+        return id(self._tensors.setdefault(id(value), value)) if isinstance(value, Tensor) else None
+
+
+class _WithCopies(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, copies: dict[int, Tensor]) -> None:
+        pickle.Unpickler.__init__(self, stream)
+        self._copies = copies
+
+    @override
+    def persistent_load(self, key: Any, /) -> Tensor:
+        return self._copies[key]

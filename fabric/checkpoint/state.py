@@ -7,7 +7,7 @@ from operator import methodcaller
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -266,19 +266,31 @@ def _restore(target: Any, content: Any, access: Access, strict: bool, is_mapped:
     elif isinstance(target, Optimizer):
         access.load_optimizer(target, content)
         if is_mapped:
-            _detach_from_file(target)
+            _detach_from_file(target, content)
     else:
         target.load_state_dict(copy.deepcopy(content))
 
 
-def _detach_from_file(optimizer: Optimizer) -> None:
-    """Copy, one at a time, the tensors that the optimizer may have taken over as they were.
+def _detach_from_file(optimizer: Optimizer, content: Any) -> None:
+    """Copy, one at a time, the tensors that the optimizer took over as they were, and no others.
 
-    They may be mapped from the file, which somebody could overwrite in place. Those on another device are copies.
+    They may be mapped from the file, which somebody could overwrite in place. Those that it copied may be views of
+    memory that it goes on to use.
     """
+    borrowed: set[int] = set()
+    map_tensors(lambda tensor: borrowed.update(_addresses(tensor)), content)
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor if borrowed.isdisjoint(_addresses(tensor)) else tensor.clone()
+
     for slots in optimizer.state.values():
         for name in slots:
-            slots[name] = map_tensors(lambda tensor: tensor.clone() if tensor.is_cpu else tensor, slots[name])
+            slots[name] = map_tensors(own, slots[name])
+
+
+def _addresses(tensor: Tensor) -> tuple[int, ...]:
+    has_storage = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return (tensor.untyped_storage().data_ptr(),) if has_storage and tensor.numel() else ()
 
 
 def _check_entries(state: Mapping[str, Any], verb: str) -> None:

@@ -29,7 +29,8 @@ class OverlappedCopies:
 
     A batch of which one part is on a device already, requires gradients, is not strided, or is an object that moves
     itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream: nobody could
-    tell what else has to wait for what.
+    tell what else has to wait for what. If we pin, and a part is pinned already, the CPU waits for the copy: it may be
+    a buffer that the next batch is put into.
 
     The CPU waits where it is more than two steps ahead of the device, so that no more than three batches are in the
     device's memory.
@@ -55,6 +56,8 @@ class OverlappedCopies:
         if parts is None or not all(map(_is_plain, parts)):
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
+            if any(isinstance(part, Tensor) and part.is_pinned() for part in parts):
+                return to_device(batch, self._device)
             batch = map_tensors(lambda tensor: tensor.pin_memory(), batch)
         compute = self._cuda.current_stream(self._device)
         self._stay_near(compute)
@@ -65,7 +68,7 @@ class OverlappedCopies:
         if parts is None:  # what moves itself has become something that hides its memory
             return to_device(batch, self._device)
         for part in parts:
-            if not isinstance(part, Tensor) or part.device == self._device:
+            if not isinstance(part, Tensor) or part.device.type == self._device.type:
                 part.record_stream(compute)
         return moved
 

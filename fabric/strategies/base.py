@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fabric._compat import HookSwitch, uncompiled
@@ -64,6 +63,9 @@ class Strategy(ABC):
     """Whether the parameters of a prepared module are spread over ranks."""
     saves_shards: bool = False
     """Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen."""
+
+    _wrapper: ClassVar[type[nn.Module] | None] = None
+    """What a prepared module is, where that is not the user's own."""
 
     process_group_backend: str | None = None
     timeout: timedelta = DEFAULT_TIMEOUT
@@ -250,11 +252,18 @@ class Strategy(ABC):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The whole state dict of a prepared or user's module under the user's own names."""
-        return _users(module).state_dict()
+        return self._users(module).state_dict()
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict with the user's own names into a prepared or user's module."""
-        _users(module).load_state_dict(state_dict, strict=strict)
+        self._users(module).load_state_dict(state_dict, strict=strict)
+
+    def _users(self, module: nn.Module) -> nn.Module:
+        """The user's module inside of a prepared one; a wrapper of the user's own belongs to it."""
+        inner: Any = module
+        if self._wrapper is not None and isinstance(module, self._wrapper):
+            inner = module.module
+        return uncompiled(inner)
 
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer with state for whole parameters, in torch's own format; may be collective."""
@@ -509,11 +518,6 @@ def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[
             ", ".join(sorted(known)),
             f"{strategy}() without it, or one of these names",
         )
-
-
-def _users(module: nn.Module) -> nn.Module:
-    """The user's module inside of a prepared one."""
-    return uncompiled(module.module if isinstance(module, nn.DataParallel | DistributedDataParallel) else module)
 
 
 def _check_checkpoint_io(io: Any) -> None:

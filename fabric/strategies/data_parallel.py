@@ -63,6 +63,7 @@ class DataParallelStrategy(Strategy):
 
     name = "dp"
     drives_all_devices = True
+    _wrapper = nn.DataParallel
 
     def __init__(
         self,

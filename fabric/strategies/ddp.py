@@ -63,6 +63,7 @@ class DDPStrategy(ParallelStrategy):
 
     name = "ddp"
     syncs_in_forward = True
+    _wrapper = DistributedDataParallel
 
     def __init__(
         self,
