@@ -3,7 +3,7 @@
 import signal
 import subprocess
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,11 @@ __all__ = [
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
-    "goes_through",
     "in_backward",
     "leave_join",
     "local_tensor",
     "max_over_shards",
+    "operations_behind",
     "operations_recorded",
     "operator_schema",
     "reduce_scatter_into",
@@ -230,18 +230,16 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def goes_through(loss: Tensor, operations: range) -> bool:
-    """Whether one of these, in the count of :data:`operations_recorded`, is in the graph behind ``loss``."""
+def operations_behind(loss: Tensor) -> Iterator[int]:
+    """The operations in the graph behind ``loss``, by their numbers in the count of :data:`operations_recorded`."""
     seen, waiting = set(), [loss.grad_fn]
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
             continue
-        if node._sequence_nr() in operations:
-            return True
+        yield node._sequence_nr()
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
-    return False
 
 
 def abort_process_group() -> None:

@@ -10,14 +10,19 @@ The front door is watched as well: torch synchronises in the first backward pass
 gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
 model, uses nothing up. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
 costs ten times as much; only where parameters may go unused it takes these. A gradient of which nothing is known may be
-that of a penalty, the same on all ranks: it is an error if the way to it leads through what the front door computed.
+that of a penalty, the same on all ranks: it is an error if the way to it leads through what the front door computed in
+one of its last thousand passes. A loss older than these is hardly left: its graph is in memory with what it saved, and
+torch itself refuses it once the optimizer has changed that.
 
 A parameter that was frozen when the module was set up is no part of the synchronisation. Once it is to be trained, its
 gradients would stay local: the next forward pass with gradients is an error.
 """
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from operator import itemgetter
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -25,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from fabric._compat import HookSwitch, goes_through, operations_recorded
+from fabric._compat import HookSwitch, operations_behind, operations_recorded
 from fabric.communicators import Record
 from fabric.errors import UsageError
 from fabric.strategies import Strategy
@@ -57,9 +62,9 @@ class ForwardGuard:
         self._module, self._strategy, self._rank = module, strategy, rank
         self._syncs = strategy.sync_switch(prepared)
         self._by_output = strategy.expects_unused
-        # The operations of forward passes since the last backward pass that came through.
-        self._computed = range(0)
-        self._is_local = self._suspects = False
+        self._suspects = False
+        # Of each forward pass: its first operation, the first one after it, and whether it was without synchronisation.
+        self._computed: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
         own = ref(self)
         self._arrived = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
@@ -103,10 +108,8 @@ class ForwardGuard:
                 self._inside = False
                 record.phase = before
             if trains:
-                begin = self._computed.start if self._sync_prepared else begin
-                self._computed = range(begin, operations_recorded())
+                self._computed.append((begin, operations_recorded(), not prepares))
                 self._sync_prepared |= prepares
-                self._is_local = not prepares
                 if self._by_output:
                     _watch(output, self._arrived)
             return output
@@ -115,12 +118,11 @@ class ForwardGuard:
 
     def after_backward(self, loss: Tensor) -> None:
         """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
+        suspects, self._suspects = self._suspects, False
         if self._reached:
             self._sync_prepared = self._reached = False
-        elif self._suspects:
-            self._suspects = False
-            if goes_through(loss, self._computed):
-                self._refuse_computed()
+        elif suspects:
+            self._check_computed(loss)
 
     def through_door(self, output: Any, door: str) -> None:
         """Note that ``output`` came out of another door than the front one."""
@@ -164,8 +166,16 @@ class ForwardGuard:
             self._refuse_door(door)
         self.left_local = True
 
-    def _refuse_computed(self) -> None:
-        if self._is_local:
+    def _check_computed(self, loss: Tensor) -> None:
+        # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
+        passes, begin = [(0, 0, False), *sorted(self._computed)], itemgetter(0)
+        for operation in operations_behind(loss):
+            _, end, is_local = passes[bisect_right(passes, operation, key=begin) - 1]
+            if operation < end:
+                self._refuse_computed(is_local)
+
+    def _refuse_computed(self, is_local: bool) -> NoReturn:
+        if is_local:
             self._refuse_door("model(...) inside no_backward_sync, with backward outside of it")
         raise UsageError(
             f"a second backward pass through {type(self._module).__name__} on rank {self._rank}",

@@ -541,6 +541,31 @@ def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise(strategy:
         fabric.backward(model(torch.ones(1, 4)).sum())
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_ddp_refuses_a_second_backward_pass_of_any_earlier_forward_pass(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
+        model = fabric.setup(Net())
+        first = model(torch.ones(1, 4)).sum()
+        fabric.backward(first, retain_graph=True)
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(UsageError, match="second backward pass"):
+            fabric.backward(first)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pass_has_it(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
+        model = fabric.setup(Net())
+        with fabric.no_backward_sync(model):
+            losses = [model(torch.ones(1, 4)).sum() for _ in range(3)]
+        for loss in losses[:2]:
+            with pytest.raises(UsageError, match="inside no_backward_sync, with backward outside"):
+                fabric.backward(loss)
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(UsageError, match="inside no_backward_sync, with backward outside"):
+            fabric.backward(losses[2])
+
+
 def test_a_backward_pass_of_another_model_uses_nothing_up() -> None:
     with single(strategy="ddp") as fabric:
         generator, critic = fabric.setup(Net()), fabric.setup(nn.Linear(1, 1))
@@ -556,6 +581,23 @@ def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
         for _ in range(2):
             fabric.backward(model(torch.ones(1, 2)).sum())
             fabric.backward(sum(parameter.pow(2).sum() for parameter in model.parameters()))
+
+
+def test_a_penalty_may_be_made_between_forward_passes() -> None:
+    with single(strategy="ddp") as fabric:
+        model = fabric.setup(nn.Linear(2, 1))
+        first, penalty, second = model(torch.ones(1, 2)), model.module.weight.pow(2).sum(), model(torch.ones(1, 2))
+        fabric.backward(first.sum() + second.sum())
+        fabric.backward(penalty)
+
+
+def test_a_backward_pass_outside_of_fabric_says_nothing_about_later_ones() -> None:
+    with single(strategy="ddp") as fabric:
+        model, inputs = fabric.setup(nn.Linear(2, 1)), torch.ones(1, 2, requires_grad=True)
+        model.module.weight.pow(2).sum().backward()
+        loss = model(inputs).sum()
+        fabric.backward(loss, retain_graph=True)
+        fabric.backward(loss, inputs=[inputs])
 
 
 def test_a_context_that_is_never_entered_changes_nothing() -> None:
