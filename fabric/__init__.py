@@ -13,4 +13,4 @@ __all__ = ["Fabric", "FabricModule", "__version__"]
 __version__ = "0.1.0.dev0"
 
 # The command line and the launchers, which need no torch, start without waiting for it.
-__getattr__ = late(__name__, {"Fabric": "_fabric", "FabricModule": "module"})
+__getattr__, __dir__ = late(__name__, {"Fabric": "_fabric", "FabricModule": "module"})

@@ -1,5 +1,6 @@
 """Names that a package offers but imports only when they are asked for."""
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -7,8 +8,8 @@ from typing import Any
 __all__ = ["late"]
 
 
-def late(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package, for names of it that most programs do without.
+def late(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and the ``__dir__`` of a package, for names of it that most programs do without.
 
     Args:
         package: its ``__name__``.
@@ -20,4 +21,7 @@ def late(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
             return getattr(import_module(f"{package}.{homes[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return find
+    def names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return find, names

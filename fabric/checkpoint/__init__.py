@@ -12,4 +12,4 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
 
-__getattr__ = late(__name__, {"FullCheckpoint": "full", "ShardedCheckpoint": "sharded"})
+__getattr__, __dir__ = late(__name__, {"FullCheckpoint": "full", "ShardedCheckpoint": "sharded"})

@@ -25,4 +25,4 @@ __all__ = [
     "Reduce",
 ]
 
-__getattr__ = late(__name__, {"CheckedCommunicator": "checked", "Ledger": "_ledger"})
+__getattr__, __dir__ = late(__name__, {"CheckedCommunicator": "checked", "Ledger": "_ledger"})

@@ -20,4 +20,4 @@ __all__ = [
     "Strategy",
 ]
 
-__getattr__ = late(__name__, {"DataParallelStrategy": "data_parallel", "FSDPStrategy": "fsdp"})
+__getattr__, __dir__ = late(__name__, {"DataParallelStrategy": "data_parallel", "FSDPStrategy": "fsdp"})
