@@ -329,6 +329,7 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
     from fabric.launchers._signals import raise_on_signals
 
     end_with_parent()
+    process = os.getpid()
     recorder = _recorder(Path(directory))
     threading.Thread(target=_attend, args=(int(agent), recorder), name="fabric-agent", daemon=True).start()
     heard = partial(recorder.directory.say_heard, int(os.environ["RANK"]))
@@ -363,7 +364,7 @@ def _be_rank(agent: str, directory: str, first_path: str, kind: str, script: str
         # What an exit handler would find if the interpreter had come to this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         leave(1)
-    recorder.directory.say_finished(int(os.environ["RANK"]))
+    recorder.directory.say_finished(int(os.environ["RANK"]), process)
     return 0
 
 

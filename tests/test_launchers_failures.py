@@ -161,6 +161,11 @@ def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):
     assert words in done.stderr
 
 
+def test_a_rank_is_not_finished_when_a_process_that_it_forked_is(popen):
+    done = popen("popen", "fork_a_child")
+    assert (done.stdout, done.returncode) == ("result False\n", 0), done.stderr
+
+
 def test_a_script_without_a_guard_can_fork(popen):
     done = popen("fork", script="unguarded.py")
     assert (done.returncode, done.stdout) == (0, "result 42\n")

@@ -11,7 +11,7 @@ import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec, is_interactive, is_notebook, notebook_start_method
-from fabric.launchers._failures import is_consequence
+from fabric.launchers._failures import RunDirectory, is_consequence
 from fabric.launchers._transport import pack_call
 from fabric.launchers.base import interpreter_options, rank_variables
 from fabric.launchers.script import rerun_command
@@ -132,6 +132,11 @@ def raised(error, during=None):
 )
 def test_consequences_of_another_failure_are_told_from_causes(error, expected):
     assert is_consequence(error) is expected
+
+
+def test_a_signal_that_cannot_be_noted_is_no_error(tmp_path):
+    (tmp_path / "file").touch()
+    RunDirectory(tmp_path / "file").say_heard(0, 15)
 
 
 def test_a_function_of_a_module_travels_by_name():

@@ -104,16 +104,21 @@ class RunDirectory:
 
     def say_heard(self, rank: int, number: int) -> None:
         """Note that this rank has acted on a signal."""
-        with contextlib.suppress(FileNotFoundError):  # the job is over, and nobody wants to know
+        # Without a note the launcher waits less long; an error would end the thread that wakes for the next signal.
+        with contextlib.suppress(OSError):
             (self.path / f"heard-{rank}-{number}").touch()
 
     def has_heard(self, rank: int, number: int) -> bool:
         """Whether this rank has; one with a handler of the user's counts as soon as the signal is there."""
         return (self.path / f"heard-{rank}-{number}").exists()
 
-    def say_finished(self, rank: int) -> None:
-        """Note that this rank has come to the end of its script, and is on its way out."""
-        (self.path / f"finished-{rank}").touch()
+    def say_finished(self, rank: int, process: int) -> None:
+        """Note that this rank has come to the end of its script, unless another process than the rank's says so.
+
+        A process that the script has forked comes to the same end, and inherits the exit handlers.
+        """
+        if os.getpid() == process:
+            (self.path / f"finished-{rank}").touch()
 
     def finished(self) -> list[int]:
         """The ranks that have."""

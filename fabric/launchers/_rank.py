@@ -80,7 +80,7 @@ def record_failures(world: World | None) -> None:
     recorder = FailureRecorder(RunDirectory.of_store(world.store), world.rank)
     sys.excepthook = _RecordingHook(recorder)
     # Where the script ends without an error the interpreter is torn down, and only then its exit code is known.
-    atexit.register(recorder.directory.say_finished, world.rank)
+    atexit.register(recorder.directory.say_finished, world.rank, os.getpid())
     _listen(connection, recorder, world.rank, interruptible)
 
 
