@@ -1,6 +1,7 @@
 """What SIGTERM and SIGINT do to a rank's main thread, and how long fabric itself waits when a job ends."""
 
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -38,6 +39,9 @@ time.sleep(0.2)
 os.kill(child, signal.SIGTERM)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threading.Event().wait(0.5))
 """
+
+
+NEEDS_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
@@ -98,6 +102,47 @@ leave(3)
 def test_a_rank_that_leaves_without_tearing_down_waits_for_threads_and_runs_its_exit_handlers():
     done = run(ENDS)
     assert (done.stdout, done.returncode) == ("thread\nhandler\n", 3), done.stderr
+
+
+FILES = """
+import gc, io, os
+from fabric.launchers._rank import leave
+text, data, both = open("text", "w"), open("data", "wb"), open("both", "w+b")
+full, raw = open("/dev/full", "w"), open("raw", "wb", buffering=0)
+closed, detached = open("closed", "w"), open("detached", "w")
+for file in (full, text):
+    file.write("kept")
+for file in (data, both, raw):
+    file.write(b"kept")
+closed.close()
+detached.detach()
+gc.freeze()
+leave(3)
+"""
+
+
+@NEEDS_FULL
+def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run(FILES)
+    assert (done.stderr, done.returncode) == ("", 3)
+    assert [(tmp_path / name).read_text() for name in ("text", "data", "both", "raw")] == ["kept"] * 4
+
+
+@pytest.mark.parametrize(
+    ("code", "stream", "expected"),
+    [
+        (3, "None", 3),
+        (3, "closed", 3),
+        (0, "closed", 0),
+        pytest.param(3, "full", 3, marks=NEEDS_FULL),
+        pytest.param(0, "full", 120, marks=NEEDS_FULL),
+    ],
+)
+def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(code, stream, expected):
+    made = {"None": "None", "closed": "sys.__stdout__; sys.stdout.close()", "full": "open('/dev/full', 'w'); print(1)"}
+    done = run(f"import sys; from fabric.launchers._rank import leave; sys.stdout = {made[stream]}; leave({code})")
+    assert (done.stderr, done.returncode) == ("", expected)
 
 
 def fail():

@@ -8,6 +8,8 @@ handling. A rank that runs a function has an *answer* pipe too, on which what th
 import atexit
 import contextlib
 import faulthandler
+import gc
+import io
 import os
 import signal
 import sys
@@ -140,12 +142,32 @@ def leave(code: int) -> NoReturn:
 
     That takes half a second and more with torch in it, for which everybody waits; and a thread of gloo that frees its
     last collective meanwhile aborts the process. A process that ``multiprocessing`` has forked ends in the same way.
+    As at the interpreter's end, open files are flushed, and 0 becomes 120 when a standard stream cannot be.
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - as multiprocessing does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        try:
+            if stream is not None:
+                stream.flush()
+        except ValueError:
+            pass  # the script has closed it
+        except OSError:
+            code = code or 120
+    _flush_open_files()
     os._exit(code)
+
+
+def _flush_open_files() -> None:
+    gc.unfreeze()  # what is frozen is not among the objects
+    # By type(): some objects run code of their own when asked for their class.
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    files = [file for file in gc.get_objects() if issubclass(type(file), kinds)]
+    # Texts first: they go through the buffers.
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
+        # Closed, detached or on a full disk: the interpreter's end would pass over it as well, and the others count.
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
 
 
 def leave_with_an_error() -> None:
