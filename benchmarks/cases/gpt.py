@@ -113,7 +113,7 @@ CASES = [
             "accelerate": preparing(accelerate),
         },
         ranks=RANKS,
-        rounds=8,
+        rounds=6,
     ),
     Case(
         name="gpt-fsdp",
@@ -125,7 +125,7 @@ CASES = [
             "lightning-fabric": preparing(lightning_fsdp),
         },
         ranks=RANKS,
-        rounds=8,
+        rounds=6,
         notes={"accelerate": "on a CPU its FSDP plugin is ignored without a word, and DDP runs instead"},
     ),
 ]
