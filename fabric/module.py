@@ -69,7 +69,8 @@ class FabricModule(nn.Module):
         # torch puts this in front of the name of what it shards.
         phase = f"forward of {type(original).__name__.removeprefix('FSDP' if sharded else '')}"
         if guard is not None:
-            forward = guard.front_door(forward, record or Record(str), phase)
+            # Without a watchdog nobody reads what is noted.
+            forward = guard.front_door(forward, record or Record(explain=str), phase)
         elif record is not None:
             forward = _recorded_forward(forward, record, phase, doors or HookSwitch())
         self.__dict__.update(

@@ -250,7 +250,7 @@ class Runtime:
             timeout=self._timeout,
             is_asynchronous=communicator.device.type != "cpu",
             requests=int if directory is None else directory.reports_asked,
-            where=str(directory),
+            where="" if directory is None else str(directory.path),
         )
         self.record = self._watchdog.record
         self._communicator = RecordedCommunicator(communicator, self.record)

@@ -265,8 +265,9 @@ class Crew:
         raise JobInterrupted(number, self._signals.previous.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
+        finishing = self._finishing()
         for member in self.members:
-            if member in self._finishing():
+            if member in finishing:
                 continue  # a signal would take the place of its exit code
             # A rank that is still importing has no ``finally`` to run, and ignores Ctrl-C: see ``starting``.
             member.send(number if self.directory.is_listening(member.rank) else signal.SIGKILL)

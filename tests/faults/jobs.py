@@ -134,4 +134,4 @@ def nothing_left(directory: Path) -> None:
     # torch's compiler makes its cache folder as soon as it is imported, with the first optimizer at the latest.
     while left := [path for path in directory.iterdir() if not path.name.startswith("torchinductor")]:
         assert time.monotonic() < deadline, f"something was left in the directory for temporary files: {left}"
-        time.sleep(0.02)
+        time.sleep(0.02)  # processes that end at this moment still clean up

@@ -126,7 +126,7 @@ def saves_and_leaves(fabric: Fabric) -> None:
         steps += 1
         if steps == 1:
             say("asked", fabric.global_rank)
-        time.sleep(0.01)
+        time.sleep(0.01)  # a step
     fabric.barrier()
     time.sleep(4)  # longer than the grace for ``finally`` blocks
     say("saved", fabric.global_rank, steps)
