@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric._compat import uncompiled
+from fabric._torch import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.module import FabricModule
 

@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric import _checks, collectives
-from fabric._compat import uncompiled
 from fabric._plan import Plan, resolve
 from fabric._session import Session
+from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
 from fabric.clipping import check_clipping, clip_gradients

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fabric._compat import uncompiled
 from fabric._evaluation import gather_round
 from fabric._plan import Plan
+from fabric._torch import uncompiled
 from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, Record

@@ -428,7 +428,7 @@ def _report(failures: Mapping[int, "ProcessFailure"], world_size: int, directory
         rank=rank,
         exit_code=code,
         traceback=recorded.text if recorded else attempt.read_crash(rank),
-        wrong=wrong,
+        problem=wrong,
     )
     sys.stdout.flush()
     print(f"\n{error}", file=sys.stderr, flush=True)

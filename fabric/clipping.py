@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric._compat import full_tensor, local_tensor, max_over_shards
+from fabric._torch import full_tensor, local_tensor, max_over_shards
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 
 __all__ = ["check_clipping", "clip_gradients"]

@@ -1,4 +1,4 @@
-"""Every error that fabric raises on purpose.
+"""The exception classes of fabric.
 
 The tree::
 
@@ -9,13 +9,13 @@ The tree::
     ├── MissingDependencyError (ImportError) an optional extra that is not installed
     ├── NonFiniteGradientError (RuntimeError) a gradient norm that is infinite or not a number
     ├── RankFailedError (RuntimeError)       a process of the job raised, exited or was killed
-    ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one does not come
+    ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one is missing
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
         └── UnsafeCheckpointError            loading it would run code
 
-Each text has four parts, so that it can be acted on without a search: what was asked, what is wrong with it (the
-values, the rank), what is valid, and what to write instead.
+Where a failure would be silent, remote or late, the message has four parts: the request, the problem (values, rank),
+what is expected, and a suggestion of what to write instead. Elsewhere one or two are enough.
 """
 
 from typing import Any
@@ -39,29 +39,25 @@ class FabricError(Exception):
     """Base of all errors of fabric; catch it to catch any of them.
 
     Args:
-        asked: what the caller asked for, as they wrote it.
-        wrong: why that cannot be done, with the values and the rank involved.
-        valid: what would be accepted here.
-        instead: the line to write instead.
+        request: the call or argument, as the user wrote it.
+        problem: why it cannot be done, with the values and the rank involved.
+        expected: what is valid here.
+        suggestion: the line to write instead.
     """
 
-    def __init__(self, asked: str, wrong: str = "", valid: str = "", instead: str = "") -> None:
+    def __init__(self, request: str, problem: str = "", expected: str = "", suggestion: str = "") -> None:
         # OSError keeps only two of its arguments, and FileNotFoundError is one: the four live in attributes of ours.
-        self.asked, self.wrong, self.valid, self.instead = asked, wrong, valid, instead
-        Exception.__init__(self, asked, wrong, valid, instead)
+        self.request, self.problem, self.expected, self.suggestion = request, problem, expected, suggestion
+        Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
-        parts = [
-            self.asked,
-            self.wrong,
-            self.valid and f"Valid: {self.valid}",
-            self.instead and f"Write: {self.instead}",
-        ]
-        return "\n  ".join(part for part in parts if part)
+        expected = self.expected and f"Valid: {self.expected}"
+        suggestion = self.suggestion and f"Write: {self.suggestion}"
+        return "\n  ".join(filter(None, (self.request, self.problem, expected, suggestion)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The third part carries the notes that were added on the way.
-        return type(self), (self.asked, self.wrong, self.valid, self.instead), self.__dict__
+        return type(self), (self.request, self.problem, self.expected, self.suggestion), self.__dict__
 
 
 class ConfigurationError(FabricError, ValueError):
@@ -93,19 +89,19 @@ class RankFailedError(FabricError, RuntimeError):
         traceback: the traceback it left, as text; empty when it left none.
     """
 
-    def __init__(self, asked: str, rank: int = 0, exit_code: int = 1, traceback: str = "", wrong: str = "") -> None:
+    def __init__(self, request: str, rank: int = 0, exit_code: int = 1, traceback: str = "", problem: str = "") -> None:
         self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
-        FabricError.__init__(self, asked, wrong)
+        FabricError.__init__(self, request, problem)
 
     def __str__(self) -> str:
         return "\n".join(part for part in (FabricError.__str__(self), self.traceback.rstrip()) if part)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.asked, self.rank, self.exit_code, self.traceback, self.wrong), self.__dict__
+        return type(self), (self.request, self.rank, self.exit_code, self.traceback, self.problem), self.__dict__
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
-    """Checked mode: the ranks of a group do not make the same call, or one of them does not come; nothing was sent."""
+    """Checked mode: the ranks of a group do not make the same call, or a rank is missing; nothing was sent."""
 
 
 class CheckpointError(FabricError, RuntimeError):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric._compat import local_tensor, uncompiled
+from fabric._torch import local_tensor, uncompiled
 from fabric.errors import UsageError
 from fabric.module import FabricModule
 from fabric.runtime import Runtime

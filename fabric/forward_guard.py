@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from fabric._compat import HookSwitch, operations_behind, operations_recorded
+from fabric._torch import HookSwitch, operations_behind, operations_recorded
 from fabric.communicators import Record
 from fabric.errors import UsageError
 from fabric.strategies import Strategy

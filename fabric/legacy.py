@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric._compat import uncompiled
 from fabric._fabric import Fabric
+from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.environments import Environment
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric._compat import HookSwitch, uncompiled
+from fabric._torch import HookSwitch, uncompiled
 from fabric.communicators import Record
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.forward_guard import ForwardGuard

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from fabric import communicators
-from fabric._compat import abort_process_group, default_store, set_group_timeout
+from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
 from fabric.communicators import (
     Communicator,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fabric._compat import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
+from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
 from fabric.errors import CheckpointError, ConfigurationError, UsageError
 
 __all__ = ["LossScaler"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric._compat import flatten_one_level
+from fabric._torch import flatten_one_level
 
 __all__ = ["flatten", "leaf_paths", "map_tensors", "to_device", "unflatten"]
 

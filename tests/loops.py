@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 
 GLOBAL_BATCH = 36  # divides by 1 to 4 ranks times 1 and 3 micro-batches
 STEPS = 3

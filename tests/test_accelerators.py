@@ -79,7 +79,7 @@ def test_a_value_names_these_indices(devices, available, expected) -> None:
 def test_devices_that_are_not_there_are_refused_with_their_number(devices, available, wrong) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_indices(devices, available, "cuda")
-    assert wrong in caught.value.wrong
+    assert wrong in caught.value.problem
     assert_has_four_parts(caught.value, devices)
 
 
@@ -92,7 +92,7 @@ def test_on_a_cpu_a_value_is_a_number_of_processes(devices, expected) -> None:
 def test_on_a_cpu_what_is_no_number_of_processes_is_refused(devices, wrong) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_count(devices, cores=8)
-    assert wrong in caught.value.wrong
+    assert wrong in caught.value.problem
     assert_has_four_parts(caught.value, devices)
 
 
@@ -119,10 +119,10 @@ def test_an_integer_from_another_library_counts_as_one() -> None:
 def test_the_suggested_spelling_is_accepted() -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_count([0, 1, 2], cores=2)
-    assert caught.value.instead == "devices=3"
+    assert caught.value.suggestion == "devices=3"
     with pytest.raises(ConfigurationError) as caught:
         parse_indices(9, 4, "cuda")
-    assert caught.value.instead == "devices=4"
+    assert caught.value.suggestion == "devices=4"
 
 
 class MetaAccelerator(Accelerator):
@@ -138,10 +138,10 @@ class MetaAccelerator(Accelerator):
 
 
 def assert_has_four_parts(error: FabricError, devices: object) -> None:
-    assert repr(devices) in error.asked
-    assert error.wrong
-    assert error.valid
-    assert error.instead
+    assert repr(devices) in error.request
+    assert error.problem
+    assert error.expected
+    assert error.suggestion
 
 
 def test_the_cpu_is_always_there_with_the_cores_of_this_process() -> None:
@@ -180,8 +180,8 @@ def test_torch_chooses_the_backend(accelerator: Accelerator, backend: str) -> No
 def test_hardware_without_a_backend_is_an_error_that_names_the_way_out() -> None:
     with pytest.raises(ConfigurationError, match="process_group_backend") as caught:
         _ = MetaAccelerator().default_backend
-    assert "'meta'" in caught.value.asked
-    assert caught.value.valid
+    assert "'meta'" in caught.value.request
+    assert caught.value.expected
 
 
 def test_an_accelerator_of_ones_own_needs_two_methods() -> None:
@@ -206,7 +206,7 @@ def test_hardware_that_is_not_here_says_so(accelerator: Accelerator) -> None:
     assert accelerator.device_count() == 0
     with pytest.raises(ConfigurationError, match="sees 0 devices") as caught:
         accelerator.parse_devices("auto")
-    assert caught.value.instead == 'accelerator="cpu"'
+    assert caught.value.suggestion == 'accelerator="cpu"'
     accelerator.release()
 
 

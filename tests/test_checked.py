@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fabric._compat import default_store
 from fabric._plan import resolve
+from fabric._torch import default_store
 from fabric.collectives import all_reduce
 from fabric.communicators import Announcement, CheckedCommunicator, Ledger, ProcessGroupCommunicator, Reduce
 from fabric.communicators._calls import Call, difference
@@ -142,8 +142,8 @@ def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_told_so():
     pairs = [(0, 1), (1, 2), (0, 2)]
     raised = ledger_of_each_rank([[(pairs[0], "a")], [(pairs[1], "a")], [(pairs[2], "a")]])
     for error in raised:
-        assert "wait for each other" in error.wrong
-        assert all(f"rank {rank}: a() at rank {rank}" in error.wrong for rank in range(3))
+        assert "wait for each other" in error.problem
+        assert all(f"rank {rank}: a() at rank {rank}" in error.problem for rank in range(3))
 
 
 def test_a_rank_that_only_computes_is_named_at_the_timeout():
@@ -151,8 +151,8 @@ def test_a_rank_that_only_computes_is_named_at_the_timeout():
     waiting, _ = (Ledger(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
     with pytest.raises(CollectiveMismatchError, match=r"after 0.2 s rank 1 did not come") as caught:
         waiting.meet("job", (0, 1), call())
-    assert caught.value.valid
-    assert caught.value.instead
+    assert caught.value.expected
+    assert caught.value.suggestion
     with pytest.raises(CollectiveMismatchError, match="no further collectives") as again:
         waiting.meet("job", (0, 1), call())
     assert again.value.__cause__ is caught.value
@@ -191,7 +191,7 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
         with pytest.raises(CollectiveMismatchError, match=f"pid {process.pid}.* has ended") as caught:
             ledger.meet("job", (0, 1), Call("all_reduce", "train.py:8"))
         assert time.monotonic() - started < 1
-    assert "barrier() at script.py:7" in caught.value.wrong
+    assert "barrier() at script.py:7" in caught.value.problem
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------

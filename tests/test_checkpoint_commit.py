@@ -135,6 +135,6 @@ def test_refusals_say_what_is_wrong_and_what_to_write(tmp_path, path, wrong):
     with pytest.raises(CheckpointError) as raised, atomic_write(tmp_path / path):
         pytest.fail("the block must not be entered")
     error = raised.value
-    assert wrong in error.wrong
-    assert all([error.asked, error.valid, error.instead])
+    assert wrong in error.problem
+    assert all([error.request, error.expected, error.suggestion])
     assert names(tmp_path) == ["taken"]

@@ -187,7 +187,7 @@ def test_folders_and_missing_folders_are_refused(tmp_path, method):
         method(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="does not exist") as raised:
         method(tmp_path / "nowhere" / "file.pt")
-    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+    assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
 
 
 def test_remove_deletes_the_file(path, state):

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint
 from fabric.checkpoint.directory import MANIFEST, Staging
 from fabric.checkpoint.sharded import ShardedCheckpoint
@@ -382,7 +382,7 @@ def test_a_file_where_a_folder_is_meant_is_an_error_in_four_parts(path, state):
     for action in (lambda: io.load(path), lambda: io.save(state, path), lambda: io.remove(path)):
         with pytest.raises(CheckpointError, match="file") as raised:
             action()
-        assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+        assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
     assert_same(FullCheckpoint().load(path), state)
 
 
@@ -399,7 +399,7 @@ def test_folders_without_a_checkpoint_are_told_apart(path, state, tmp_path):
     io.save(state, tmp_path / "checkpoint-1")
     with pytest.raises(CheckpointNotFoundError, match="no such folder") as raised:
         io.load(path)
-    assert "checkpoint-1" in raised.value.instead
+    assert "checkpoint-1" in raised.value.suggestion
     path.mkdir()
     with pytest.raises(CheckpointNotFoundError, match=MANIFEST):
         io.load(path)

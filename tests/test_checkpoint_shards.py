@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
-from fabric._compat import full_tensor, local_tensor
+from fabric._torch import full_tensor, local_tensor
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -201,7 +201,7 @@ def test_the_strategy_decides_what_is_written_and_a_chosen_format_wins(tmp_path:
 def test_an_unknown_kind_of_checkpoint_is_refused_when_the_strategy_is_made() -> None:
     with pytest.raises(ConfigurationError, match="state_dict_type='local'") as raised:
         FSDPStrategy(state_dict_type="local")
-    assert "'full'" in raised.value.valid
+    assert "'full'" in raised.value.expected
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -280,5 +280,5 @@ def test_a_file_is_not_written_onto_a_folder_of_shards(tmp_path: Path) -> None:
     ShardedCheckpoint().save({"step": 1}, path)
     with single() as fabric, pytest.raises(CheckpointError, match="folder with a sharded checkpoint") as raised:
         fabric.save(path, {"step": 2})
-    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+    assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
     assert ShardedCheckpoint().load(path)["step"] == 1

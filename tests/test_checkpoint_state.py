@@ -255,7 +255,7 @@ def test_refused_saves_say_what_to_write(case):
     state, chosen, error = REFUSED_SAVES[case]
     with pytest.raises(error) as raised:
         save(state, filter=chosen)
-    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+    assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
 
 
 def wider():
@@ -282,7 +282,7 @@ def test_a_missing_entry_lists_what_the_file_has():
     state = {"model": model(), "ema": model()}
     with pytest.raises(CheckpointError, match="no 'ema'") as raised:
         load(save(trained()), state)
-    assert "'model', 'optimizer', 'scheduler', 'counter', 'step'" in raised.value.valid
+    assert "'model', 'optimizer', 'scheduler', 'counter', 'step'" in raised.value.expected
 
 
 def test_not_strict_loads_what_fits_by_name():

@@ -110,8 +110,8 @@ def test_parameters_may_come_from_a_generator():
 def test_limits_that_mean_nothing_are_refused(clip_val, max_norm, norm_type, wrong):
     with pytest.raises(ConfigurationError) as caught:
         check_clipping(clip_val, max_norm, norm_type)
-    assert wrong in caught.value.wrong
-    assert all((caught.value.asked, caught.value.valid, caught.value.instead))
+    assert wrong in caught.value.problem
+    assert all((caught.value.request, caught.value.expected, caught.value.suggestion))
 
 
 @pytest.mark.parametrize("limits", [(1, None, 2.0), (None, 1.0, math.inf), (None, 0.5, 1), (1e-9, None, 3)])

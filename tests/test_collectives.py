@@ -415,7 +415,7 @@ def refused(communicator):
         try:
             all_reduce(communicator, tree, parse_reduce_op(op))
         except ConfigurationError as error:
-            parts = (error.asked, error.wrong, error.valid, error.instead)
+            parts = (error.request, error.problem, error.expected, error.suggestion)
             if not all(parts) or not re.search(pattern, " ".join(parts)):
                 missed.append((place, str(error)))
         else:

@@ -86,7 +86,7 @@ def test_what_has_no_row_for_each_rank_is_refused(leaf: Any) -> None:
             call({"ok": torch.ones(1), "x": leaf})
         with pytest.raises(ConfigurationError, match=r"\[0\] is the number 0.5; \[1\] is"):
             call([0.5, 1.0])
-        assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
+        assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 
 
 # -- unequal lengths ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
-from fabric._compat import default_store
+from fabric._torch import default_store
 from fabric.communicators import Announcement, LocalCommunicator, ProcessGroupCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
@@ -130,7 +130,7 @@ def refusals(communicator):
         try:
             call()
         except ConfigurationError as error:
-            if not all((error.asked, error.wrong, error.valid, error.instead)):
+            if not all((error.request, error.problem, error.expected, error.suggestion)):
                 wrong.append(name)
         else:
             wrong.append(name)

@@ -149,7 +149,7 @@ def test_the_model_is_chosen_by_key_where_there_are_several(path, state):
     output = path.parent / "weights.safetensors"
     with pytest.raises(ConfigurationError, match="2 of its entries can be a model") as raised:
         consolidate(path, output)
-    assert raised.value.valid == "'model', 'critic'"
+    assert raised.value.expected == "'model', 'critic'"
     with pytest.raises(ConfigurationError, match="'optimizer' is not a model"):
         consolidate(path, output, key="optimizer")
     with pytest.raises(ConfigurationError, match="there is no entry 'actor'"):

@@ -284,9 +284,9 @@ def test_what_cannot_be_split_or_joined_is_an_error_in_four_parts(
     with pytest.raises(ConfigurationError) as caught:
         replicated(function)(**arguments)
     assert all(name in str(caught.value) for name in names), str(caught.value)
-    assert caught.value.wrong
-    assert caught.value.valid
-    assert caught.value.instead
+    assert caught.value.problem
+    assert caught.value.expected
+    assert caught.value.suggestion
 
 
 def test_an_error_in_a_replica_is_raised_and_names_it() -> None:

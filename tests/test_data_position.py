@@ -428,7 +428,7 @@ def test_state_of_a_loader_that_differs_is_refused(case: str) -> None:
     make, text = REFUSED[case]
     with pytest.raises(CheckpointError, match=f"(?s){text}") as caught:
         make().load_state_dict(saved.state_dict())
-    assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
+    assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 
 
 def test_batches_out_of_order_have_no_position_inside_an_epoch() -> None:

@@ -395,7 +395,7 @@ def test_what_needs_memory_names_the_parameter_and_the_way_out(name):
         layer = nn.Linear(3, 3)
         with pytest.raises(UsageError, match=rf"(?s)Linear\.weight.*{way_out}") as caught:
             MEMORY[name](layer.weight)
-    assert all([caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead])
+    assert all([caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion])
 
 
 def test_a_sparse_tensor_is_refused():

@@ -251,13 +251,13 @@ def test_the_ports_of_consecutive_jobs_hardly_ever_collide() -> None:
 def test_several_nodes_without_the_host_of_rank_0_ask_for_it(launcher) -> None:
     with pytest.raises(ConfigurationError, match="MASTER_ADDR") as caught:
         detect(launcher(3, nodes=2) | PORT)
-    assert "MASTER_ADDR=<host of rank 0>" in caught.value.instead
+    assert "MASTER_ADDR=<host of rank 0>" in caught.value.suggestion
 
 
 def test_a_launcher_that_names_no_job_asks_for_a_port() -> None:
     with pytest.raises(ConfigurationError, match="MASTER_PORT") as caught:
         detect(mpiexec_hydra(1))
-    assert caught.value.instead == "env MASTER_PORT=<port> mpiexec ..."
+    assert caught.value.suggestion == "env MASTER_PORT=<port> mpiexec ..."
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "http"])
@@ -285,7 +285,7 @@ HALF_SET = [
 def test_a_half_set_job_is_an_error_that_names_what_is_missing(launcher, missing) -> None:
     with pytest.raises(ConfigurationError, match=missing) as caught:
         detect(without(launcher(1), missing))
-    assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
+    assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 
 
 @pytest.mark.parametrize(

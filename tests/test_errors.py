@@ -1,4 +1,4 @@
-"""Errors say four things, and survive the way from one process to another."""
+"""Errors have four parts and survive pickling from one process to another."""
 
 import copy
 import pickle
@@ -18,8 +18,8 @@ def test_the_text_has_the_four_parts_in_order():
 
 
 def test_parts_that_are_missing_leave_no_gap():
-    assert str(FabricError("asked")) == "asked"
-    assert str(FabricError("asked", instead="this")) == "asked\n  Write: this"
+    assert str(FabricError("request")) == "request"
+    assert str(FabricError("request", suggestion="this")) == "request\n  Write: this"
 
 
 @pytest.mark.parametrize(
@@ -38,27 +38,32 @@ def test_parts_that_are_missing_leave_no_gap():
 )
 def test_each_error_is_what_python_would_raise_too(kind, builtin):
     with pytest.raises(builtin):
-        raise kind("asked")
+        raise kind("request")
     assert issubclass(kind, FabricError)
 
 
 @pytest.mark.parametrize("kind", FOUR_PARTS)
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
 def test_errors_keep_their_parts_and_notes(kind, again):
-    error = kind("asked", "wrong", "valid", "instead")
+    error = kind("request", "problem", "expected", "suggestion")
     error.add_note("on rank 1")
     other = again(error)
     assert type(other) is kind
     assert str(other) == str(error)
-    assert (other.asked, other.wrong, other.valid, other.instead) == ("asked", "wrong", "valid", "instead")
+    assert (other.request, other.problem, other.expected, other.suggestion) == (
+        "request",
+        "problem",
+        "expected",
+        "suggestion",
+    )
     assert other.__notes__ == ["on rank 1"]
 
 
 def test_a_failed_rank_keeps_its_traceback():
-    error = RankFailedError("launch(train)", rank=3, exit_code=-9, traceback="Traceback\n  x\n", wrong="killed")
+    error = RankFailedError("launch(train)", rank=3, exit_code=-9, traceback="Traceback\n  x\n", problem="killed")
     error.add_note("a note")
     other = pickle.loads(pickle.dumps(error))
-    assert (other.rank, other.exit_code, other.traceback, other.wrong) == (3, -9, "Traceback\n  x\n", "killed")
+    assert (other.rank, other.exit_code, other.traceback, other.problem) == (3, -9, "Traceback\n  x\n", "killed")
     assert str(other) == str(error) == "launch(train)\n  killed\nTraceback\n  x"
     assert other.__notes__ == ["a note"]
 

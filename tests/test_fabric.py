@@ -50,10 +50,10 @@ def enter(context: AbstractContextManager[Any]) -> None:
 
 def assert_four_parts(error: FabricError, *names: str) -> None:
     assert all(name in str(error) for name in names), str(error)
-    assert error.asked
-    assert error.wrong
-    assert error.valid
-    assert error.instead
+    assert error.request
+    assert error.problem
+    assert error.expected
+    assert error.suggestion
 
 
 BEFORE_LAUNCH: dict[str, Callable[[Fabric], Any]] = {
@@ -230,8 +230,8 @@ def test_a_missing_checkpoint_names_its_path_and_what_is_there(tmp_path: Path) -
         fabric.save(tmp_path / "last.pt", {"step": 1})
         with pytest.raises(CheckpointNotFoundError) as caught:
             fabric.load(tmp_path / "lasst.pt")
-    assert str(tmp_path / "lasst.pt") in caught.value.asked
-    assert str(tmp_path / "last.pt") in caught.value.instead
+    assert str(tmp_path / "lasst.pt") in caught.value.request
+    assert str(tmp_path / "last.pt") in caught.value.suggestion
 
 
 def test_one_device_needs_no_launch() -> None:

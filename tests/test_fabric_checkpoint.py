@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from fabric.checkpoint import FullCheckpoint
 from fabric.errors import CheckpointError
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from fabric.strategies import FSDPStrategy
 from tests.loops import Transformer, make_model
 from tests.models import Net, OneWeight

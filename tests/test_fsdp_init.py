@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from fabric.strategies import FSDPStrategy
 from tests.loops import Transformer
 from tests.ranks import outcome, run_in_ranks

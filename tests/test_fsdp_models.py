@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from tests.loops import Block
 from tests.test_fsdp import in_ranks, whole
 

@@ -161,16 +161,16 @@ def test_wrong_options_are_refused_at_construction(
     with pytest.raises(error) as caught:
         FSDPStrategy(**arguments)
     assert all(name in str(caught.value) for name in names), str(caught.value)
-    assert caught.value.valid
-    assert caught.value.instead
+    assert caught.value.expected
+    assert caught.value.suggestion
 
 
 def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch() -> None:
     strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
     with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
         resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
-    assert "1, 2, 3, 6" in caught.value.valid
-    assert "(3, 2)" in caught.value.valid
+    assert "1, 2, 3, 6" in caught.value.expected
+    assert "(3, 2)" in caught.value.expected
 
 
 @pytest.mark.parametrize(

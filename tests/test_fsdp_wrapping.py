@@ -99,7 +99,7 @@ def test_a_policy_that_parts_a_shared_parameter_names_it() -> None:
 def test_classes_that_do_not_occur_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="Conv2d") as caught:
         names(Transformer(), {nn.Conv2d})
-    assert "Block" in caught.value.valid
+    assert "Block" in caught.value.expected
 
 
 @pytest.mark.parametrize("policy", ["Block", 0, True, 1.5, [3], int, torch.Tensor, []])

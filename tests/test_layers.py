@@ -11,7 +11,7 @@ import fabric
 PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other.
 LAYERS = [
-    ["errors", "_compat", "_late"],
+    ["errors", "_torch", "_late"],
     ["tree", "seed", "world", "_stacks"],
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric._compat import full_tensor
+from fabric._torch import full_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, RankFailedError, UsageError
 from fabric.legacy import DDPFullyShardedNativeStrategy, DDPSpawnPlugin
 from fabric.precision import PRECISIONS
@@ -273,7 +273,7 @@ def test_what_cannot_work_is_refused_before_any_process_starts(
     with pytest.raises(kind) as caught:
         action()
     assert text in str(caught.value)
-    assert all((caught.value.asked, caught.value.wrong, caught.value.valid, caught.value.instead))
+    assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 
 
 def refusals(fabric: Fabric) -> dict[str, str]:

@@ -116,7 +116,7 @@ def test_refused_metrics_are_named_and_nothing_is_written(tmp_path, case):
     metrics, step, named = REFUSED[case]
     with pytest.raises((ArgumentTypeError, ConfigurationError), match=named) as raised:
         CSVLogger(tmp_path).log_metrics(metrics, step)
-    assert all([raised.value.asked, raised.value.wrong, raised.value.valid, raised.value.instead])
+    assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
     assert os.listdir(tmp_path) == []
 
 

@@ -184,9 +184,9 @@ def test_what_cannot_work_is_refused_in_four_parts(
         plan(env, **arguments)
     text = str(caught.value)
     assert all(name in text for name in names), text
-    assert caught.value.wrong
-    assert caught.value.valid
-    assert caught.value.instead
+    assert caught.value.problem
+    assert caught.value.expected
+    assert caught.value.suggestion
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,10 @@ def test_an_unknown_precision_lists_the_valid_ones_and_the_nearest(given):
     with pytest.raises(ConfigurationError) as caught:
         parse_precision(given)
     error = caught.value
-    assert error.asked == f"precision={given!r}"
-    assert all(repr(name) in error.valid for name in (*PRECISIONS, *PRECISION_ALIASES))
+    assert error.request == f"precision={given!r}"
+    assert all(repr(name) in error.expected for name in (*PRECISIONS, *PRECISION_ALIASES))
     if given == "16-mix":
-        assert error.instead == 'precision="16-mixed"'
+        assert error.suggestion == 'precision="16-mixed"'
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,8 @@ def test_a_world_without_arguments_is_a_single_process() -> None:
 def test_numbers_that_contradict_each_other_are_refused(numbers: dict[str, int]) -> None:
     with pytest.raises(ConfigurationError, match="contradict each other") as caught:
         World(**numbers)
-    assert caught.value.valid
-    assert caught.value.instead
+    assert caught.value.expected
+    assert caught.value.suggestion
 
 
 @pytest.mark.parametrize(

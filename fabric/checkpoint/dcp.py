@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric._compat import local_tensor
+from fabric._torch import local_tensor
 from fabric.checkpoint.commit import sync_folder
 from fabric.checkpoint.failures import DAMAGE, TRUSTED, damaged, listed
 from fabric.checkpoint.unison import write_together

@@ -311,7 +311,7 @@ def _open(asked: str, path: Path) -> Stored:
         content = FullCheckpoint().load(manifest.data / _SKELETON)
     except UnsafeCheckpointError as error:
         # No reason to offer weights_only=False: fabric writes none that needs it.
-        raise UnsafeCheckpointError(asked, f"its {_SKELETON}: {error.wrong}", error.valid, TRUSTED) from error
+        raise UnsafeCheckpointError(asked, f"its {_SKELETON}: {error.problem}", error.expected, TRUSTED) from error
     skeleton, names = content.get("skeleton"), content.get("tensors")
     absent = {*names.values()} - layout.state_dict_metadata.keys() if isinstance(names, dict) else set()
     if isinstance(skeleton, dict) and isinstance(names, dict) and not absent:

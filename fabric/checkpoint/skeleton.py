@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric._compat import local_tensor
+from fabric._torch import local_tensor
 from fabric.checkpoint.state import METADATA_KEY
 from fabric.errors import ArgumentTypeError
 

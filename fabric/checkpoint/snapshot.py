@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fabric._compat import around_local, local_tensor
+from fabric._torch import around_local, local_tensor
 
 __all__ = ["SnapshotBuffers"]
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fabric._compat import unbind_apart
+from fabric._torch import unbind_apart
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths
 

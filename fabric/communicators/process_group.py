@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from fabric._compat import all_gather_into, reduce_scatter_into
+from fabric._torch import all_gather_into, reduce_scatter_into
 from fabric.communicators.base import Communicator, Reduce
 from fabric.errors import ArgumentTypeError, UsageError
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric._compat import storage_key, storage_reference
+from fabric._torch import storage_key, storage_reference
 from fabric.errors import UsageError
 from fabric.tree import flatten, unflatten
 

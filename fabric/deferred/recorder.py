@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fabric._compat import DispatchMode, operator_schema, tensor_property
+from fabric._torch import DispatchMode, operator_schema, tensor_property
 from fabric.deferred.base import BUILT_WHOLE, Evaluation, Litter, Operation, Outside, Slot, Tape
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors, unflatten

@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from fabric._compat import elastic_agent, elastic_processes, elastic_restarts
+from fabric._torch import elastic_agent, elastic_processes, elastic_restarts
 from fabric.launchers._failures import RunDirectory, attempt_directory
 from fabric.launchers._patience import ASK, COLLECT, INSISTING, INTERRUPT, SAVE, WIND_DOWN, await_ends
 

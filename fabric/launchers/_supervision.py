@@ -309,7 +309,7 @@ class Crew:
             # To leave early is no error by itself: show what it did to the first of the others.
             text = next((other.failure.text for other in suspects if other.failure is not None), "")
         asked = f"rank {rank} of {len(self.members)} {describe_exit(code, bool(failure))}"
-        return RankFailedError(asked, rank=rank, exit_code=code, traceback=text, wrong=explain_exit(code))
+        return RankFailedError(asked, rank=rank, exit_code=code, traceback=text, problem=explain_exit(code))
 
 
 _VICTIM = 3  # the highest suspicion

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric._compat import HookSwitch, uncompiled
+from fabric._torch import HookSwitch, uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, NonMember

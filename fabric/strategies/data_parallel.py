@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fabric._compat import compiled_in_place, uncompiled
+from fabric._torch import compiled_in_place, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives import parse_reduce_op
 from fabric.communicators import Reduce

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from fabric._compat import leave_join, uncompiled
+from fabric._torch import leave_join, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabric._compat import HookSwitch, in_backward, reset_after_error
+from fabric._torch import HookSwitch, in_backward, reset_after_error
 from fabric.errors import UsageError
 
 __all__ = ["Doors"]

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._compat import HookSwitch, full_tensor, local_tensor, uncompiled, unreduced_parameters
+from fabric._torch import HookSwitch, full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, FabricError, UsageError

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fabric._compat import local_tensor
+from fabric._torch import local_tensor
 from fabric.collectives import broadcast
 from fabric.communicators import Communicator
 from fabric.deferred import Recording, deferred, outlined

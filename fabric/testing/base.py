@@ -140,7 +140,7 @@ def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
         rank=blamed.rank,
         exit_code=blamed.exit_code,
         traceback="\n".join(f"rank {report.rank}: {report.text.rstrip()}" for report in telling if report.text),
-        wrong="\n  ".join(others),
+        problem="\n  ".join(others),
     )
     # Both: the interpreter prints the one; hypothesis tells failures apart, and so shrinks each of them, by the other.
     error.__cause__ = error.__context__ = blamed.error

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.overrides import TorchFunctionMode
 
-from fabric import Fabric, _compat
+from fabric import Fabric, _torch
 
 Pair = namedtuple("Pair", "left right")
 
@@ -31,37 +31,37 @@ def group():
 def test_a_backward_pass_is_noticed_from_inside():
     seen = []
     x = torch.ones(1, requires_grad=True)
-    x.register_hook(lambda grad: seen.append(_compat.in_backward()))
-    seen.append(_compat.in_backward())
+    x.register_hook(lambda grad: seen.append(_torch.in_backward()))
+    seen.append(_torch.in_backward())
     x.sum().backward()
-    seen.append(_compat.in_backward())
+    seen.append(_torch.in_backward())
     assert seen == [False, True, False]
 
 
 def test_the_largest_value_over_shards_is_a_plain_tensor(group):
     value, mesh = torch.tensor(3.0), dist.init_device_mesh("cpu", (1,))
-    assert _compat.max_over_shards(value, torch.ones(2)) is value
+    assert _torch.max_over_shards(value, torch.ones(2)) is value
     sharded = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    assert type(_compat.max_over_shards(value, sharded)) is torch.Tensor
-    assert _compat.max_over_shards(value, sharded) == 3
+    assert type(_torch.max_over_shards(value, sharded)) is torch.Tensor
+    assert _torch.max_over_shards(value, sharded) == 3
 
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():
     inner = [1, [2]]
-    opened = _compat.flatten_one_level(OrderedDict(b=inner, a=None))
+    opened = _torch.flatten_one_level(OrderedDict(b=inner, a=None))
     assert opened.values[0] is inner
     assert opened.values[1] is None
     assert opened.rebuild([3, 4]) == OrderedDict(b=3, a=4)
-    assert _compat.flatten_one_level(Pair([1], 2)).values == [[1], 2]
+    assert _torch.flatten_one_level(Pair([1], 2)).values == [[1], 2]
 
 
 @pytest.mark.parametrize("leaf", [object(), torch.ones(1), 3, {1}, nn.Linear(1, 1), "text"])
 def test_other_objects_are_not_opened(leaf):
-    assert _compat.flatten_one_level(leaf) is None
+    assert _torch.flatten_one_level(leaf) is None
 
 
 def test_torchs_own_return_types_are_registered():
-    opened = _compat.flatten_one_level(torch.max(torch.eye(2), 0))
+    opened = _torch.flatten_one_level(torch.max(torch.eye(2), 0))
     assert len(opened.values) == 2
     assert type(opened.rebuild(opened.values)) is torch.return_types.max
 
@@ -69,9 +69,9 @@ def test_torchs_own_return_types_are_registered():
 def gathers_and_scatters(fabric):
     rank = fabric.global_rank
     gathered = torch.empty(4)
-    _compat.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]), None)
+    _torch.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]), None)
     part = torch.empty(2)
-    _compat.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1), None)
+    _torch.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1), None)
     return gathered.tolist(), part.tolist()
 
 
@@ -84,8 +84,8 @@ def test_renamed_collectives_fill_the_output_without_a_warning():
 
 def test_renamed_collectives_do_not_warn_in_this_release(group):
     output = torch.empty(2)
-    _compat.all_gather_into(output, torch.ones(2), None)
-    _compat.reduce_scatter_into(output, torch.full((2,), 3.0), None)
+    _torch.all_gather_into(output, torch.ones(2), None)
+    _torch.reduce_scatter_into(output, torch.full((2,), 3.0), None)
     assert output.tolist() == [3.0, 3.0]
 
 
@@ -96,7 +96,7 @@ def test_unscaling_multiplies_in_place_and_notes_what_is_not_finite(dtype, bad):
     if bad is not None:
         grads[1][0, 0] = bad
     found = torch.zeros(1)
-    _compat.unscale_and_check(grads, found, torch.tensor([0.25]))
+    _torch.unscale_and_check(grads, found, torch.tensor([0.25]))
     assert grads[0].tolist() == [2.0] * 3
     assert grads[1][1, 1] == 1.0
     assert found.item() == (0.0 if bad is None else 1.0)
@@ -104,7 +104,7 @@ def test_unscaling_multiplies_in_place_and_notes_what_is_not_finite(dtype, bad):
 
 def test_unscaling_does_not_clear_an_earlier_finding():
     found = torch.ones(1)
-    _compat.unscale_and_check([torch.ones(1)], found, torch.ones(1))
+    _torch.unscale_and_check([torch.ones(1)], found, torch.ones(1))
     assert found.item() == 1.0
 
 
@@ -112,14 +112,14 @@ def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
     scale, tracker, good, bad = torch.tensor([8.0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.ones(1)
     seen = []
     for found in (good, good, good, bad, good):
-        _compat.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
+        _torch.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
         seen.append((scale.item(), tracker.item()))
     assert seen == [(8.0, 1), (16.0, 0), (16.0, 1), (8.0, 0), (8.0, 1)]
 
 
 def test_the_scale_does_not_grow_to_infinity():
     scale, tracker = torch.tensor([2.0**127]), torch.zeros(1, dtype=torch.int32)
-    _compat.backoff_or_grow(scale, tracker, torch.zeros(1), 2.0, 0.5, 1)
+    _torch.backoff_or_grow(scale, tracker, torch.zeros(1), 2.0, 0.5, 1)
     assert scale.item() == 2.0**127
 
 
@@ -127,7 +127,7 @@ def test_the_scale_does_not_grow_to_infinity():
 def test_many_tensors_are_multiplied_in_place(dtype):
     tensors = [torch.ones(2, dtype=dtype), torch.full((2, 2), 3.0, dtype=dtype)]
     pointers = [tensor.data_ptr() for tensor in tensors]
-    _compat.foreach_multiply(tensors, torch.tensor(4.0))
+    _torch.foreach_multiply(tensors, torch.tensor(4.0))
     assert [tensor.flatten()[0].item() for tensor in tensors] == [4.0, 12.0]
     assert [tensor.data_ptr() for tensor in tensors] == pointers
     assert all(tensor.dtype is dtype for tensor in tensors)
@@ -139,64 +139,64 @@ def test_a_sharded_tensor_gives_its_local_part_and_its_whole(group):
 
     whole = torch.arange(4.0)
     sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-    local = _compat.local_tensor(sharded)
+    local = _torch.local_tensor(sharded)
     assert type(local) is torch.Tensor
     local.mul_(2)
-    assert _compat.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
-    other = _compat.around_local(sharded, torch.ones(4))
+    assert _torch.full_tensor(sharded).tolist() == [0.0, 2.0, 4.0, 6.0]
+    other = _torch.around_local(sharded, torch.ones(4))
     assert (other.placements, other.device_mesh) == (sharded.placements, sharded.device_mesh)
-    assert _compat.full_tensor(other).tolist() == [1.0] * 4
+    assert _torch.full_tensor(other).tolist() == [1.0] * 4
 
 
 def test_a_plain_tensor_is_its_own_local_part_and_whole():
     tensor = nn.Parameter(torch.ones(1))
-    assert _compat.local_tensor(tensor) is tensor
-    assert _compat.full_tensor(tensor) is tensor
+    assert _torch.local_tensor(tensor) is tensor
+    assert _torch.full_tensor(tensor) is tensor
 
 
 def test_aborting_closes_the_group_without_a_collective(group):
-    _compat.abort_process_group()
+    _torch.abort_process_group()
     assert not dist.is_initialized()
 
 
 def test_the_store_of_the_group_is_the_one_it_was_made_with(group):
     group.set("fabric-test", "here")
-    keys = _compat.default_store()
+    keys = _torch.default_store()
     keys.set("other", "there")
     assert isinstance(keys, dist.Store)
     assert keys.get("other") == b"there"
 
 
 def test_a_group_that_exists_gets_another_timeout(group):
-    _compat.set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
+    _torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
     assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
 
 
 def test_a_compiled_module_gives_back_the_original():
     module = nn.Linear(1, 1)
-    assert _compat.uncompiled(torch.compile(module)) is module
-    assert _compat.uncompiled(module) is module
+    assert _torch.uncompiled(torch.compile(module)) is module
+    assert _torch.uncompiled(module) is module
 
 
 def test_a_module_that_was_compiled_in_place_is_known():
     module = nn.Linear(1, 1)
-    assert not _compat.compiled_in_place(module)
+    assert not _torch.compiled_in_place(module)
     module.compile()
-    assert _compat.compiled_in_place(module)
+    assert _torch.compiled_in_place(module)
 
 
 def test_a_graph_knows_the_operations_behind_it():
     x = torch.ones(1, requires_grad=True)
-    begin = _compat.operations_recorded()
+    begin = _torch.operations_recorded()
     made = x.exp()
-    assert _compat.operations_recorded() == begin + 1
-    assert begin in _compat.operations_behind((made + x.sin()).sum())
-    assert begin not in _compat.operations_behind(x.exp().sum())
+    assert _torch.operations_recorded() == begin + 1
+    assert begin in _torch.operations_behind((made + x.sin()).sum())
+    assert begin not in _torch.operations_behind(x.exp().sum())
 
 
 def test_hooks_are_taken_off_and_put_back_in_their_places():
     module, called = nn.Identity(), []
-    switch = _compat.HookSwitch()
+    switch = _torch.HookSwitch()
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
     switch.add(module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True), first=True)
     switch.add(module.register_forward_hook(lambda *_: called.append("after")))
@@ -208,13 +208,13 @@ def test_hooks_are_taken_off_and_put_back_in_their_places():
 
 
 def test_without_dtensors_their_module_is_not_imported():
-    code = "import sys, fabric._compat; sys.exit('torch.distributed.tensor' in sys.modules)"
+    code = "import sys, fabric._torch; sys.exit('torch.distributed.tensor' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
 def test_rows_that_are_apart_share_memory_and_nothing_else():
     whole = torch.arange(3.0)
-    first, second, third = _compat.unbind_apart(whole)
+    first, second, third = _torch.unbind_apart(whole)
     loss = torch.ones((), requires_grad=True) * first
     second.add_(5)
     loss.backward()
@@ -229,13 +229,13 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     for module in (model[0], model):
         fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
     model(torch.ones(1, 4)).sum().backward()
-    assert _compat.unreduced_parameters(model) == []
+    assert _torch.unreduced_parameters(model) == []
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    assert {id(each) for each in _compat.unreduced_parameters(model)} == {id(each) for each in model.parameters()}
+    assert {id(each) for each in _torch.unreduced_parameters(model)} == {id(each) for each in model.parameters()}
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
-    assert _compat.unreduced_parameters(model) == []
+    assert _torch.unreduced_parameters(model) == []
 
 
 def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
@@ -243,7 +243,7 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     with wrapper.join():
         wrapper(torch.ones(1, 2)).sum().backward()
     assert wrapper._join_config.enable
-    _compat.leave_join(wrapper)
+    _torch.leave_join(wrapper)
     assert not wrapper._join_config.enable
     wrapper(torch.ones(1, 2)).sum().backward()
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
@@ -253,13 +253,13 @@ def test_a_sharded_model_forgets_an_error_where_torch_can(group):
     from torch.distributed.fsdp import fully_shard
 
     module = nn.Linear(2, 2)
-    assert not _compat.reset_after_error(module)
+    assert not _torch.reset_after_error(module)
     model = fully_shard(module)
     model(torch.ones(1, 2))
-    assert _compat.reset_after_error(model) == hasattr(model, "reset_iter_state")
+    assert _torch.reset_after_error(model) == hasattr(model, "reset_iter_state")
 
 
-class Seen(_compat.DispatchMode):
+class Seen(_torch.DispatchMode):
     def __init__(self):
         super().__init__()
         self.operators = []
@@ -272,7 +272,7 @@ class Seen(_compat.DispatchMode):
 def test_a_dispatch_mode_sees_operators_and_what_they_write():
     with Seen() as seen:
         torch.ones(2, device="meta").add_(1)
-    made, added = map(_compat.operator_schema, seen.operators)
+    made, added = map(_torch.operator_schema, seen.operators)
     assert (made.name, added.name) == ("aten::ones", "aten::add_")
     assert [one.name for one in added.arguments if one.alias_info is not None and one.alias_info.is_write] == ["self"]
     assert "device" in [one.name for one in made.arguments]
@@ -288,19 +288,19 @@ def test_properties_reach_a_function_mode_as_their_accessors():
     with Asked():
         tensor.device  # noqa: B018 - reading it is what is seen
         tensor.data = torch.zeros(2)
-    assert asked[0] == _compat.tensor_property("device").__get__
-    assert asked[-1] == _compat.tensor_property("data").__set__
+    assert asked[0] == _torch.tensor_property("device").__get__
+    assert asked[-1] == _torch.tensor_property("data").__set__
 
 
 def test_a_storage_keeps_its_key_which_a_reference_reserves():
     tensor = torch.empty(3, device="meta")
-    key = _compat.storage_key(tensor.untyped_storage())
-    reference = _compat.storage_reference(tensor.untyped_storage())
-    assert key == _compat.storage_key(tensor[1:].untyped_storage())
+    key = _torch.storage_key(tensor.untyped_storage())
+    reference = _torch.storage_reference(tensor.untyped_storage())
+    assert key == _torch.storage_key(tensor[1:].untyped_storage())
     assert not reference.expired()
     del tensor
     assert reference.expired()
-    assert key not in [_compat.storage_key(torch.empty(3, device="meta").untyped_storage()) for _ in range(9)]
+    assert key not in [_torch.storage_key(torch.empty(3, device="meta").untyped_storage()) for _ in range(9)]
 
 
 ELASTIC = """
@@ -310,15 +310,15 @@ from torch.distributed.elastic.agent.server import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from fabric import _compat
+from fabric import _torch
 
 def look(agent):
-    [process] = _compat.elastic_processes(agent).values()
+    [process] = _torch.elastic_processes(agent).values()
     if process.poll() is not None:
-        print("looks at", process.poll(), "after", _compat.elastic_restarts(agent), "restarts")
+        print("looks at", process.poll(), "after", _torch.elastic_restarts(agent), "restarts")
 
 def end(agent, number):
-    print("ends", list(_compat.elastic_processes(agent)), number.name)
+    print("ends", list(_torch.elastic_processes(agent)), number.name)
 
 folder = Path(sys.argv[1])
 place = RendezvousParameters(
@@ -328,8 +328,8 @@ spec = WorkerSpec(
     "role", local_world_size=1, rdzv_handler=get_rendezvous_handler(place), entrypoint=sys.executable,
     args=("-c", "raise SystemExit(3)"), max_restarts=1, monitor_interval=0.1, local_addr="127.0.0.1",
 )
-agent = _compat.elastic_agent(spec, DefaultLogsSpecs(log_dir=str(folder)), look, end)
-print(_compat.elastic_processes(agent))
+agent = _torch.elastic_agent(spec, DefaultLogsSpecs(log_dir=str(folder)), look, end)
+print(_torch.elastic_processes(agent))
 print({rank: failure.exitcode for rank, failure in agent.run().failures.items()})
 """
 
@@ -347,7 +347,7 @@ def test_the_elastic_agent_asks_before_it_looks_and_before_it_kills(tmp_path):
 
 
 def test_every_name_has_a_test():
-    names = [name for name in _compat.__all__ if name not in ("DispatchMode", "OneLevel", "operator_schema")]
+    names = [name for name in _torch.__all__ if name not in ("DispatchMode", "OneLevel", "operator_schema")]
     with open(__file__) as file:
         text = file.read()
-    assert [name for name in names if f"_compat.{name}(" not in text] == []
+    assert [name for name in names if f"_torch.{name}(" not in text] == []

@@ -1,4 +1,4 @@
-"""Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_compat.py)."""
+"""Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
 import signal
 import subprocess
