@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["World"]
-
-_REQUIRED = ("RANK", "WORLD_SIZE")
+__all__ = ["World", "read", "read_integer", "read_port"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,29 +77,30 @@ class World:
         Raises:
             ConfigurationError: a variable is not an integer, or they contradict each other.
         """
-        if any(not _text(env, name) for name in _REQUIRED):
+        if read(env, "RANK") is None or read(env, "WORLD_SIZE") is None:
             return None
-        world_size = _integer(env, "WORLD_SIZE", 1)
-        rank = _integer(env, "RANK", 0)
-        local_world_size = _integer(env, "LOCAL_WORLD_SIZE", world_size)
-        local_rank = _integer(env, "LOCAL_RANK", rank % max(1, local_world_size))
-        if _text(env, "LOCAL_RANK") and not _text(env, "LOCAL_WORLD_SIZE") and local_rank != rank:
+        rank, world_size = read_integer(env, "RANK") or 0, read_integer(env, "WORLD_SIZE") or 0
+        local_world_size = read_integer(env, "LOCAL_WORLD_SIZE")
+        local_rank = read_integer(env, "LOCAL_RANK")
+        if local_world_size is None and local_rank is not None and local_rank != rank:
             raise ConfigurationError(
                 f"RANK={rank} and LOCAL_RANK={local_rank} in the environment",
                 "they differ, so there are several nodes, and without LOCAL_WORLD_SIZE it is unknown how many",
                 "LOCAL_WORLD_SIZE next to LOCAL_RANK, as torchrun sets them",
                 "export LOCAL_WORLD_SIZE=<processes on this node>",
             )
+        per_node = max(1, world_size if local_world_size is None else local_world_size)
+        node_rank = read_integer(env, "GROUP_RANK")
         return cls(
             rank=rank,
-            local_rank=local_rank,
-            node_rank=_integer(env, "GROUP_RANK", rank // max(1, local_world_size)),
+            local_rank=rank % per_node if local_rank is None else local_rank,
+            node_rank=rank // per_node if node_rank is None else node_rank,
             world_size=world_size,
-            local_world_size=local_world_size,
-            address=_text(env, "MASTER_ADDR") or "127.0.0.1",
-            port=_port(env),
-            store=_text(env, "FABRIC_STORE") or None,
-            directory=_text(env, "FABRIC_DIRECTORY") or None,
+            local_world_size=world_size if local_world_size is None else local_world_size,
+            address=read(env, "MASTER_ADDR") or "127.0.0.1",
+            port=read_port(env),
+            store=read(env, "FABRIC_STORE"),
+            directory=read(env, "FABRIC_DIRECTORY"),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -123,15 +122,39 @@ class World:
         return env
 
 
-def _text(env: Mapping[str, str], name: str) -> str:
-    return env.get(name, "").strip()
+def read(env: Mapping[str, str], *names: str) -> str | None:
+    """Value of the first of ``names`` that is set; a blank one counts as unset, ``None`` when none is."""
+    return next((text for name in names if (text := env.get(name, "").strip())), None)
 
 
-def _port(env: Mapping[str, str]) -> int | None:
-    if not _text(env, "MASTER_PORT"):
+def read_integer(env: Mapping[str, str], *names: str) -> int | None:
+    """Like :func:`read`, as an integer.
+
+    Raises:
+        ConfigurationError: it is not one; the variable is named.
+    """
+    name = next((name for name in names if read(env, name)), None)
+    if name is None:
         return None
-    port = _integer(env, "MASTER_PORT", 0)
-    if 1 <= port <= 65535:
+    try:
+        return int(env[name])
+    except ValueError:
+        raise ConfigurationError(
+            f"{name}={env[name]!r} in the environment",
+            "it is not an integer, and fabric reads this process's place in the job from it",
+            "what the launcher sets",
+            f"unset {name}, or start the job anew with its launcher",
+        ) from None
+
+
+def read_port(env: Mapping[str, str]) -> int | None:
+    """``MASTER_PORT``, or ``None`` when it is not set.
+
+    Raises:
+        ConfigurationError: it is not a port.
+    """
+    port = read_integer(env, "MASTER_PORT")
+    if port is None or 1 <= port <= 65535:
         return port
     raise ConfigurationError(
         f"MASTER_PORT={port} in the environment",
@@ -139,18 +162,3 @@ def _port(env: Mapping[str, str]) -> int | None:
         "1 to 65535, the same in every process",
         "export MASTER_PORT=29511",
     )
-
-
-def _integer(env: Mapping[str, str], name: str, default: int) -> int:
-    text = _text(env, name)
-    if not text:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigurationError(
-            f"{name}={text!r} in the environment",
-            "it has to be an integer, since fabric reads its place in the job from it",
-            "what torchrun or `fabric run` sets",
-            f"unset {name} to run in a single process",
-        ) from None

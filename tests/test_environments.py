@@ -10,8 +10,6 @@ from fabric.environments import (
     TorchrunEnvironment,
     detect,
 )
-from fabric.environments.base import derive_node_rank, derive_port
-from fabric.environments.slurm import first_host, tasks_on_node
 from fabric.errors import ConfigurationError
 from fabric.world import World
 
@@ -243,7 +241,7 @@ def test_another_job_derives_another_port(launcher, identity) -> None:
 
 
 def test_the_ports_of_consecutive_jobs_hardly_ever_collide() -> None:
-    ports = [derive_port(f"{job}.0") for job in range(200_000, 200_100)]
+    ports = [found(srun(0) | {"SLURM_JOB_ID": f"{job}"})[1].port for job in range(200_000, 200_100)]
     assert len(set(ports)) >= 98
 
 
@@ -415,32 +413,38 @@ def test_a_step_that_does_not_tell_its_tasks_per_node_is_refused() -> None:
     ],
 )
 def test_a_node_list_begins_with_this_host(nodes, first) -> None:
-    assert first_host(nodes) == first
+    assert found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})[1].address == first
 
 
-@pytest.mark.parametrize("nodes", ["", ",n1", "n[", "n[]", "n[a-b]", "n[1-2", "n1 n2", "(null)", "n[1]]"])
+@pytest.mark.parametrize("nodes", [",n1", "n[", "n[]", "n[a-b]", "n[1-2", "n1 n2", "(null)", "n[1]]"])
 def test_a_node_list_without_a_first_host_is_refused(nodes) -> None:
     with pytest.raises(ConfigurationError, match="does not begin with a host"):
-        first_host(nodes)
+        detect(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})
 
 
 def test_a_node_list_is_not_read_when_the_address_is_given() -> None:
     assert found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address == "10.0.0.7"
 
 
+def task(node: int, tasks: str) -> Variables:
+    """The last task of an eight-task step on that node, whose ranks are not looked at."""
+    sizes = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_TASKS_PER_NODE": tasks}
+    return srun(7, nodes=2) | sizes | {"SLURM_LOCALID": "0", "SLURM_NODEID": f"{node}"}
+
+
 @pytest.mark.parametrize(
     ("tasks", "counts"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,2, 1", [3, 2, 1])]
 )
 def test_tasks_per_node_are_written_in_runs(tasks, counts) -> None:
-    assert [tasks_on_node(tasks, node) for node in range(len(counts))] == counts
+    assert [found(task(node, tasks))[1].local_world_size for node in range(len(counts))] == counts
     with pytest.raises(ConfigurationError, match=f"node {len(counts)}"):
-        tasks_on_node(tasks, len(counts))
+        detect(task(len(counts), tasks))
 
 
-@pytest.mark.parametrize("tasks", ["", "two", "2(x)", "2(3)", "2,", "-1"])
+@pytest.mark.parametrize("tasks", ["two", "2(x)", "2(3)", "2,", "-1"])
 def test_tasks_per_node_that_cannot_be_read_are_refused(tasks) -> None:
     with pytest.raises(ConfigurationError, match="SLURM_STEP_TASKS_PER_NODE"):
-        tasks_on_node(tasks, 0)
+        detect(task(0, tasks))
 
 
 # MPI
@@ -469,7 +473,8 @@ def test_the_rank_on_a_node_across_jobs_is_not_taken_for_the_number_of_the_node(
     ("rank", "local_rank", "node"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)]
 )
 def test_ranks_that_go_round_two_nodes_are_placed_by_their_local_rank(rank, local_rank, node) -> None:
-    assert derive_node_rank(rank, local_rank, world_size=6, local_world_size=3) == node
+    env = mpirun_5(rank, nodes=2, per_node=3) | {"OMPI_COMM_WORLD_LOCAL_RANK": f"{local_rank}"}
+    assert found(env | ADDRESS)[1].node_rank == node
 
 
 # detection

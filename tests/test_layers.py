@@ -36,7 +36,6 @@ ORDER = {
     "communicators": "_callers _calls base _ledger local process_group recorded checked",
     "data": "rounds copies base order whole loader",
     "deferred": "base recorder",
-    "environments": "base mpich openmpi slurm torchrun",
     "launchers": "_custody _patience _transport base _failures _agent _signals _rank _supervision _fresh inline "
     "_forkserver processes notebook script",
     "loggers": "base csv tensorboard",

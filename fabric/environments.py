@@ -1,0 +1,340 @@
+"""The launchers that fabric recognizes, and how each one's variables are read into a :class:`fabric.world.World`."""
+
+import re
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, final
+
+from fabric.errors import ConfigurationError
+from fabric.world import World, read, read_integer, read_port
+
+__all__ = [
+    "Environment",
+    "MPICHEnvironment",
+    "OpenMPIEnvironment",
+    "SlurmEnvironment",
+    "TorchrunEnvironment",
+    "detect",
+]
+
+_T = TypeVar("_T")
+
+
+class Environment(Protocol):
+    """A launcher that fabric recognizes by the variables it sets."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages, such as ``"slurm"``; a plain attribute does."""
+        ...
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """This process's place in the job, or ``None`` when this launcher did not start it.
+
+        Pure: it reads the mapping and nothing else, and changes nothing.
+
+        Raises:
+            ConfigurationError: the launcher is recognized, and its variables are incomplete or contradict each other.
+        """
+        ...
+
+
+def detect(
+    env: Mapping[str, str], environments: Sequence[Environment] | None = None
+) -> tuple[Environment, World] | None:
+    """Find the launcher that started this process, and this process's place in its job.
+
+    Args:
+        env: an environment mapping, such as ``os.environ``; nothing else is read.
+        environments: the candidates; the first that recognizes its variables wins. Default: torchrun (and whatever
+            sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
+
+    Returns:
+        The environment and the world it found, or ``None`` when no launcher started this process.
+
+    Raises:
+        ConfigurationError: a launcher is recognized, and its variables are incomplete or contradict each other.
+    """
+    for environment in _INNERMOST_FIRST if environments is None else environments:
+        world = environment.detect(env)
+        if world is not None:
+            return environment, world
+    return None
+
+
+@final
+class TorchrunEnvironment:
+    """``RANK`` and ``WORLD_SIZE``, with ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and the rendezvous.
+
+    torchrun, fabric's own launchers and users set them. ``WORLD_SIZE`` without ``RANK`` is not this environment:
+    scripts for SLURM often export the one and leave the other to srun. ``RANK`` without ``WORLD_SIZE``, next to
+    another variable of a job, is an error, since each process would train alone; so are several processes without an
+    address and a port.
+    """
+
+    name: str = "torchrun"
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """This process's place, from :meth:`fabric.world.World.from_env`. See :meth:`Environment.detect`."""
+        world = World.from_env(env)
+        if world is None:
+            _refuse_rank_alone(env)
+        elif world.store is None:
+            # Checked here and not in World, whose defaults are right for a process without peers.
+            _find_rendezvous(env, _TORCHRUN, world.world_size, world.local_world_size)
+        return world
+
+
+@final
+class OpenMPIEnvironment:
+    """Open MPI's ``mpirun``, ``mpiexec`` or ``prterun``; several nodes need ``MASTER_ADDR``."""
+
+    name: str = "openmpi"
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """See :meth:`Environment.detect`."""
+        return _read_world(env, _OPEN_MPI)
+
+
+@final
+class MPICHEnvironment:
+    """``mpiexec`` of MPICH or Intel MPI (Hydra), or of a Cray system (PALS); several nodes need ``MASTER_ADDR``.
+
+    MPICH's own ``mpiexec`` sets nothing that tells one job from another, so several processes need ``MASTER_PORT``.
+    ``srun`` can set ``PMI_*`` variables too: a step of SLURM without Hydra's own variables is left to SLURM.
+    """
+
+    name: str = "mpich"
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """See :meth:`Environment.detect`."""
+        started_by_srun = read(env, "SLURM_STEP_ID", "SLURM_STEPID") and read(env, "SLURM_PROCID")
+        if started_by_srun and not read(env, "MPI_LOCALRANKID"):
+            return None
+        return _read_world(env, _MPICH)
+
+
+@final
+class SlurmEnvironment:
+    """The variables of a step that ``srun`` started, one process per task; rank 0 is on the first host of the step.
+
+    The body of an ``sbatch`` script and an interactive shell (``salloc``, ``srun --pty bash``) carry variables of
+    SLURM too, but SLURM did not start one process per task there, so they are not this environment. A step of several
+    tasks with a pseudo-terminal is: an srun inside an interactive shell inherits the shell's terminal variables.
+    """
+
+    name: str = "slurm"
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """See :meth:`Environment.detect`."""
+        step = read_integer(env, "SLURM_STEP_ID", "SLURM_STEPID")
+        if step is None or step >= _FIRST_RESERVED_STEP:
+            return None
+        if read(env, "SLURM_PTY_PORT") and read_integer(env, *_SLURM.world_size) == 1:
+            return None
+        return _read_world(env, _SLURM)
+
+
+# The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
+# comes before SLURM because in a SLURM job it starts its daemons with srun: what it launches carries the variables of
+# both, and SLURM's then describe the daemons.
+_INNERMOST_FIRST: tuple[Environment, ...] = (
+    TorchrunEnvironment(),
+    OpenMPIEnvironment(),
+    MPICHEnvironment(),
+    SlurmEnvironment(),
+)
+
+_Names = tuple[str, ...]  # the names of one variable in different releases; the first that is set counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variables:
+    """Which variables of a launcher say what."""
+
+    launcher: str
+    export: str  # how to give the launcher a variable, with {} for NAME=value
+    rank: _Names = ()
+    world_size: _Names = ()
+    local_rank: _Names = ()
+    local_world_size: _Names = ()  # a number, or one for each node as SLURM writes them
+    node_rank: _Names = ()  # empty: derived from the ranks
+    num_nodes: _Names = ()
+    hosts: _Names = ()  # of the job's nodes, as SLURM writes them
+    job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
+
+
+_TORCHRUN = _Variables(
+    launcher="torchrun, or by hand with RANK and WORLD_SIZE",
+    export="export {}   # in every process, or let torchrun do it",
+)
+_OPEN_MPI = _Variables(
+    launcher="openmpi",
+    export="mpirun -x {} ...",
+    rank=("OMPI_COMM_WORLD_RANK",),
+    world_size=("OMPI_COMM_WORLD_SIZE",),
+    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+    local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    # OMPI_COMM_WORLD_NODE_RANK is no node rank: it counts the processes of all jobs on a node.
+    job_id=(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),),
+)
+_MPICH = _Variables(
+    launcher="mpich",
+    export="env {} mpiexec ...",
+    rank=("PMI_RANK",),
+    world_size=("PMI_SIZE",),
+    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
+    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job would meet.
+    job_id=(("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),),
+)
+_SLURM = _Variables(
+    launcher="slurm",
+    export="export {}   # before srun",
+    rank=("SLURM_PROCID",),
+    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
+    local_rank=("SLURM_LOCALID",),
+    local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+    node_rank=("SLURM_NODEID",),
+    num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    job_id=(("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID")),
+)
+
+# SLURM counts the ids of steps that are not srun's down from 2**32: the batch script, the interactive shell of salloc,
+# the external step of a prolog or an ssh session.
+_FIRST_RESERVED_STEP = 2**32 - 16
+
+_HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+")
+_RANGE = re.compile(r"\[([0-9]+)[0-9,-]*\]")
+_TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+# Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
+_FIRST_PORT, _PORTS = 10_000, 20_000
+
+
+def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
+    """The place that ``variables`` give this process; ``None`` without a rank."""
+    rank = read_integer(env, *variables.rank)
+    if rank is None:
+        return None
+    world_size = _require(variables, variables.world_size, read_integer(env, *variables.world_size))
+    alone = world_size == 1
+    local_rank = 0 if alone else _require(variables, variables.local_rank, read_integer(env, *variables.local_rank))
+    node_rank = read_integer(env, *variables.node_rank)
+    if variables.node_rank and not alone:
+        _require(variables, variables.node_rank, node_rank)
+    tasks = read(env, *variables.local_world_size)
+    if tasks is None and (alone or read_integer(env, *variables.num_nodes) == 1):
+        tasks = str(world_size)
+    tasks = _require(variables, variables.local_world_size, tasks)
+    local_world_size = _tasks_on_node(variables, tasks, node_rank or 0)
+    if node_rank is None:
+        node_rank = _derive_node_rank(rank, local_rank, world_size, local_world_size)
+    address, port = _find_rendezvous(env, variables, world_size, local_world_size)
+    return World(
+        rank=rank,
+        local_rank=local_rank,
+        node_rank=node_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        address=address,
+        port=port,
+    )
+
+
+def _require(variables: _Variables, names: _Names, value: _T | None) -> _T:
+    if value is not None:
+        return value
+    # A process that guessed would train alone, or on the device of another rank.
+    raise ConfigurationError(
+        f"the place of this process in a job of {variables.launcher}",
+        f"{variables.launcher} started this process and did not set {' or '.join(names)}",
+        f"all that {variables.launcher} sets, passed on to the script unchanged",
+        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
+    )
+
+
+def _tasks_on_node(variables: _Variables, tasks: str, node: int) -> int:
+    """Number of tasks on one node of a list as SLURM writes it: ``2(x3),1`` is 2, 2, 2 and 1."""
+    counts: list[int] = []
+    for field in tasks.split(","):
+        match = _TASKS.fullmatch(field.strip())
+        if match is None:
+            break
+        counts += [int(match[1])] * int(match[2] or 1)
+    else:
+        if 0 <= node < len(counts):
+            return counts[node]
+    raise ConfigurationError(
+        f"{' or '.join(variables.local_world_size)} set to {tasks!r}",
+        f"it does not tell the number of processes on node {node}",
+        "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
+        "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
+    )
+
+
+def _derive_node_rank(rank: int, local_rank: int, world_size: int, local_world_size: int) -> int:
+    """Number of the node that holds ``rank``; nodes of equal size are assumed.
+
+    Ranks fill one node after the other, unless ``local_rank`` shows that they go round the nodes.
+    """
+    if local_world_size < 1 or rank % local_world_size == local_rank:
+        return rank // max(1, local_world_size)
+    return rank % -(-world_size // local_world_size)
+
+
+def _find_rendezvous(
+    env: Mapping[str, str], variables: _Variables, world_size: int, local_world_size: int
+) -> tuple[str, int | None]:
+    """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; a single process has no port."""
+    several_nodes = local_world_size < world_size
+    address = read(env, "MASTER_ADDR") or (_first_host(env, variables) if several_nodes else "127.0.0.1")
+    if address is None:
+        raise ConfigurationError(
+            f"a job of {world_size} processes, {local_world_size} of them on this node, of {variables.launcher}",
+            "they are on several nodes, and nothing tells where rank 0 is",
+            "MASTER_ADDR set to the host name or address of the node of rank 0, the same in every process",
+            variables.export.format("MASTER_ADDR=<host of rank 0>"),
+        )
+    port = read_port(env)
+    job_id = [read(env, *names) for names in variables.job_id]
+    if port is None and world_size > 1 and job_id and None not in job_id:
+        port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
+    if port is None and world_size > 1:
+        raise ConfigurationError(
+            f"a job of {world_size} processes of {variables.launcher}",
+            "no port is set, and nothing that tells this job from others, from which one could be derived",
+            "MASTER_PORT set to a free port of the node of rank 0, the same in every process",
+            variables.export.format("MASTER_PORT=<port>"),
+        )
+    return address, port
+
+
+def _first_host(env: Mapping[str, str], variables: _Variables) -> str | None:
+    """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib."""
+    hosts = read(env, *variables.hosts)
+    if hosts is None:
+        return None
+    match = _HOST.match(hosts)
+    if match is None or hosts[match.end() :][:1] not in ("", ","):
+        raise ConfigurationError(
+            f"the node list {hosts!r} of {variables.launcher}",
+            "it does not begin with a host",
+            "hosts as in 'node[01-03,7]', 'a-[1-2]b' or 'n1,n2'",
+            variables.export.format("MASTER_ADDR=<host of rank 0>"),
+        )
+    return _RANGE.sub(r"\1", match.group())
+
+
+def _refuse_rank_alone(env: Mapping[str, str]) -> None:
+    rank = read(env, "RANK")
+    others = [f"{name}={env[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if read(env, name)]
+    if rank is not None and others:
+        raise ConfigurationError(
+            f"RANK={rank} and {', '.join(others)} in the environment",
+            "WORLD_SIZE is missing: every process of the job would train alone",
+            "RANK together with WORLD_SIZE, as torchrun sets them; neither of them for a single process",
+            "export WORLD_SIZE=<number of processes>   # or: unset RANK",
+        )
