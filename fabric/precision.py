@@ -1,4 +1,4 @@
-"""Which dtypes: one row of a table for each precision.
+"""The dtypes of parameters, computation and outputs: one row of a table for each precision.
 
 [Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in ``setup`` and
 floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the parameters stay as they were built
@@ -7,7 +7,7 @@ float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-b
 Integers and booleans are never touched.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -34,7 +34,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What each kind of tensor of a training step is kept in.
+    """The dtypes of one training setup.
 
     Attributes:
         name: the canonical name, such as ``"bf16-mixed"``.
@@ -77,32 +77,17 @@ class Precision:
         module.to(self.param_dtype)
 
 
-PRECISIONS: Mapping[str, Precision] = {
-    row.name: row
-    for row in (
-        Precision(name="32-true"),
-        Precision(name="64-true", param_dtype=torch.float64),
-        Precision(name="16-true", param_dtype=torch.float16),
-        Precision(name="bf16-true", param_dtype=torch.bfloat16),
-        Precision(
-            name="16-mixed",
-            compute_dtype=torch.float16,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
-            loss_scaling=True,
-        ),
-        Precision(
-            name="bf16-mixed", compute_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-        ),
-    )
-}
-
-PRECISION_ALIASES: Mapping[str, str] = {
-    "64": "64-true",
-    "32": "32-true",
-    "16": "16-mixed",
-    "bf16": "bf16-mixed",
-}
+_MIXED: Any = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}
+_ROWS = (
+    Precision(name="32-true"),
+    Precision(name="64-true", param_dtype=torch.float64),
+    Precision(name="16-true", param_dtype=torch.float16),
+    Precision(name="bf16-true", param_dtype=torch.bfloat16),
+    Precision(name="16-mixed", compute_dtype=torch.float16, loss_scaling=True, **_MIXED),
+    Precision(name="bf16-mixed", compute_dtype=torch.bfloat16, **_MIXED),
+)
+PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}
+PRECISION_ALIASES: Mapping[str, str] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def parse_precision(precision: "Precision | str | int | None") -> Precision:
@@ -115,12 +100,11 @@ def parse_precision(precision: "Precision | str | int | None") -> Precision:
         return precision
     name = "32-true" if precision is None else str(precision).lower()
     name = PRECISION_ALIASES.get(name, name)
-    if isinstance(precision, bool) or name not in PRECISIONS:
+    if name not in PRECISIONS:
+        nearest = (get_close_matches(name, PRECISIONS, n=1, cutoff=0.3) or ["32-true"])[0]
+        expected = ", ".join(repr(valid) for valid in (*PRECISIONS, *PRECISION_ALIASES))
         raise ConfigurationError(
-            f"precision={precision!r}",
-            "there is no such precision",
-            ", ".join(repr(valid) for valid in (*PRECISIONS, *PRECISION_ALIASES)),
-            f'precision="{_nearest(name)}"',
+            f"precision={precision!r}", "there is no such precision", expected, f'precision="{nearest}"'
         )
     return PRECISIONS[name]
 
@@ -144,7 +128,10 @@ def cast_inputs(
     else:
         if not kwargs:
             return args, kwargs
-    cast = _caster(dtype)
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
     return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
@@ -154,14 +141,3 @@ def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
         # By name: otherwise torch tries the other things that ``to`` may be given first, for a microsecond.
         return output.to(dtype=dtype) if output.dtype in _HALF else output
     return map_tensors(lambda tensor: cast_outputs(dtype, tensor), output)
-
-
-def _caster(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return cast
-
-
-def _nearest(name: str) -> str:
-    return (get_close_matches(name, PRECISIONS, n=1, cutoff=0.3) or ["32-true"])[0]

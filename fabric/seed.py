@@ -1,4 +1,4 @@
-"""Seeding, and the state of the random streams: python's, numpy's and torch's.
+"""Seeds of the random streams of python, numpy and torch, and their state.
 
 numpy is optional: its stream takes part when numpy is in the process (torch imports it where it is installed), and is
 never imported for its own sake.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ConfigurationError
 
 __all__ = ["Streams", "WorkerSeeding", "rng_state", "seed_everything", "set_rng_state"]
 
@@ -35,21 +35,14 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
         The seed, before the rank was mixed in.
 
     Raises:
-        ArgumentTypeError: ``seed`` is not an integer.
-        ConfigurationError: ``seed`` is out of range, or ``rank`` is negative.
+        ConfigurationError: ``seed`` is out of range.
     """
-    chosen = secrets.randbelow(_SEEDS) if seed is None else _checked(seed)
-    if rank < 0:
-        raise ConfigurationError(
-            f"seed_everything(rank={rank})", "a rank cannot be negative", "0, 1, ...", "rank=fabric.global_rank"
-        )
-    if per_rank and rank > 0:
-        _seed_mixed(chosen, rank)
-    else:
-        random.seed(chosen)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(chosen)
-        torch.manual_seed(chosen)
+    chosen = secrets.randbelow(_SEEDS) if seed is None else operator.index(seed)
+    if not 0 <= chosen < _SEEDS:
+        problem = "numpy's generator takes seeds of 32 bits only, and all libraries get the same one"
+        suggestion = f"seed_everything({chosen % _SEEDS})"
+        raise ConfigurationError(f"seed_everything({chosen})", problem, f"0 <= seed < {_SEEDS}", suggestion)
+    _seed_streams(chosen, rank if per_rank else 0)
     return chosen
 
 
@@ -72,19 +65,19 @@ class WorkerSeeding:
     def __call__(self, worker_id: int) -> None:
         """Seed this worker process; called by torch in it."""
         if self.rank > 0:
-            _seed_mixed(torch.initial_seed(), self.rank)
+            _seed_streams(torch.initial_seed(), self.rank)
         if self.then is not None:
             self.then(worker_id)
 
 
 @dataclass(frozen=True)
 class Streams:
-    """A choice of random streams of this process that are read and set together.
+    """A selection of random streams of this process that are read and set together.
 
     Attributes:
         shared: which of the streams that everything in the process shares: ``"python"``, ``"numpy"``, ``"torch"`` (the
             generator of the CPU).
-        generators: generators that somebody made for a purpose.
+        generators: generators made for a purpose, such as that of a sampler.
     """
 
     shared: tuple[str, ...] = ()
@@ -134,20 +127,14 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     """Put the streams back to what :func:`rng_state` returned.
 
     The state of the CUDA device that was current goes to the one that is current now, since a resumed rank may sit on
-    another one; the others go by number. Entries for what this process lacks (numpy, CUDA) are left out: nothing here
-    can draw from them.
+    another one; the others go by number. Entries for what this process lacks (numpy, CUDA) are left out:
+    nothing here can draw from them.
 
     Raises:
-        ArgumentTypeError: ``state`` is not what :func:`rng_state` returns.
+        KeyError: ``state`` is not what :func:`rng_state` returns; nothing was changed.
     """
-    if not isinstance(state, Mapping) or "torch" not in state:
-        raise ArgumentTypeError(
-            f"set_rng_state({type(state).__name__})",
-            "that is no state of the random streams: it lacks the entry 'torch'",
-            "what rng_state() returned, also after torch.save and torch.load",
-            "set_rng_state(rng_state())",
-        )
-    Streams(("python", "numpy", "torch")).restore(state)
+    torch.set_rng_state(state["torch"])
+    Streams(("python", "numpy")).restore(state)
     if (cuda := state.get("cuda")) and torch.cuda.is_available():
         current = torch.cuda.current_device()
         for device, saved in enumerate(cuda["states"][: torch.cuda.device_count()]):
@@ -155,30 +142,12 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda["states"][cuda["current"]], current)
 
 
-def _checked(seed: Any) -> int:
-    try:
-        number = operator.index(seed)
-    except TypeError:
-        number = None
-    if number is None or isinstance(seed, bool):
-        raise ArgumentTypeError(
-            f"seed_everything({seed!r})", f"{type(seed).__name__} is not an integer", "an int", "seed_everything(42)"
-        )
-    if not 0 <= number < _SEEDS:
-        raise ConfigurationError(
-            f"seed_everything({number})",
-            "numpy's generator takes seeds of 32 bits only, and all libraries get the same one",
-            f"0 <= seed < {_SEEDS}",
-            f"seed_everything({number % _SEEDS})",
-        )
-    return number
-
-
-def _seed_mixed(*parts: int) -> None:
-    random.seed(_mixed("python", *parts))
+def _seed_streams(seed: int, rank: int) -> None:
+    """Seed the streams of every library; those of rank 0 by the seed itself."""
+    random.seed(_mixed("python", seed, rank) if rank else seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(divmod(_mixed("numpy", *parts), _SEEDS))
-    torch.manual_seed(_mixed("torch", *parts))
+        numpy.random.seed(divmod(_mixed("numpy", seed, rank), _SEEDS) if rank else seed)
+    torch.manual_seed(_mixed("torch", seed, rank) if rank else seed)
 
 
 def _mixed(*parts: str | int) -> int:

