@@ -31,7 +31,7 @@ from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.initialization import created_on
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, leave_with_an_error, refuse_while_importing_main
-from fabric.loggers.base import metrics_as_floats
+from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything

@@ -37,7 +37,6 @@ ORDER = {
     "deferred": "base recorder",
     "launchers": "_custody _patience _transport base _failures _agent _signals _rank _supervision _fresh inline "
     "_forkserver processes notebook script",
-    "loggers": "base csv tensorboard",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "
     "single_device fsdp",
     "testing": "compare oracles base generators _worker threads pool conformance equivalence plugin",

@@ -1,0 +1,249 @@
+"""Loggers of metrics: the protocol, a table in a text file, and TensorBoard."""
+
+import csv
+import io
+import json
+import numbers
+import operator
+import os
+import re
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+
+import torch
+
+from fabric.errors import ArgumentTypeError, ConfigurationError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "metrics_as_floats"]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Any object with these methods is a logger; fabric calls them on global rank 0 alone."""
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Record the values of some metrics.
+
+        Args:
+            metrics: names and numbers.
+            step: the step of training that they belong to, or ``None``.
+        """
+        ...
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Record what the run was started with."""
+        ...
+
+    def close(self) -> None:
+        """Finish writing. Called once, at the end; may be called again."""
+        ...
+
+
+@final
+class CSVLogger:
+    """Writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``; needs no other package.
+
+    ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column ``step``, then one column per metric in order
+    of appearance, values with every digit, an empty cell where a metric was not given. A metric that comes up later
+    gets a new column. Each row is in the file when the call returns, so that a crash loses nothing. No file or folder
+    is created before the first write.
+
+    Args:
+        root_dir: folder of all runs.
+        name: of the experiment.
+        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
+    """
+
+    def __init__(
+        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
+    ) -> None:
+        self._folder = _RunFolder(root_dir, name, version)
+        self._columns: list[str] = []
+        self._hyperparams: dict[str, Any] = {}
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append a row.
+
+        Args:
+            metrics: names, and numbers or tensors of one element.
+            step: an integer, or ``None`` for an empty cell.
+
+        Raises:
+            ArgumentTypeError: a value is of another type; the text names the metric.
+            ConfigurationError: a metric is called ``"step"``.
+        """
+        values = metrics_as_floats(metrics)
+        if "step" in values:
+            raise ConfigurationError(
+                "log a metric named 'step'", "that is the column of steps", suggestion="log_metrics(metrics, step=...)"
+            )
+        row = {"step": None if step is None else operator.index(step), **values}
+        path = self._folder.path() / "metrics.csv"
+        if not row.keys() <= set(self._columns):
+            self._columns = _add_columns(path, row)
+        with open(path, "a", newline="", encoding="utf-8") as file:
+            # repr has every digit of a float, and reads back as the same one.
+            csv.writer(file).writerow("" if row.get(name) is None else repr(row[name]) for name in self._columns)
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Write ``hparams.json``; further calls add to it. Values that JSON has no type for are written as text.
+
+        Args:
+            params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
+        """
+        self._hyperparams.update(json.loads(_hyperparams_as_json(params)))
+        _replace(self._folder.path() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
+
+    def close(self) -> None:
+        """Does nothing: every row is in the file already."""
+
+
+@final
+class TensorBoardLogger:
+    """Writes TensorBoard's event files into ``root_dir/name/version_k``, for ``tensorboard --logdir root_dir``.
+
+    Needs the extra ``tensorboard``, which is imported at the first write. No file or folder is created before that.
+
+    Args:
+        root_dir: folder of all runs.
+        name: of the experiment.
+        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
+    """
+
+    def __init__(
+        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
+    ) -> None:
+        self._folder = _RunFolder(root_dir, name, version)
+        self._writer: SummaryWriter | None = None
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a scalar per metric, and hand them to the file before returning.
+
+        Args:
+            metrics: names, and numbers or tensors of one element.
+            step: an integer, or ``None``, which TensorBoard shows as step 0.
+
+        Raises:
+            ArgumentTypeError: a value is of another type; the text names the metric.
+            MissingDependencyError: ``tensorboard`` is not installed.
+        """
+        values, number = metrics_as_floats(metrics), None if step is None else operator.index(step)
+        writer = self._open()
+        for name, value in values.items():
+            writer.add_scalar(name, value, number)
+        writer.flush()
+
+    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
+        """Add the parameters as a text, as JSON; they appear under TEXT.
+
+        Args:
+            params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
+
+        Raises:
+            MissingDependencyError: ``tensorboard`` is not installed.
+        """
+        # The HPARAMS page only takes flat numbers and strings; JSON indented by four is a code block in its Markdown.
+        text = "\n".join(f"    {line}" for line in _hyperparams_as_json(params).splitlines())
+        writer = self._open()
+        writer.add_text("hyperparameters", text)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the event file; a later write opens another one in the same folder."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> "SummaryWriter":
+        if self._writer is None:
+            # Optional, and slow to import.
+            from lightning_utilities.core.imports import RequirementCache
+
+            if not RequirementCache(module="tensorboard"):
+                raise MissingDependencyError(
+                    "write with TensorBoardLogger",
+                    "the package tensorboard is not installed",
+                    suggestion='pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package',
+                )
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(log_dir=str(self._folder.path()))
+        return self._writer
+
+
+def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The values of ``metrics`` as Python floats.
+
+    Args:
+        metrics: names, and numbers or tensors of one element (on any device; reading one waits for it).
+
+    Raises:
+        ArgumentTypeError: a name is no string, or a value is no number; the text names the metric.
+    """
+    return {name: _as_float(name, value) for name, value in metrics.items()}
+
+
+def _as_float(name: Any, value: Any) -> float:
+    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(name, str) and isinstance(number, numbers.Real):
+        return float(number)
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    raise ArgumentTypeError(
+        f"log the metric {name!r}",
+        f"its value is a {type(value).__name__}{shape}",
+        "a string as its name, and a number or a real tensor with one element",
+        'fabric.log("loss", loss.mean())',
+    )
+
+
+def _hyperparams_as_json(params: Any) -> str:
+    return json.dumps(dict(params if isinstance(params, Mapping) else vars(params)), indent=2, default=str)
+
+
+class _RunFolder:
+    """The folder ``root_dir/name/version_k`` of one run, created when it is first asked for."""
+
+    def __init__(self, root_dir: str | os.PathLike[str], name: str, version: int | str | None) -> None:
+        self._parent = Path(root_dir) / name
+        folder = f"version_{version}" if isinstance(version, int) else version
+        self._path = None if folder is None else self._parent / folder
+
+    def path(self) -> Path:
+        if self._path is None:
+            self._path = self._next_version()
+        self._path.mkdir(parents=True, exist_ok=True)
+        return self._path
+
+    def _next_version(self) -> Path:
+        self._parent.mkdir(parents=True, exist_ok=True)
+        taken = (re.fullmatch(r"version_(\d+)", name) for name in os.listdir(self._parent))
+        number = max((int(match[1]) for match in taken if match), default=-1) + 1
+        while True:
+            path = self._parent / f"version_{number}"
+            with suppress(FileExistsError):  # another process was faster with this number
+                path.mkdir()
+                return path
+            number += 1
+
+
+def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
+    """Rewrite the table with these columns too, and without a row that a crash cut short; returns all its columns."""
+    text = path.read_bytes().decode() if path.exists() else ""
+    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    columns = [*header, *(name for name in names if name not in header)]
+    table = io.StringIO(newline="")
+    csv.writer(table).writerows([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
+    _replace(path, table.getvalue())
+    return columns
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file; a crash leaves the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.tmp")  # a single name, so that what a crash left is overwritten
+    temporary.write_text(text, encoding="utf-8", newline="")
+    os.replace(temporary, path)
