@@ -13,6 +13,8 @@ import psutil
 import pytest
 import torch
 
+from tests.ranks import close_shared_ranks
+
 pytest_plugins = ["fabric.testing.plugin"]
 
 
@@ -36,6 +38,7 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
         patch.setenv("TMPDIR", str(temporary))
         patch.setattr(tempfile, "tempdir", str(temporary))
         yield
+        close_shared_ranks()
         processes = _started_in_this_run(os.environ[MARK])
     # Two caches that live as long as this process: of torch's compiler, and of multiprocessing for its sockets.
     files = [path.name for path in temporary.iterdir() if not path.name.startswith(("torchinductor_", "pymp-"))]

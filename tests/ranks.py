@@ -1,15 +1,57 @@
 """Running a function in real ranks, for tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fabric import Fabric
+from fabric.launchers import Launcher, LaunchSpec
+from fabric.testing import RankPool
+
+TIMEOUT = 150.0  # seconds for a call of the shared ranks; less than pytest's limit for a test
+
+_POOLS: dict[int, RankPool] = {}
+
+
+class SharedRanks(Launcher):
+    """Runs a function in processes that stay from test to test, a pool for each number of ranks.
+
+    Each launch has a Fabric, a process group and random states of its own, as in new processes; the modules that a rank
+    has imported, and whatever a test leaves in them, stay. Ranks that failed are replaced.
+    """
+
+    name = "shared"
+
+    def check(self, spec: LaunchSpec) -> None:
+        pass
+
+    def launch(
+        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+    ) -> Any:
+        size = spec.num_processes
+        if size not in _POOLS:
+            _POOLS[size] = RankPool(size, timeout=TIMEOUT)
+        return _POOLS[size].run(_without_the_pool, fn, args, kwargs)
+
+
+def _without_the_pool(fabric: Fabric, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    fabric.teardown()  # closes its process group: the function makes one
+    return fn(*args, **kwargs)
+
+
+def close_shared_ranks() -> None:
+    """End the processes; the next launch starts others."""
+    while _POOLS:
+        _POOLS.popitem()[1].close()
 
 
 def run_in_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
-    """What ``function(fabric, *args)`` returned in each of several processes, by rank."""
+    """What ``function(fabric, *args)`` returned in each of several processes, by rank.
+
+    The processes are shared with other tests, unless ``options`` name another launcher.
+    """
     # The block closes what a single rank, which is this process, has opened.
-    with Fabric(accelerator="cpu", devices=ranks, **{"strategy": "ddp_forkserver", **options}) as fabric:
+    options = {"strategy": "ddp", "launcher": SharedRanks(), **options}
+    with Fabric(accelerator="cpu", devices=ranks, **options) as fabric:
         return fabric.launch(function, *args, return_all=True)
 
 

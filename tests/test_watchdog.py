@@ -134,7 +134,7 @@ def hold_the_interpreter():
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_stack_once(capfd):
-    [texts, _] = run_in_ranks(stall_in_turn, watchdog=0.3)
+    [texts, _] = run_in_ranks(stall_in_turn, launcher="forkserver", watchdog=0.3)
     barrier, backward, message, group, held = texts
     assert "in barrier('saved') at tests/test_watchdog.py" in barrier
     assert "has come: rank 0\n  has not come: rank 1\n" in barrier
