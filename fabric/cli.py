@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -77,20 +77,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fabric", description="Grow a PyTorch loop from one device to many.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"fabric {version('torch-fabric')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_run(commands)
-    _add_consolidate(commands)
-    return parser
 
-
-def _add_run(commands: Any) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "run",
         help="run a script in several processes",
-        description="Run a script in one process per device. The options reach the script's Fabric(), which may leave "
-        "them open; what it gives has to be the same.",
+        description="Run a script in one process per device. The options reach the script's Fabric(), whose own "
+        "arguments have to agree with them.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = command.add_argument
     add("--accelerator", metavar="A", help="cpu, cuda, mps or auto")
     add("--devices", metavar="D", help='number of devices, indices such as "0,2", -1 for all, or auto')
     add("--num-nodes", metavar="N", type=_at_least(1), help="number of machines, on each of which this command runs")
@@ -99,29 +94,28 @@ def _add_run(commands: Any) -> None:
     add("--main-port", metavar="P", type=_at_least(1), default=29500, help="a free port there (default: 29500)")
     add("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
-    add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="start all ranks again so often (default: 0)")
+    add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="times to restart all ranks (default: 0)")
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", metavar="script.py", help="the script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    parser.set_defaults(command=_run, parser=parser)
+    command.set_defaults(command=_run, parser=command)
 
-
-def _add_consolidate(commands: Any) -> None:
-    parser = commands.add_parser(
+    command = commands.add_parser(
         "consolidate",
         help="make one file of a sharded checkpoint",
         description="Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads "
         "under any strategy; or the weights of a model to a .safetensors file.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
+    add = command.add_argument
     add("directory", metavar="DIR", type=Path, help="the sharded checkpoint")
     add("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR.pt)")
     add("--key", metavar="ENTRY", help="with .safetensors: the entry to write (default: the only one that can be)")
-    parser.set_defaults(command=_consolidate, parser=parser)
+    command.set_defaults(command=_consolidate, parser=command)
+    return parser
 
 
-def _at_least(lowest: int) -> Any:
+def _at_least(lowest: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         if not text.lstrip("-").isdigit() or int(text) < lowest:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {lowest}")
@@ -130,10 +124,19 @@ def _at_least(lowest: int) -> Any:
     return integer
 
 
+def _consolidate(options: argparse.Namespace) -> int:
+    """``fabric consolidate``."""
+    from fabric.checkpoint.consolidate import consolidate, progress_line
+
+    progress = progress_line("fabric consolidate", sys.stderr)
+    output = consolidate(options.directory, options.output, key=options.key, progress=progress)
+    print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
     """``fabric run``."""
-    _check_script(options)
-    _check_nodes(options)
+    _check_run(options)
     processes = _processes_per_node(options)
     from fabric.launchers._custody import DirectoryGuard
     from fabric.launchers._failures import RunDirectory
@@ -150,58 +153,26 @@ def _run(options: argparse.Namespace) -> int:
         guard.close()
 
 
-def _consolidate(options: argparse.Namespace) -> int:
-    """``fabric consolidate``."""
-    from fabric.checkpoint.consolidate import consolidate, progress_line
-
-    progress = progress_line("fabric consolidate", sys.stderr)
-    output = consolidate(options.directory, options.output, key=options.key, progress=progress)
-    print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
-    return 0
-
-
-def _check_script(options: argparse.Namespace) -> None:
-    asked, script = f"fabric run {'-m ' if options.module else ''}{options.script}", options.script
+def _check_run(options: argparse.Namespace) -> None:
+    """Refuse a script that is not there and nodes that contradict each other."""
+    script, nodes, error = options.script, options.num_nodes or 1, options.parser.error
     if options.module:
-        top = script.partition(".")[0]
+        package = script.partition(".")[0]
         # Only its first part: to find a submodule is to run its packages.
-        if importlib.machinery.PathFinder.find_spec(top, [os.getcwd(), *sys.path]) is None:
-            raise ConfigurationError(
-                asked, f"there is no module {top!r}", "an importable module", "its name, without .py, in its folder"
-            )
-    elif not os.path.exists(script):
-        raise ConfigurationError(
-            asked,
-            f"there is no file {script!r} in {os.getcwd()!r}",
-            "a path to a Python script",
-            "options of `fabric run` before the script, those of the script after it; -m before a module",
-        )
-    elif os.path.isdir(script) and not os.path.exists(os.path.join(script, "__main__.py")):
-        raise ConfigurationError(asked, "it is a folder without __main__.py", "a Python script", f"{script}/train.py")
-
-
-def _check_nodes(options: argparse.Namespace) -> None:
-    nodes = options.num_nodes or 1
+        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            error(f"there is no module {package!r}; -m takes a name without .py")
+    elif not os.path.isfile(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+        error(f"{script!r} in {os.getcwd()!r} is neither a file nor a folder with a __main__.py; a module needs -m")
     if options.node_rank >= nodes:
-        raise ConfigurationError(
-            f"fabric run --num-nodes {nodes} --node-rank {options.node_rank}",
-            "there is no machine of that number",
-            f"--node-rank 0 to {nodes - 1}",
-            f"--node-rank {nodes - 1}, or a larger --num-nodes",
-        )
+        error(f"--num-nodes {nodes} has no machine --node-rank {options.node_rank}: they are counted from 0")
     if nodes > 1 and not options.main_address:
-        raise ConfigurationError(
-            f"fabric run --num-nodes {nodes}",
-            "nothing says where the machines meet",
-            "--main-address with the host name of machine 0, the same on every machine",
-            f"fabric run --num-nodes {nodes} --node-rank {options.node_rank} --main-address HOST ...",
-        )
+        error(f"--num-nodes {nodes} needs --main-address, the host name of machine 0, the same on every machine")
     if nodes == 1 and options.main_address:
         print("fabric run: --main-address has no meaning on one machine and is ignored", file=sys.stderr)
 
 
 def _processes_per_node(options: argparse.Namespace) -> int:
-    """Resolve the options as the script's ``Fabric()`` will, so that what cannot work is known before it starts."""
+    """Resolve the options as the script's ``Fabric()`` will, so that errors come before any process starts."""
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher
     from fabric.world import World
@@ -212,28 +183,22 @@ def _processes_per_node(options: argparse.Namespace) -> int:
     processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
     nodes = options.num_nodes or 1
     if nodes > 1:
-        world = World(
-            world_size=processes * nodes,
-            local_world_size=processes,
-            address=options.main_address,
-            port=options.main_port,
-        )
+        address, port = options.main_address, options.main_port
+        world = World(world_size=processes * nodes, local_world_size=processes, address=address, port=port)
         resolve(**given, num_nodes=nodes, env=world.to_env())
     return processes
 
 
 def _variables(options: argparse.Namespace, processes: int) -> dict[str, str]:
-    """What the ranks find in their environment besides their place."""
+    """Environment variables of the ranks but those of their place in the job."""
     from fabric._plan import RUN_OPTIONS
     from fabric.launchers.base import available_cores, rank_variables
 
     variables = rank_variables(os.environ, processes, available_cores(), sys.platform)
     if (options.num_nodes or 1) > 1:
         variables.pop("GLOO_SOCKET_IFNAME")
-    for name, variable in RUN_OPTIONS.items():
-        value = getattr(options, name)
-        if value is not None:
-            variables[variable] = str(value)
+    given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
+    variables |= {variable: str(value) for variable, value in given.items() if value is not None}
     # The agent would open a port on every interface to share its store; the ranks of one node have a file of ours.
     variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     return variables

@@ -190,14 +190,17 @@ REFUSED = {
     "missing script": (["run", "nowhere.py"], "nowhere.py"),
     "missing module": (["run", "-m", "nowhere_at_all.x"], "nowhere_at_all"),
     "folder": (["run", "."], "__main__.py"),
-    "devices": (["run", "--accelerator", "cpu", "--devices", "0", "SCRIPT"], "at least one"),
+    "devices": (["run", "--accelerator", "cpu", "--devices", "0", "SCRIPT"], "number of processes"),
     "device list on the CPU": (["run", "--accelerator", "cpu", "--devices", "0,2", "SCRIPT"], "number of processes"),
     "accelerator": (["run", "--accelerator", "abacus", "SCRIPT"], "abacus"),
     "strategy": (["run", "--strategy", "dpp", "SCRIPT"], "dpp"),
     "precision": (["run", "--precision", "8", "SCRIPT"], "precision"),
     "nodes": (["run", "--num-nodes", "0", "SCRIPT"], "integer from 1"),
     "restarts": (["run", "--max-restarts", "many", "SCRIPT"], "many"),
-    "node rank": (["run", "--num-nodes", "2", "--node-rank", "2", "--main-address", "h", "SCRIPT"], "no machine"),
+    "node rank": (
+        ["run", "--num-nodes", "2", "--node-rank", "2", "--main-address", "h", "SCRIPT"],
+        "has no machine --node-rank 2",
+    ),
     "main address": (["run", "--num-nodes", "2", "SCRIPT"], "--main-address"),
 }
 
