@@ -1,5 +1,6 @@
 """Running a function in real ranks, for tests."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,18 @@ class SharedRanks(Launcher):
         size = spec.num_processes
         if size not in _POOLS:
             _POOLS[size] = RankPool(size, timeout=TIMEOUT)
-        return _POOLS[size].run(_without_the_pool, fn, args, kwargs)
+        results = _POOLS[size].run(_without_the_pool, fn, args, kwargs)
+        return {"all": results, "first": results[0], "none": None}[spec.results]
 
 
 def _without_the_pool(fabric: Fabric, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     fabric.teardown()  # closes its process group: the function makes one
-    return fn(*args, **kwargs)
+    environment = dict(os.environ)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def close_shared_ranks() -> None:

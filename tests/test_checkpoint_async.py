@@ -218,9 +218,7 @@ def test_ranks_train_and_talk_while_a_save_is_under_way_and_what_was_there_befor
     strategy: Any, tmp_path: Path
 ) -> None:
     checks = "shards" in type(strategy.checkpoint_io).__name__.lower()
-    results = run_in_ranks(
-        save_beside_the_loop, tmp_path / "s", strategy=strategy, launcher="forkserver", check_collectives=checks
-    )
+    results = run_in_ranks(save_beside_the_loop, tmp_path / "s", strategy=strategy, check_collectives=checks)
     assert results == [True, True]
 
 

@@ -15,6 +15,7 @@ from fabric import Fabric
 from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, LocalCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", "left right")
@@ -101,7 +102,7 @@ class Counting(Communicator):
 
 
 def launch(ranks, function, *args):
-    return Fabric(devices=ranks, strategy="ddp_forkserver").launch(function, *args, return_all=True)
+    return run_in_ranks(function, *args, ranks=ranks)
 
 
 def local():

@@ -6,10 +6,11 @@ import torch
 from fabric import Fabric
 from fabric.collectives import all_gather, all_reduce
 from fabric.communicators import LocalCommunicator, Reduce
+from tests.ranks import run_in_ranks
 
 
 def launch(ranks, function, *args):
-    return Fabric(devices=ranks, strategy="ddp_forkserver").launch(function, *args, return_all=True)
+    return run_in_ranks(function, *args, ranks=ranks)
 
 
 def local():

@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fabric import Fabric
 from fabric._torch import default_store
 from fabric.communicators import Announcement, LocalCommunicator, ProcessGroupCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
+from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
 
 
 def launch(ranks, function, *args):
-    return Fabric(devices=ranks, strategy="ddp_forkserver").launch(function, *args, return_all=True)
+    return run_in_ranks(function, *args, ranks=ranks)
 
 
 class Unpicklable:
@@ -231,8 +231,8 @@ def late_in_a_group(fabric):
 
 @pytest.mark.timeout(60)
 def test_a_group_has_the_timeout_of_the_strategy():
-    strategy = DDPStrategy(start_method="forkserver", timeout=timedelta(seconds=2))
-    assert Fabric(devices=2, strategy=strategy).launch(late_in_a_group) == "gave up"
+    strategy = DDPStrategy(timeout=timedelta(seconds=2))
+    assert run_in_ranks(late_in_a_group, strategy=strategy)[0] == "gave up"
 
 
 def test_a_group_of_the_one_process_is_itself():
@@ -288,5 +288,5 @@ def missing_at_barrier(fabric):
 
 @pytest.mark.timeout(60)
 def test_a_barrier_that_fails_is_named():
-    strategy = DDPStrategy(start_method="forkserver", timeout=timedelta(seconds=2))
-    assert Fabric(devices=2, strategy=strategy).launch(missing_at_barrier) == "named"
+    strategy = DDPStrategy(timeout=timedelta(seconds=2))
+    assert run_in_ranks(missing_at_barrier, strategy=strategy)[0] == "named"

@@ -44,7 +44,7 @@ def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(prec
 # Four of them note for the watchdog where this rank is, and two take hooks off that would cost several calls each.
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 17), ("fsdp", 15)])
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
-    ours, by_hand = (run_in_ranks(count, strategy=strategy, launcher="forkserver") for count in (count_ours, count_raw))
+    ours, by_hand = (run_in_ranks(count, strategy=strategy) for count in (count_ours, count_raw))
     assert all(mine - other <= most for mine, other in zip(ours, by_hand, strict=True))
 
 

@@ -71,7 +71,7 @@ def train(fabric: Fabric, path: Path, resume: bool) -> Run:
     return Run(losses, optimizer.param_groups[0]["lr"], parameters, scaling, torch.rand(1).item())
 
 
-SHARDED: dict[str, Any] = {"strategy": "fsdp", "launcher": "forkserver"}
+SHARDED: dict[str, Any] = {"strategy": "fsdp"}
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, {}), (2, {}), (2, SHARDED)])

@@ -12,7 +12,7 @@ from fabric import Fabric
 from fabric.errors import CheckpointError
 from fabric.strategies import FSDPStrategy
 from tests.loops import Transformer, batches, make_model, plain_loop
-from tests.ranks import outcome
+from tests.ranks import SharedRanks, outcome
 from tests.test_fsdp import in_ranks, whole
 from tests.test_fsdp_models import Buffers
 
@@ -56,11 +56,11 @@ def load(fabric: Fabric, path: Path) -> tuple[list[Tensor], int]:
 
 
 SINGLE = {"strategy": "single_device", "devices": 1}
-DDP = {"strategy": "ddp_forkserver", "devices": 2}
+DDP = {"strategy": "ddp", "devices": 2}
 
 
 def sharded(ranks: int) -> dict[str, Any]:
-    return {"strategy": FSDPStrategy(start_method="forkserver"), "devices": ranks}
+    return {"strategy": FSDPStrategy(), "devices": ranks}
 
 
 @pytest.mark.parametrize(
@@ -68,8 +68,8 @@ def sharded(ranks: int) -> dict[str, Any]:
 )
 def test_a_module_goes_from_any_strategy_to_any(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
-    expected = Fabric(accelerator="cpu", **before).launch(save, path)
-    with Fabric(accelerator="cpu", **after) as fabric:
+    expected = Fabric(accelerator="cpu", launcher=SharedRanks(), **before).launch(save, path)
+    with Fabric(accelerator="cpu", launcher=SharedRanks(), **after) as fabric:
         for parameters, step in fabric.launch(load, path, return_all=True):
             torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
             assert step == 3
@@ -115,9 +115,9 @@ def continued(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
 def test_an_optimizer_goes_on_under_any_strategy(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
     expected = plain_loop(torch.float64, None, False, 1).parameters
     path = tmp_path / "checkpoint.pt"
-    with Fabric(accelerator="cpu", precision=64, **fresh(before)) as fabric:
+    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **fresh(before)) as fabric:
         fabric.launch(continued, path, False)
-    with Fabric(accelerator="cpu", precision=64, **fresh(after)) as fabric:
+    with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **fresh(after)) as fabric:
         results = fabric.launch(continued, path, True, return_all=True)
     for parameters in results:
         torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)

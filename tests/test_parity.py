@@ -9,6 +9,7 @@ import torch
 from fabric import Fabric
 from fabric.strategies import FSDPStrategy
 from tests.loops import Record, assert_same, fabric_loop, plain_loop
+from tests.ranks import SharedRanks
 
 # Precision: dtype of the plain loop, its autocast dtype, whether it scales the loss, and the tolerance on several
 # ranks, where sums are taken in another order. 16-bit autocast rounds each micro-batch's gradients on its own.
@@ -22,13 +23,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "single": {"strategy": "single_device", "devices": 1},
     "dp-2": {"strategy": "dp", "devices": 2},
     "dp-3": {"strategy": "dp", "devices": 3},
-    "ddp-1": {"strategy": "ddp_forkserver", "devices": 1},
-    "ddp-2": {"strategy": "ddp_forkserver", "devices": 2},
-    "ddp-3": {"strategy": "ddp_forkserver", "devices": 3},
-    "fsdp-1": {"strategy": "fsdp", "launcher": "forkserver", "devices": 1},
-    "fsdp-2": {"strategy": "fsdp", "launcher": "forkserver", "devices": 2},
-    "fsdp-3": {"strategy": "fsdp", "launcher": "forkserver", "devices": 3},
-    "fsdp-4": {"strategy": "fsdp", "launcher": "forkserver", "devices": 4},
+    "ddp-1": {"strategy": "ddp", "devices": 1},
+    "ddp-2": {"strategy": "ddp", "devices": 2},
+    "ddp-3": {"strategy": "ddp", "devices": 3},
+    "fsdp-1": {"strategy": "fsdp", "devices": 1},
+    "fsdp-2": {"strategy": "fsdp", "devices": 2},
+    "fsdp-3": {"strategy": "fsdp", "devices": 3},
+    "fsdp-4": {"strategy": "fsdp", "devices": 4},
     "fsdp-grad-op-1": {"strategy": ("SHARD_GRAD_OP", None), "devices": 1},
     "fsdp-grad-op-2": {"strategy": ("SHARD_GRAD_OP", None), "devices": 2},
     "fsdp-grad-op-3": {"strategy": ("SHARD_GRAD_OP", None), "devices": 3},
@@ -49,9 +50,9 @@ def fabric(name: str, precision: str) -> Iterator[Fabric]:
     job = JOBS[name]
     if isinstance(job["strategy"], tuple):
         sharding, mesh = job["strategy"]
-        strategy = FSDPStrategy(sharding_strategy=sharding, device_mesh=mesh, start_method="forkserver")
+        strategy = FSDPStrategy(sharding_strategy=sharding, device_mesh=mesh)
         job = {**job, "strategy": strategy}
-    with Fabric(accelerator="cpu", precision=precision, **job) as made:
+    with Fabric(accelerator="cpu", precision=precision, launcher=SharedRanks(), **job) as made:
         yield made
 
 

@@ -11,12 +11,13 @@ from fabric import Fabric
 from fabric.checkpoint import ShardedCheckpoint
 from fabric.strategies import FSDPStrategy
 from tests.loops import batches, make_model
+from tests.ranks import SharedRanks
 
 JOBS = {
     "single": {"strategy": "single_device", "devices": 1},
     **{f"dp-{n}": {"strategy": "dp", "devices": n} for n in (1, 2, 3, 4)},
-    **{f"ddp-{n}": {"strategy": "ddp_forkserver", "devices": n} for n in (1, 2, 3, 4)},
-    **{f"fsdp-{n}": {"strategy": "fsdp", "launcher": "forkserver", "devices": n} for n in (1, 2, 3, 4)},
+    **{f"ddp-{n}": {"strategy": "ddp", "devices": n} for n in (1, 2, 3, 4)},
+    **{f"fsdp-{n}": {"strategy": "fsdp", "devices": n} for n in (1, 2, 3, 4)},
     **{f"full-{n}": {"state_dict_type": "full", "devices": n} for n in (1, 2, 3, 4)},
     "hybrid-4": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2), "devices": 4},
 }
@@ -27,8 +28,8 @@ def run(job: str, function: Any, *args: Any) -> Any:
     options: dict[str, Any] = dict(JOBS[job])
     if "strategy" not in options:
         devices = options.pop("devices")
-        options = {"strategy": FSDPStrategy(start_method="forkserver", **options), "devices": devices}
-    fabric = Fabric(accelerator="cpu", precision="64-true", **options)
+        options = {"strategy": FSDPStrategy(**options), "devices": devices}
+    fabric = Fabric(accelerator="cpu", precision="64-true", launcher=SharedRanks(), **options)
     try:
         return fabric.launch(function, *args)
     finally:

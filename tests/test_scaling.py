@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from fabric import Fabric
 from fabric.errors import CheckpointError, ConfigurationError, UsageError
 from fabric.scaling import LossScaler
+from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
 OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}
@@ -287,7 +287,7 @@ def overflow_on_one_rank(fabric):
 
 @pytest.mark.timeout(60)
 def test_an_overflow_on_one_rank_skips_the_step_on_all():
-    first, second = Fabric(devices=2, strategy="ddp_forkserver").launch(overflow_on_one_rank, return_all=True)
+    first, second = run_in_ranks(overflow_on_one_rank)
     assert first[1:] == second[1:] == (2.0**9, 0.0)
     assert first[0].tolist() == [0.0, 0.0]
     assert second[0].tolist() == [-1.0, -1.0]
@@ -313,7 +313,7 @@ def zero_part_on_one_rank(fabric):
 
 @pytest.mark.timeout(60)
 def test_ranks_agree_on_whether_scaled_gradients_are_held():
-    scales = Fabric(devices=2, strategy="ddp_forkserver").launch(zero_part_on_one_rank, return_all=True)
+    scales = run_in_ranks(zero_part_on_one_rank)
     assert scales == [4.0, 4.0]
 
 

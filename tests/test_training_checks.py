@@ -228,7 +228,7 @@ def each_habit(fabric: Fabric) -> dict[str, str]:
     return {habit.__name__: outcome(lambda habit=habit: habit(fabric)) for habit in habits}
 
 
-@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp", "launcher": "forkserver"}, {"ranks": 1}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"strategy": "fsdp"}, {"ranks": 1}], ids=str)
 def test_what_is_only_unusual_does_not_raise(options: dict[str, Any]) -> None:
     for results in run_in_ranks(each_habit, **options):
         assert set(results.values()) == {"fine"}, results

@@ -72,7 +72,7 @@ def ddp() -> list[Outcomes]:
 
 @pytest.fixture(scope="module")
 def fsdp() -> list[Outcomes]:
-    return run_in_ranks(under_fsdp, strategy="fsdp", launcher="forkserver")
+    return run_in_ranks(under_fsdp, strategy="fsdp")
 
 
 @pytest.mark.parametrize("door", ["module", "method", "submodule"])

@@ -235,7 +235,7 @@ def join_anyway(fabric: Fabric) -> str:
 def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> None:
     assert run_in_ranks(join_anyway, ranks=1) == ["fine"]
     assert run_in_ranks(join_anyway, strategy="dp") == ["fine"]
-    for result in run_in_ranks(join_anyway, strategy="fsdp", launcher="forkserver"):
+    for result in run_in_ranks(join_anyway, strategy="fsdp"):
         assert 'uneven="drop"' in result
         assert "which hold parts of the model" in result
 

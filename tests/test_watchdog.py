@@ -162,7 +162,7 @@ def stall_under_fsdp(fabric):
 
 
 def test_a_gather_of_fsdp_counts():
-    [text, _] = run_in_ranks(stall_under_fsdp, strategy="fsdp", launcher="forkserver", watchdog=0.3)
+    [text, _] = run_in_ranks(stall_under_fsdp, strategy="fsdp", watchdog=0.3)
     assert "in forward of Sequential at tests/test_watchdog.py" in text
     assert "has not come: rank 1" in text
     assert "its latest collective was broadcast at tests/test_watchdog.py" in text
