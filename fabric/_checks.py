@@ -62,8 +62,8 @@ def check_function(function: Any, has_arguments: bool, needs_function: bool, sta
         )
 
 
-def check_module(module: Any, known: Collection[nn.Module], sharded: bool) -> None:
-    """A module that can be set up: a torch module, for the first time, and with values unless it is to be sharded."""
+def check_module(module: Any, known: Collection[nn.Module]) -> None:
+    """A module that can be set up: a torch module, for the first time."""
     inner = uncompiled(module) if isinstance(module, nn.Module) else module
     if isinstance(inner, FabricModule) or (isinstance(inner, nn.Module) and inner in known):
         raise UsageError(
@@ -78,14 +78,6 @@ def check_module(module: Any, known: Collection[nn.Module], sharded: bool) -> No
             "it is no torch.nn.Module",
             "setup(module, *optimizers), setup_module(module), setup_optimizers(*optimizers)",
             "model, optimizer = fabric.setup(model, optimizer)",
-        )
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    if not sharded and (meta := [name for name, tensor in tensors if tensor.is_meta]):
-        raise ConfigurationError(
-            f"setup({type(module).__name__})",
-            f"these have no values, being on the meta device: {', '.join(meta)}",
-            'modules with values; ones on the meta device under strategy="fsdp", from fabric.init_module()',
-            "with fabric.init_module(): model = Model(), in place of torch.device('meta')",
         )
 
 

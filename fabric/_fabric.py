@@ -345,10 +345,10 @@ class Fabric:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
         """
         session = self._running("setup")
-        _checks.check_module(module, session.originals, self.strategy.shards_modules)
+        _checks.check_module(module, session.originals)
         _checks.check_optimizers(optimizers, session.optimizers, [module])
-        self.strategy.check_optimizers(optimizers, module)
         _checks.check_scheduler(scheduler, optimizers)
+        self.strategy.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
         rest = (*optimizers, *(() if scheduler is None else (scheduler,)))
@@ -356,9 +356,8 @@ class Fabric:
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
-        session = self._running("setup_module")
-        _checks.check_module(module, session.originals, self.strategy.shards_modules)
-        return session.setup_module(module, move_to_device)
+        self._running("setup_module")
+        return self.setup(module, move_to_device=move_to_device)
 
     @overload
     def setup_optimizers(self, optimizer: O1, /) -> O1: ...
@@ -372,8 +371,8 @@ class Fabric:
         """
         session = self._running("setup_optimizers")
         _checks.check_optimizers(optimizers, session.optimizers, list(session.originals))
-        self.strategy.check_optimizers(optimizers)
         _checks.check_scheduler(scheduler, optimizers)
+        self.strategy.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
         results = (*optimizers, *(() if scheduler is None else (scheduler,)))
         return results[0] if len(results) == 1 else results

@@ -67,8 +67,9 @@ class Session:
         self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
-            agree = self._agree_on_overflow if self.strategy.gradients_differ and world.world_size > 1 else None
+            agree = self._agree_on_overflow if world.world_size > 1 else None
             self.scaler = LossScaler(self.runtime.device, agree=agree)
+        self._gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
@@ -88,31 +89,29 @@ class Session:
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
-        self.strategy.check_module(module)
         self._plan.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)
         with self.phase(f"setup of {type(module).__name__}"):
             prepared = self.strategy.setup_module(module)
+        contract = self.strategy.gradient_contract(prepared)
+        self._gradients_differ |= contract.gradients_differ
         guard = None
-        if self.strategy.syncs_in_forward:
-            guard = ForwardGuard(module, prepared, self.strategy, self.runtime.world.rank)
+        if contract.needs_forward:
+            pace = self.runtime.pace if self.strategy.is_distributed else None
+            guard = ForwardGuard(prepared, contract, self.runtime.world.rank, pace)
             self.guards = [ref(guard), *(each for each in self.guards if each() is not None)]
         model = FabricModule(
             module,
             prepared,
             self._plan.precision,
             self.runtime.device,
+            contract,
             guard,
-            sharded=self.strategy.shards_modules,
-            casts=not self.strategy.casts_in_forward,
             record=self.record,
-            doors=self.strategy.door_hooks(prepared),
         )
         self.originals.add(uncompiled(module))
-        if self._check_training and self.strategy.shards_modules:
-            for parameter in uncompiled(module).parameters():
-                self._owned[parameter] = None
+        self._owned.update(dict.fromkeys(contract.parameters().values()))
         self.modules[model] = None
         return model
 
@@ -156,7 +155,7 @@ class Session:
             name=str(self._loaders_made),
             seed_workers=seed_workers,
             underway=self._underway,
-            began=self.runtime.pace.began if self.strategy.syncs_in_forward else None,
+            began=self.runtime.pace.began,
             **share,
         )
         self._loaders_made += 1
@@ -270,8 +269,8 @@ class Session:
                 strategy.load_optimizer_state_dict,
             ),
             Access(
-                lambda module: strategy.get_module_shards(prepared_module(module)),
-                lambda module, *rest: strategy.load_module_shards(prepared_module(module), *rest),
+                lambda module: strategy.get_module_state_dict(prepared_module(module), sharded=True),
+                lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest, sharded=True),
             ),
             self.scaler,
         )
@@ -330,9 +329,7 @@ class Session:
             self.runtime.pace.meet()
 
     def _watch_first_steps(self, optimizer: Optimizer) -> None:
-        watch = FirstSteps(
-            optimizer, self._optimizers_made, lambda: list(self.modules), self._owns, self.strategy, self.runtime
-        )
+        watch = FirstSteps(optimizer, self._optimizers_made, lambda: list(self.modules), self._owns, self.runtime)
         self._optimizers_made += 1
         self.first_steps.append(watch)
 
@@ -356,6 +353,8 @@ class Session:
         return self._node_group
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
+        if not self._gradients_differ:
+            return found
         return all_reduce(self.runtime.communicator, found, parse_reduce_op("max"))
 
 

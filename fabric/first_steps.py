@@ -25,7 +25,6 @@ from fabric._torch import local_tensor, uncompiled
 from fabric.errors import UsageError
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
-from fabric.strategies import Strategy
 
 __all__ = ["FirstSteps", "fingerprint"]
 
@@ -55,7 +54,6 @@ class FirstSteps:
         number: tells the optimizers of a job apart; the same on all ranks.
         models: the modules that are set up when it is called.
         owns: whether a parameter belongs to a set-up module.
-        strategy: says what a module's parameters need.
         runtime: the way to the other ranks.
     """
 
@@ -65,11 +63,10 @@ class FirstSteps:
         number: int,
         models: Callable[[], Iterable[FabricModule]],
         owns: Callable[[Tensor], bool],
-        strategy: Strategy,
         runtime: Runtime,
     ) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
-        self._models, self._owns, self._strategy, self._runtime = models, owns, strategy, runtime
+        self._models, self._owns, self._runtime = models, owns, runtime
         self._seen = self._steps = self._backwards = self._without = 0
         self._arrived: set[int] = set()
         self._posted: list[_Posted] = []
@@ -116,7 +113,7 @@ class FirstSteps:
 
     def _check_reduced(self, trained: set[int]) -> None:
         for model in self._models():
-            waiting = {id(parameter) for parameter in self._strategy.unreduced(model._fabric_prepared)} & trained
+            waiting = {id(parameter) for parameter in model._fabric_contract.unreduced()} & trained
             if waiting:
                 raise UsageError(
                     f"{self._kind}.step() on rank {self._runtime.world.rank}",
@@ -128,7 +125,7 @@ class FirstSteps:
 
     def _check_owned(self, optimizer: Optimizer, with_gradient: set[int]) -> None:
         # In a single process nothing has to be synchronised.
-        if not self._strategy.is_distributed:
+        if not self._runtime.world.world_size > 1:
             return
         foreign = [
             f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
@@ -149,7 +146,7 @@ class FirstSteps:
             return
         for model in self._models():
             missing = self._missing(model, trained)
-            if missing and self._strategy.needs_all_gradients(model._fabric_prepared):
+            if missing and model._fabric_contract.needs_all_gradients:
                 raise UsageError(
                     f"{self._kind}.step() on rank {self._runtime.world.rank}",
                     f"no gradient has arrived at {_names(model, missing)}, and without these gradients the others "
@@ -183,7 +180,7 @@ class FirstSteps:
         replicas = [
             (name, parameter)
             for model in self._models()
-            for name, parameter in self._strategy.replicated(model._fabric_prepared).items()
+            for name, parameter in model._fabric_contract.replicated().items()
             if id(parameter) in own
         ]
         if replicas:
@@ -225,7 +222,7 @@ class FirstSteps:
         )
 
     def _cause(self) -> str:
-        models = [model for model in self._models() if self._strategy.replicated(model._fabric_prepared)]
+        models = [model for model in self._models() if model._fabric_contract.replicated()]
         if any(model._fabric_guard is not None and model._fabric_guard.left_local for model in models):
             return "; the last backward pass was inside no_backward_sync, so that these gradients are this rank's own"
         return "; the same hyperparameters, closures, and changes of parameters outside of the optimizer"
@@ -235,7 +232,7 @@ class FirstSteps:
             return
         for model in self._models():
             missing = self._missing(model, trained)
-            if missing and not self._strategy.expects_unused:
+            if missing and not model._fabric_contract.expects_unused:
                 warnings.warn(
                     f"no gradient has arrived in the first {STEPS} steps of {self._kind} at {_names(model, missing)}: "
                     f"they are not trained; parameter.requires_grad_(False) for these, or {_OFF}",

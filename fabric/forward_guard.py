@@ -32,8 +32,9 @@ from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import HookSwitch, operations_behind, operations_recorded
 from fabric.communicators import Record
+from fabric.diagnostics.contract import GradientContract
 from fabric.errors import UsageError
-from fabric.strategies import Strategy
+from fabric.pace import Pace
 from fabric.tree import map_tensors
 
 __all__ = ["ForwardGuard"]
@@ -43,25 +44,26 @@ class ForwardGuard:
     """Watches one module that was set up with a strategy that synchronises in forward.
 
     Args:
-        module: the user's module; hooks go on it and on the submodules that one would call directly.
-        prepared: what the strategy made of it.
-        strategy: says whether a backward pass synchronises at a moment, and explains errors.
+        prepared: what the strategy made of the user's module; hooks go on that and on the submodules that one would
+            call directly.
+        contract: how its gradients are synchronized.
         rank: rank of this process, for the error.
+        pace: told of each forward pass that prepares a synchronisation, where there are other ranks.
     """
 
-    def __init__(self, module: nn.Module, prepared: nn.Module, strategy: Strategy, rank: int) -> None:
+    def __init__(self, prepared: nn.Module, contract: GradientContract, rank: int, pace: Pace | None) -> None:
         self._inside = False
         self._sync_prepared = False
         self._reached = False
         self.left_local = False
         """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        self._pace = strategy.runtime.pace if strategy.is_distributed else None
-        if strategy.is_distributed:
-            self._frozen = [(name, each) for name, each in module.named_parameters() if not each.requires_grad]
-        self._module, self._strategy, self._rank = module, strategy, rank
-        self._syncs = strategy.sync_switch(prepared)
-        self._by_output = strategy.expects_unused
+        self._frozen: list[tuple[str, Tensor]] = []
+        self._pace = pace
+        if pace is not None:
+            self._frozen = [(name, each) for name, each in contract.parameters().items() if not each.requires_grad]
+        self._module, self._contract, self._rank = contract.module, contract, rank
+        self._syncs = contract.synchronizes
+        self._by_output = contract.expects_unused
         self._suspects = False
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronisation.
         self._computed: deque[tuple[int, int, bool]] = deque(maxlen=1000)
@@ -71,7 +73,7 @@ class ForwardGuard:
         trained = [] if self._by_output else [each for each in prepared.parameters() if each.requires_grad]
         self._on_parameter = trained[0].register_hook(self._arrived) if trained else None
         self._doors = HookSwitch()
-        for path, child in _callable_parts(module):
+        for path, child in _callable_parts(contract.module):
             self._doors.add(child.register_forward_hook(_DoorHook(self, f"{path}(...)")))
 
     @property
@@ -100,7 +102,7 @@ class ForwardGuard:
                 doors.off()
                 output = forward(*args, **kwargs)
             except RuntimeError as error:
-                self._strategy.explain(error)
+                self._contract.explain(error)
                 record.annotate(error)
                 raise
             finally:

@@ -73,8 +73,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
         )
     _refuse_mixed_precision(self)
     optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
-    self.check_optimizers(optimizers, module)
-    self.check_module(module)
+    self.check_setup(module, optimizers)
     self.runtime.precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
     for optimizer in optimizers:
@@ -95,7 +94,7 @@ def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
     """
     _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
     optimizers = _optimizers_of(trainer)
-    self.check_optimizers(optimizers)
+    self.check_setup(None, optimizers)
     for optimizer in optimizers:
         self.setup_optimizer(optimizer)
 
@@ -234,6 +233,8 @@ class DDPSpawnPlugin(DDPStrategy):
         )
         self.model: nn.Module | None = None
         self.mp_queue = _Mailbox()
+
+    _casts_in_forward = False
 
     setup = _setup
     setup_optimizers = _setup_optimizers
@@ -399,6 +400,8 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         )
         self.model: nn.Module | None = None
 
+    _casts_in_forward = True
+
     setup = _setup
     setup_optimizers = _setup_optimizers
     model_to_device = _model_to_device
@@ -448,9 +451,9 @@ def _one_precision(plugin: Any, precision: Any) -> Any:
     return older
 
 
-def _refuse_mixed_precision(strategy: ParallelStrategy) -> None:
+def _refuse_mixed_precision(strategy: _Older) -> None:
     precision = strategy.runtime.precision
-    autocasts = precision.compute_dtype is not None and not strategy.casts_in_forward
+    autocasts = precision.compute_dtype is not None and not strategy._casts_in_forward
     if autocasts or precision.loss_scaling:
         raise ConfigurationError(
             f"{type(strategy).__name__}.setup(trainer) with precision={precision.name!r}",

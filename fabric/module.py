@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fabric._torch import HookSwitch, uncompiled
 from fabric.communicators import Record
+from fabric.diagnostics.contract import GradientContract
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
@@ -44,11 +45,9 @@ class FabricModule(nn.Module):
         prepared: what the strategy made of it.
         precision: dtypes of the forward pass.
         device: device of this process.
+        contract: how the gradients are synchronized.
         guard: watches the other doors, under a strategy that synchronises in forward.
-        sharded: whether parameters are spread over ranks.
-        casts: whether inputs and outputs are cast here; false where the prepared module does it.
         record: where forward passes are noted, if anywhere.
-        doors: hooks of the strategy's own that have nothing to say within a forward pass.
     """
 
     def __init__(
@@ -57,22 +56,20 @@ class FabricModule(nn.Module):
         prepared: nn.Module,
         precision: Precision,
         device: torch.device,
+        contract: GradientContract,
         guard: ForwardGuard | None = None,
-        sharded: bool = False,
-        casts: bool = True,
         record: Record | None = None,
-        doors: HookSwitch | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
-        forward = _cast_forward(module, prepared, precision, device) if casts else prepared
+        forward = prepared if contract.casts else _cast_forward(module, prepared, precision, device)
         # torch puts this in front of the name of what it shards.
-        phase = f"forward of {type(original).__name__.removeprefix('FSDP' if sharded else '')}"
+        phase = f"forward of {type(original).__name__.removeprefix('FSDP' if contract.is_sharded else '')}"
         if guard is not None:
             # Without a watchdog nobody reads what is noted.
             forward = guard.front_door(forward, record or Record(explain=str), phase)
         elif record is not None:
-            forward = _recorded_forward(forward, record, phase, doors or HookSwitch())
+            forward = _recorded_forward(forward, record, phase, contract.part_hooks or HookSwitch())
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -83,7 +80,7 @@ class FabricModule(nn.Module):
             _fabric_precision=precision,
             _fabric_device=device,
             _fabric_guard=guard,
-            _fabric_sharded=sharded,
+            _fabric_contract=contract,
             _fabric_marked=set(),
             _fabric_forward=forward,
         )
@@ -164,12 +161,12 @@ class FabricModule(nn.Module):
         return _unpickle, (self._fabric_module, self._fabric_precision, self._fabric_device, self._fabric_marked)
 
     def _rebuilt(self, module: nn.Module, prepared: nn.Module) -> "FabricModule":
-        copied = FabricModule(module, prepared, self._fabric_precision, self._fabric_device)
+        copied = _without_strategy(module, prepared, self._fabric_precision, self._fabric_device)
         copied._fabric_marked.update(self._fabric_marked)
         return copied
 
     def _check_copyable(self, asked: str, instead: str) -> None:
-        if self._fabric_sharded:
+        if self._fabric_contract.is_sharded:
             raise UsageError(
                 asked,
                 "its parameters are spread over the ranks, and a copy of this rank's shards is no model",
@@ -270,7 +267,15 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
         restore(module)
 
 
+def _without_strategy(
+    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device
+) -> FabricModule:
+    original = uncompiled(module)
+    contract = GradientContract(module=original, parameters=lambda: dict(original.named_parameters()))
+    return FabricModule(module, prepared, precision, device, contract)
+
+
 def _unpickle(module: nn.Module, precision: Precision, device: torch.device, marked: set[str]) -> FabricModule:
-    loaded = FabricModule(module, module, precision, device)
+    loaded = _without_strategy(module, module, precision, device)
     loaded._fabric_marked.update(marked)
     return loaded

@@ -77,18 +77,19 @@ def sync_states(fabric: Fabric) -> list[bool]:
     net = Net()
     model = fabric.setup(net)
     strategy, prepared = fabric.strategy, model._fabric_prepared
+    synchronizes = strategy.gradient_contract(prepared).synchronizes
     seen = []
     with fabric.no_backward_sync(model):
         with fabric.no_backward_sync(model, enabled=False), fabric.no_backward_sync([model, model]):
-            seen.append(strategy.backward_syncs(prepared))
+            seen.append(synchronizes())
         with strategy.block_backward_sync(prepared):
             pass
-        seen.append(strategy.backward_syncs(prepared))
+        seen.append(synchronizes())
     try:
         with fabric.no_backward_sync(model):
             raise KeyError
     except KeyError:
-        seen.append(strategy.backward_syncs(prepared))
+        seen.append(synchronizes())
     return seen
 
 

@@ -604,9 +604,9 @@ def test_a_context_that_is_never_entered_changes_nothing() -> None:
     with single(strategy="ddp") as fabric:
         models = [fabric.setup(Net()), fabric.setup(Net())]
         context = fabric.no_backward_sync(models)
-        assert fabric.strategy.backward_syncs(models[0]._fabric_prepared)
+        assert fabric.strategy.gradient_contract(models[0]._fabric_prepared).synchronizes()
         with context:
-            assert not fabric.strategy.backward_syncs(models[1]._fabric_prepared)
+            assert not fabric.strategy.gradient_contract(models[1]._fabric_prepared).synchronizes()
 
 
 def test_seeding_gives_the_same_numbers_again() -> None:

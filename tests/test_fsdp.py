@@ -117,20 +117,21 @@ def test_groups_of_an_optimizer_without_state_point_at_the_shards() -> None:
 def sync_states(fabric: Fabric) -> list[bool]:
     model = fabric.setup(Net())
     strategy, prepared = fabric.strategy, model._fabric_prepared
+    synchronizes = strategy.gradient_contract(prepared).synchronizes
     seen = []
     with fabric.no_backward_sync(model):
         with fabric.no_backward_sync(model, enabled=False), fabric.no_backward_sync([model, model]):
-            seen.append(strategy.backward_syncs(prepared))
+            seen.append(synchronizes())
         with strategy.block_backward_sync(prepared):
             pass
         fabric.backward(model(torch.ones(1, 4)).sum())
-        seen.append(strategy.backward_syncs(prepared) or any(p.grad is not None for p in model.parameters()))
+        seen.append(synchronizes() or any(p.grad is not None for p in model.parameters()))
     try:
         with fabric.no_backward_sync(model):
             raise KeyError
     except KeyError:
         fabric.backward(model(torch.ones(1, 4)).sum())
-        seen.append(strategy.backward_syncs(prepared) and all(p.grad is not None for p in model.parameters()))
+        seen.append(synchronizes() and all(p.grad is not None for p in model.parameters()))
     return seen
 
 
@@ -298,7 +299,7 @@ def test_the_strategy_works_without_fabric() -> None:
     try:
         model = strategy.setup_module(strategy.module_to_device(Net()))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        strategy.check_optimizers([optimizer])
+        strategy.check_setup(None, [optimizer])
         model(torch.ones(1, 4)).sum().backward()
         assert strategy.optimizer_step(optimizer, lambda: 5.0) == 5.0
         state = strategy.get_optimizer_state_dict(optimizer)

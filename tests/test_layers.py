@@ -15,6 +15,7 @@ LAYERS = [
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["collectives", "scaling", "clipping", "data", "deferred", "pace", "watchdog"],
+    ["diagnostics"],
     ["runtime", "_evaluation"],
     ["strategies", "checkpoint", "loggers"],
     ["_names"],
@@ -35,6 +36,7 @@ ORDER = {
     "communicators": "_callers _calls base _ledger local process_group recorded checked",
     "data": "rounds copies base order whole loader",
     "deferred": "base recorder",
+    "diagnostics": "contract",
     "launchers": "_custody _patience _transport base _failures _agent _signals _rank _supervision _fresh inline "
     "_forkserver processes notebook script",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "

@@ -168,7 +168,7 @@ def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
     models = [fabric.setup(Net()), fabric.setup(Net())]
 
     def synced() -> list[bool]:
-        return [strategy.backward_syncs(model._fabric_prepared) for model in models]
+        return [strategy.gradient_contract(model._fabric_prepared).synchronizes() for model in models]
 
     seen = {"before": synced()}
     with strategy.block_backward_sync():
@@ -206,7 +206,7 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
         strategy.block_backward_sync()
         with strategy.model_sharded_context():
             net = Net()
-        assert net.head.weight.is_meta == strategy.shards_modules
+        assert net.head.weight.is_meta == isinstance(strategy, FSDPStrategy)
         strategy.barrier("a name", "something else", loop=3)
         if isinstance(strategy, DDPSpawnPlugin):
             strategy.pre_backward(torch.ones(()))
@@ -305,7 +305,9 @@ def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
     strategy.model = net = Net()
     strategy.model_to_device()
     text = outcome(strategy.setup)
-    return (net.head.weight.dtype, strategy.backward_syncs(strategy.model)) if text == "fine" else text
+    return (
+        (net.head.weight.dtype, strategy.gradient_contract(strategy.model).synchronizes()) if text == "fine" else text
+    )
 
 
 def test_without_a_trainer_the_model_of_the_strategy_is_set_up_in_its_precision() -> None:

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
@@ -18,10 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabric._torch import HookSwitch, uncompiled
+from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
 from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, NonMember
+from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.initialization import check_source, created_on
@@ -30,7 +30,7 @@ from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "ParallelStrategy", "Strategy", "check_passed_on"]
+__all__ = ["Group", "ParallelStrategy", "Strategy", "check_passed_on", "refuse_unprepared"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
@@ -53,24 +53,12 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     # Capabilities: what the layers above ask instead of the type.
-    connects_processes: ClassVar[bool] = False
+    connects_processes: ClassVar[bool]
     """Whether the processes of the job talk to each other."""
-    syncs_in_forward: ClassVar[bool] = False
-    """Whether gradients are synchronised only for forward passes through the prepared module."""
-    drives_all_devices: ClassVar[bool] = False
+    drives_all_devices: ClassVar[bool]
     """Whether one process drives all devices of its node."""
-    shards_modules: ClassVar[bool] = False
-    """Whether the parameters of a prepared module are spread over ranks."""
-    saves_shards: bool = False
-    """Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen."""
-
     _wrapper: ClassVar[type[nn.Module] | None] = None
     """What a prepared module is, where that is not the user's own."""
-
-    process_group_backend: str | None = None
-    timeout: timedelta = DEFAULT_TIMEOUT
-    start_method: str = "popen"
-    num_nodes: int = 1
 
     def __init__(
         self,
@@ -87,6 +75,12 @@ class Strategy(ABC):
         self.cluster_environment = cluster_environment
         self.checkpoint_io = checkpoint_io
         self.precision = None if precision is None else parse_precision(precision)
+        self.process_group_backend: str | None = None
+        self.timeout = DEFAULT_TIMEOUT
+        self.start_method = "popen"
+        self.num_nodes = 1
+        # Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen.
+        self.saves_shards = False
         self._runtime: Runtime | None = None
 
     # -- the life of a process ------------------------------------------------------------------------------------
@@ -122,14 +116,14 @@ class Strategy(ABC):
             self._runtime.close()
             self._runtime = None
 
-    def explain(self, exception: BaseException) -> None:
-        """Add a note to an error of torch that tells what to do about it, where this strategy knows."""
-
     def on_exception(self, exception: BaseException) -> None:
         """Called when the user's loop raises: adds the hint that fits, and lets go of the other ranks."""
-        self.explain(exception)
+        self._explain(exception)
         if self._runtime is not None:
             self._runtime.abort()
+
+    def _explain(self, exception: BaseException) -> None:
+        """Add a note to an error of torch that tells what to do about it, where this strategy knows."""
 
     @property
     def runtime(self) -> Runtime:
@@ -189,21 +183,6 @@ class Strategy(ABC):
             return None
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    @property
-    def casts_in_forward(self) -> bool:
-        """Whether prepared modules cast inputs and outputs themselves, so that nobody else may."""
-        return False
-
-    @property
-    def gradients_differ(self) -> bool:
-        """Whether ranks hold different gradients when they step, as shards or as replicas that drift."""
-        return False
-
-    @property
-    def expects_unused(self) -> bool:
-        """Whether it was said that some parameters may take no part in the loss."""
-        return False
-
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     def module_to_device(self, module: M) -> M:
@@ -214,20 +193,30 @@ class Strategy(ABC):
         """Move the tensors of any collection to ``device``, or to this process's; see :func:`fabric.tree.to_device`."""
         return to_device(batch, self.root_device if device is None else device)
 
-    def check_module(self, module: nn.Module) -> None:
-        """Raise for a module that this strategy cannot set up; called before anything changes. May be collective."""
+    def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
+        """Raise for what this strategy cannot set up; called before anything changes. May be collective.
+
+        Args:
+            module: the user's module that is about to be set up; None if there is none.
+            optimizers: those that are about to be set up, together with the module if there is one.
+        """
+        tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+        if meta := [name for name, tensor in tensors if tensor.is_meta]:
+            raise ConfigurationError(
+                f"setup({type(module).__name__})",
+                f"these have no values, being on the meta device: {', '.join(meta)}",
+                'modules with values; ones on the meta device under strategy="fsdp", from fabric.init_module()',
+                "with fabric.init_module(): model = Model(), in place of torch.device('meta')",
+            )
 
     @abstractmethod
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Make the prepared module of a user's module that is on its device already; may be collective."""
 
-    def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
-        """Raise a UsageError for optimizers that this strategy cannot set up; called before anything changes.
-
-        Args:
-            optimizers: what is about to be set up.
-            module: the user's module that is about to be set up together with them; None if there is none.
-        """
+    def gradient_contract(self, prepared: nn.Module) -> GradientContract:
+        """How the gradients of a prepared module are synchronized; what diagnostics read."""
+        module = self._users(prepared)
+        return GradientContract(module=module, parameters=lambda: dict(module.named_parameters()))
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""
@@ -246,16 +235,20 @@ class Strategy(ABC):
         check_source(source)
         return created_on(self.root_device, self.runtime.precision.param_dtype, empty_init)
 
-    def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Older name of :meth:`module_init_context`."""
-        return self.module_init_context()
+    def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
+        """The state dict of a prepared or user's module under the user's own names.
 
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict of a prepared or user's module under the user's own names."""
+        Args:
+            module: the module.
+            sharded: give sharded parameters as DTensors, which is never a collective. The tensors are those of the
+                module, not copies. Else they are full tensors, complete on every rank.
+        """
         return self._users(module).state_dict()
 
-    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict with the user's own names into a prepared or user's module."""
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, sharded: bool = False
+    ) -> None:
+        """Load what :meth:`get_module_state_dict` returned into a prepared or user's module."""
         self._users(module).load_state_dict(state_dict, strict=strict)
 
     def _users(self, module: nn.Module) -> nn.Module:
@@ -272,17 +265,6 @@ class Strategy(ABC):
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`get_optimizer_state_dict` returned, under this strategy or another."""
         optimizer.load_state_dict(dict(state_dict))
-
-    def get_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        """As :meth:`get_module_state_dict`, with DTensors for what is spread over ranks; never a collective.
-
-        The tensors are those of the module, not copies: what is written into them is in the module.
-        """
-        return self.get_module_state_dict(module)
-
-    def load_module_shards(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load what :meth:`get_module_shards` returned, spread over the same ranks; never a collective."""
-        self.load_module_state_dict(module, state_dict, strict)
 
     def optimizer_step(
         self,
@@ -301,27 +283,6 @@ class Strategy(ABC):
         there is nothing to synchronise.
         """
         return nullcontext()
-
-    def refuse_unprepared(self, module: nn.Module) -> NoReturn:
-        """Raise for a module whose gradients this strategy does not synchronise."""
-        raise UsageError(
-            f"no_backward_sync({type(module).__name__}) on rank {self.global_rank}",
-            f"it was not set up with {type(self).__name__}, so that nothing is synchronised in its backward pass",
-            "a module that setup() returned",
-            "model = fabric.setup_module(model) first",
-        )
-
-    def backward_syncs(self, module: nn.Module) -> bool:
-        """Whether a backward pass through this prepared module, now, would synchronise gradients."""
-        return False
-
-    def sync_switch(self, module: nn.Module) -> Callable[[], bool]:
-        """:meth:`backward_syncs` of this prepared module as a function, for those who ask several times in a step."""
-        return partial(self.backward_syncs, module)
-
-    def door_hooks(self, module: nn.Module) -> HookSwitch:
-        """Hooks on parts of this prepared module that have nothing to say within its forward pass."""
-        return HookSwitch()
 
     def join(
         self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True
@@ -343,18 +304,6 @@ class Strategy(ABC):
             "equally many batches on all ranks, or DDP",
             'fabric.setup_dataloaders(loader, uneven="drop"), or strategy="ddp"',
         )
-
-    def needs_all_gradients(self, module: nn.Module) -> bool:
-        """Whether gradients of this prepared module are right only if all its parameters got one."""
-        return False
-
-    def replicated(self, module: nn.Module) -> dict[str, Tensor]:
-        """Parameters of this prepared module, by the user's names, that are to be equal on all ranks after a step."""
-        return {}
-
-    def unreduced(self, module: nn.Module) -> list[Tensor]:
-        """Parameters of this prepared module whose gradients were computed, and not yet put where a step sees them."""
-        return []
 
     def block_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Older name of :meth:`no_backward_sync`."""
@@ -467,6 +416,7 @@ class ParallelStrategy(Strategy):
     """
 
     connects_processes = True
+    drives_all_devices = False
 
     def __init__(
         self,
@@ -506,6 +456,17 @@ class ParallelStrategy(Strategy):
             wrong, valid = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
         if wrong:
             raise ConfigurationError(f"{asked}(...)", wrong, valid, f"{asked}() for the defaults")
+
+
+def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
+    """Raise for a module whose gradients this strategy does not synchronize."""
+    name = type(strategy).__name__
+    raise UsageError(
+        f"no_backward_sync({type(module).__name__}) on rank {strategy.global_rank}",
+        f"it was not set up with {name}, so that nothing is synchronized in its backward pass",
+        "a module that setup() returned",
+        "model = fabric.setup_module(model) first",
+    )
 
 
 def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:

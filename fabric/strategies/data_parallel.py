@@ -15,7 +15,7 @@ from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import Runtime
-from fabric.strategies.base import Group, Strategy
+from fabric.strategies.base import Group, ParallelStrategy
 from fabric.strategies.replicas import CopiedDataParallel, ThreadedDataParallel
 from fabric.tree import flatten, leaf_paths, map_tensors
 
@@ -36,7 +36,7 @@ _REDUCTIONS: Mapping[Reduce, Callable[[Tensor], Tensor]] = {
 }
 
 
-class DataParallelStrategy(Strategy):
+class DataParallelStrategy(ParallelStrategy):
     """Data parallelism in one process by :class:`torch.nn.DataParallel`.
 
     Each forward pass replicates the module to every device and splits the batch over the replicas along dim 0; their
@@ -62,6 +62,7 @@ class DataParallelStrategy(Strategy):
     """
 
     name = "dp"
+    connects_processes = False
     drives_all_devices = True
     _wrapper = nn.DataParallel
 

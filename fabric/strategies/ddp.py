@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -21,11 +22,12 @@ from typing_extensions import override
 
 from fabric._torch import leave_join, uncompiled
 from fabric.accelerators import Accelerator
+from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.base import ParallelStrategy, check_passed_on
+from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.strategies.sync_batchnorm import SyncedBatchNorms
 
 __all__ = ["DDPStrategy"]
@@ -62,7 +64,6 @@ class DDPStrategy(ParallelStrategy):
     """
 
     name = "ddp"
-    syncs_in_forward = True
     _wrapper = DistributedDataParallel
 
     def __init__(
@@ -99,16 +100,6 @@ class DDPStrategy(ParallelStrategy):
         self._batchnorms = SyncedBatchNorms()
         self._averaging: list[RemovableHandle] = []
 
-    @property
-    @override
-    def gradients_differ(self) -> bool:
-        return self.model_averaging_period is not None
-
-    @property
-    @override
-    def expects_unused(self) -> bool:
-        return bool(self.ddp_kwargs.get("find_unused_parameters") or self.ddp_kwargs.get("static_graph"))
-
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
         if self.sync_batchnorm and accelerator.name == "cpu":
@@ -134,7 +125,7 @@ class DDPStrategy(ParallelStrategy):
             wrapper.register_comm_hook(self._state_of_hook(), hook)
         # Last in its attributes, so that it goes after the reducer when the wrapper is freed.
         object.__setattr__(wrapper, "_fabric_group", _KeepsGroup(wrapper.process_group))
-        self._wrappers[wrapper] = list(_synchronised(wrapper))
+        self._wrappers[wrapper] = list(_synchronized(wrapper))
         return wrapper
 
     @override
@@ -155,18 +146,26 @@ class DDPStrategy(ParallelStrategy):
         if not enabled or not any(parameter.requires_grad for parameter in module.parameters()):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
-            self.refuse_unprepared(module)
+            refuse_unprepared(self, module)
         return _without_sync(module)
 
     @override
-    def backward_syncs(self, module: nn.Module) -> bool:
-        return self.sync_switch(module)()
-
-    @override
-    def sync_switch(self, module: nn.Module) -> Callable[[], bool]:
-        # No function of Python: it is asked in every step. Without trainable parameters there is no wrapper.
-        is_wrapped = isinstance(module, DistributedDataParallel)
-        return partial(attrgetter("require_backward_grad_sync"), module) if is_wrapped else bool
+    def gradient_contract(self, prepared: nn.Module) -> GradientContract:
+        wrapper = prepared if isinstance(prepared, DistributedDataParallel) else None
+        drifts = self.model_averaging_period is not None
+        unused = bool(self.ddp_kwargs.get("find_unused_parameters") or self.ddp_kwargs.get("static_graph"))
+        is_replicated = self.is_distributed and not drifts
+        return replace(
+            super().gradient_contract(prepared),
+            # No function of Python: it is called in every step. Without trainable parameters there is no wrapper.
+            synchronizes=partial(attrgetter("require_backward_grad_sync"), wrapper) if wrapper else bool,
+            needs_forward=True,
+            needs_all_gradients=wrapper is not None and not unused,
+            expects_unused=unused,
+            gradients_differ=drifts,
+            replicated=partial(_synchronized, wrapper) if wrapper and is_replicated else dict,
+            explain=self._explain,
+        )
 
     @override
     def join(
@@ -190,17 +189,7 @@ class DDPStrategy(ParallelStrategy):
         return _joined(modules, divide_by_initial_world_size)
 
     @override
-    def needs_all_gradients(self, module: nn.Module) -> bool:
-        return isinstance(module, DistributedDataParallel) and not self.expects_unused
-
-    @override
-    def replicated(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        if not self.is_distributed or self.gradients_differ or not isinstance(module, DistributedDataParallel):
-            return {}
-        return _synchronised(module)
-
-    @override
-    def explain(self, exception: BaseException) -> None:
+    def _explain(self, exception: BaseException) -> None:
         for wrapper, names in self._wrappers.items():
             _name_unused_parameters(exception, type(uncompiled(wrapper.module)).__name__, names)
 
@@ -247,7 +236,7 @@ class _KeepsGroup:
         return _KeepsGroup, ()
 
 
-def _synchronised(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
+def _synchronized(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """The trained parameters but those that a user has told torch to leave alone, by the user's names."""
     inner = wrapper.module
     prefix = "" if uncompiled(inner) is inner else "_orig_mod."

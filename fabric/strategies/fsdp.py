@@ -17,14 +17,15 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._torch import HookSwitch, full_tensor, local_tensor, uncompiled, unreduced_parameters
+from fabric._torch import full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
+from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, FabricError, UsageError
 from fabric.initialization import check_source
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
-from fabric.strategies.base import ParallelStrategy
+from fabric.strategies.base import ParallelStrategy, refuse_unprepared
 from fabric.strategies.doors import Doors
 from fabric.strategies.fsdp_options import (
     check_device_mesh,
@@ -96,7 +97,6 @@ class FSDPStrategy(ParallelStrategy):
     """
 
     name = "fsdp"
-    shards_modules = True
 
     def __init__(
         self,
@@ -139,16 +139,6 @@ class FSDPStrategy(ParallelStrategy):
         self._forget()
 
     # -- what the layers above ask --------------------------------------------------------------------------------
-
-    @property
-    @override
-    def gradients_differ(self) -> bool:
-        return True
-
-    @property
-    @override
-    def casts_in_forward(self) -> bool:
-        return self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
@@ -222,6 +212,10 @@ class FSDPStrategy(ParallelStrategy):
             return self._nursery.receiving(dtype, empty_init, self.global_rank)
         return self._nursery.building(dtype, empty_init)
 
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Older name of :meth:`module_init_context`."""
+        return self.module_init_context()
+
     @override
     def module_to_device(self, module: M) -> M:
         # What has no memory yet, or is whole in rank 0's, gets to the device in setup_module, shard by shard.
@@ -229,8 +223,10 @@ class FSDPStrategy(ParallelStrategy):
         return module if waits else super().module_to_device(module)
 
     @override
-    def check_module(self, module: nn.Module) -> None:
-        self._examine(uncompiled(module))
+    def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
+        self._check_optimizers(optimizers, module)
+        if module is not None:
+            self._examine(uncompiled(module))
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -260,8 +256,7 @@ class FSDPStrategy(ParallelStrategy):
         blank.check(self.runtime.communicator, refusal)
         return blank, units
 
-    @override
-    def check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None = None) -> None:
+    def _check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:
         own = set() if module is None else set(module.parameters())
         gathered = {p for root in self._doors for p in root.parameters() if local_tensor(p) is p}
         for optimizer in optimizers:
@@ -281,27 +276,26 @@ class FSDPStrategy(ParallelStrategy):
             group["params"][:] = [self._sharded_as.get(parameter, parameter) for parameter in group["params"]]
 
     @override
-    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The whole state dict under the user's own names, complete on every rank. Collective."""
+    def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
+        """The state dict under the user's own names. Collective, but with ``sharded``."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # takes a second
 
+        if sharded:
+            return super().get_module_state_dict(module)
         return get_model_state_dict(uncompiled(module), options=StateDictOptions(full_state_dict=True))
 
     @override
-    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a whole state dict, of which every rank takes its shards. Collective."""
+    def load_module_state_dict(
+        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, sharded: bool = False
+    ) -> None:
+        """Load a state dict; of a full one every rank takes its shards. Collective, but with ``sharded``."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a second
 
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
-
-    @override
-    def get_module_shards(self, module: nn.Module) -> dict[str, Any]:
-        return super().get_module_state_dict(module)
-
-    @override
-    def load_module_shards(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_module_state_dict(module, state_dict, strict)
+        if sharded:
+            super().load_module_state_dict(module, state_dict, strict)
+        else:
+            options = StateDictOptions(full_state_dict=True, strict=strict)
+            set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
 
     @override
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -326,20 +320,23 @@ class FSDPStrategy(ParallelStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         root = uncompiled(module)
         if root not in self._synced:
-            self.refuse_unprepared(module)
+            refuse_unprepared(self, module)
         return self._without_sync(root) if enabled else nullcontext()
 
     @override
-    def backward_syncs(self, module: nn.Module) -> bool:
-        return self._synced.get(uncompiled(module), False)
-
-    @override
-    def door_hooks(self, module: nn.Module) -> HookSwitch:
-        return self._doors[uncompiled(module)].hooks
-
-    @override
-    def unreduced(self, module: nn.Module) -> list[torch.Tensor]:
-        return unreduced_parameters(uncompiled(module))
+    def gradient_contract(self, prepared: nn.Module) -> GradientContract:
+        root = uncompiled(prepared)
+        sharded = dict(root.named_parameters())
+        return GradientContract(
+            module=root,
+            parameters=lambda: sharded,
+            synchronizes=lambda: self._synced[root],
+            gradients_differ=True,
+            unreduced=partial(unreduced_parameters, root),
+            is_sharded=True,
+            casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
+            part_hooks=self._doors[root].hooks,
+        )
 
     @contextmanager
     def _without_sync(self, root: Any) -> Iterator[None]:

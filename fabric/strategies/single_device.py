@@ -25,6 +25,8 @@ class SingleDeviceStrategy(Strategy):
     """
 
     name = "single_device"
+    connects_processes = False
+    drives_all_devices = False
 
     def __init__(
         self,
