@@ -496,7 +496,7 @@ class Fabric:
         if session is None or session.record is None:
             tensor.backward(*args, **kwargs)
         else:
-            session.recorded_backward(session.record, tensor, args, kwargs)
+            session.record.backward(tensor, args, kwargs)
         if session is not None and session.guards:
             session.after_backward(tensor)
         if session is not None and session.first_steps:

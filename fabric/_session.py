@@ -1,6 +1,6 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -17,7 +17,7 @@ from fabric._plan import Plan
 from fabric._torch import uncompiled
 from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
-from fabric.communicators import Communicator, Record
+from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
 from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
@@ -151,7 +151,7 @@ class Session:
             uneven=uneven,
             shard=shard,
             overlap_copies=overlap_copies,
-            agree=self.runtime.agree,
+            agree=self.runtime.store.from_rank0,
             name=str(self._loaders_made),
             seed_workers=seed_workers,
             underway=self._underway,
@@ -169,17 +169,6 @@ class Session:
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the program in which torch may issue collectives by itself."""
         return nullcontext() if self.record is None else self.record.during(name)
-
-    def recorded_backward(self, record: Record, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A backward pass that others may wait for."""
-        before = record.enter("backward")
-        try:
-            tensor.backward(*args, **kwargs)
-        except RuntimeError as error:
-            record.annotate(error)
-            raise
-        finally:
-            record.phase = before
 
     def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""

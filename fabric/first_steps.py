@@ -194,15 +194,15 @@ class FirstSteps:
     def _look(self) -> None:
         waiting, self._posted = self._posted, []
         for posted in waiting:
-            self._refuse_other(posted, self._runtime.peek(self._key(posted, "other")))
+            self._refuse_other(posted, self._runtime.store.get_nowait(self._key(posted, "other")))
 
     def _compare(self, posted: _Posted) -> None:
         own = self._runtime.world.rank.to_bytes(_RANK, "little") + posted.values
-        first = self._runtime.first(self._key(posted, "first"), own)
+        first = self._runtime.store.set_if_absent(self._key(posted, "first"), own)
         if first[_RANK:] != posted.values:
-            self._runtime.post(self._key(posted, "other"), own)
+            self._runtime.store.set(self._key(posted, "other"), own)
             self._refuse_other(posted, first)
-        self._refuse_other(posted, self._runtime.peek(self._key(posted, "other")))
+        self._refuse_other(posted, self._runtime.store.get_nowait(self._key(posted, "other")))
 
     def _key(self, posted: _Posted, which: str) -> str:
         return f"first steps/{self._number}/{posted.step}/{which}"

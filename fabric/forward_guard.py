@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import HookSwitch, operations_behind, operations_recorded
-from fabric.communicators import Record
 from fabric.diagnostics.contract import GradientContract
+from fabric.diagnostics.recorder import FlightRecorder
 from fabric.errors import UsageError
 from fabric.pace import Pace
 from fabric.tree import map_tensors
@@ -81,7 +81,7 @@ class ForwardGuard:
         """Whether a forward pass has prepared a synchronisation, and no backward pass has come for it yet."""
         return self._sync_prepared and not self._reached
 
-    def front_door(self, forward: Callable[..., Any], record: Record, phase: str) -> Callable[..., Any]:
+    def front_door(self, forward: Callable[..., Any], record: FlightRecorder, phase: str) -> Callable[..., Any]:
         """``forward`` as the front door: watched, and noted in the record of this process as a phase."""
         syncs, doors = self._syncs, self._doors
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fabric._torch import HookSwitch, uncompiled
-from fabric.communicators import Record
 from fabric.diagnostics.contract import GradientContract
+from fabric.diagnostics.recorder import FlightRecorder
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.forward_guard import ForwardGuard
 from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
@@ -58,7 +58,7 @@ class FabricModule(nn.Module):
         device: torch.device,
         contract: GradientContract,
         guard: ForwardGuard | None = None,
-        record: Record | None = None,
+        record: FlightRecorder | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
@@ -67,7 +67,7 @@ class FabricModule(nn.Module):
         phase = f"forward of {type(original).__name__.removeprefix('FSDP' if contract.is_sharded else '')}"
         if guard is not None:
             # Without a watchdog nobody reads what is noted.
-            forward = guard.front_door(forward, record or Record(explain=str), phase)
+            forward = guard.front_door(forward, record or FlightRecorder(explain=str), phase)
         elif record is not None:
             forward = _recorded_forward(forward, record, phase, contract.part_hooks or HookSwitch())
         self.__dict__.update(
@@ -226,7 +226,7 @@ def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> 
     return run
 
 
-def _recorded_forward(forward: Forward, record: Record, phase: str, doors: HookSwitch) -> Forward:
+def _recorded_forward(forward: Forward, record: FlightRecorder, phase: str, doors: HookSwitch) -> Forward:
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # notes are no part of a graph, and would break it
             return forward(*args, **kwargs)

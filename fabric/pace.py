@@ -9,12 +9,15 @@ It is done where it can matter: after the end of an iteration over a prepared lo
 ranks have different lengths, or lengths that nobody knows.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+from fabric.communicators import Collective
+from fabric.diagnostics.recorder import JOB, Entry
 from fabric.errors import UsageError
+from fabric.store import JobStore
 
 __all__ = ["Pace", "Progress"]
 
@@ -44,19 +47,12 @@ class Pace:
     Args:
         rank: of this process.
         neighbours: ranks whose place is looked at.
-        post: leaves a value for other ranks.
-        peek: what another rank left, or None.
+        store: where the ranks leave their places for each other.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        neighbours: tuple[int, ...],
-        post: Callable[[str, bytes], None],
-        peek: Callable[[str], bytes | None],
-    ) -> None:
+    def __init__(self, rank: int, neighbours: tuple[int, ...], store: JobStore) -> None:
         self._joined, self._generation = "", 0
-        self._rank, self._neighbours, self._post, self._peek = rank, neighbours, post, peek
+        self._rank, self._neighbours, self._store = rank, neighbours, store
         self._steps = self._collectives = 0
         self._suspects = False
         # The iteration that began last, and the one whose batches the last step was for.
@@ -74,7 +70,7 @@ class Pace:
         if self._neighbours:
             loader, _, number = key.rpartition("/")
             # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
-            self._post(f"batches/{loader}/{self._rank}", f"{number} {length}".encode())
+            self._store.set(f"batches/{loader}/{self._rank}", f"{number} {length}".encode())
             self._latest = _Iteration(loader, int(number), progress, length, list(self._neighbours))
 
     def step(self) -> None:
@@ -95,11 +91,16 @@ class Pace:
             self._compare(self._trained)
         if not first and not self._suspects:
             return
-        self._post(self._key("step", self._rank), f"{self._steps} {between}".encode())
+        self._store.set(self._key("step", self._rank), f"{self._steps} {between}".encode())
         for other in self._neighbours:
             steps, collectives, batches = self._numbers(self._key("left", other), 3)
             if steps == self._steps - 1 and between < collectives:
                 self._refuse(f"step {self._steps} of rank {self._rank}", other, batches, self._rank)
+
+    def check(self, entry: Entry, collective: Collective) -> None:
+        """Note that a collective begins; see :meth:`meet`."""
+        if entry.group == JOB:
+            self.meet()
 
     def meet(self) -> None:
         """Note that a collective over all ranks begins, or that this rank leaves.
@@ -148,7 +149,7 @@ class Pace:
         return f"{what}/{self._generation}/{rank}"
 
     def _leave(self, batches: int) -> None:
-        self._post(self._key("left", self._rank), f"{self._steps} {self._collectives} {batches}".encode())
+        self._store.set(self._key("left", self._rank), f"{self._steps} {self._collectives} {batches}".encode())
         for other in self._neighbours:
             steps, collectives = self._numbers(self._key("step", other), 2)
             if steps == self._steps + 1 and collectives < self._collectives:
@@ -159,7 +160,7 @@ class Pace:
         if iteration.length is None:
             self._suspects = True
         for other in list(iteration.unseen):
-            theirs = self._peek(f"batches/{iteration.loader}/{other}")
+            theirs = self._store.get_nowait(f"batches/{iteration.loader}/{other}")
             number, length = (b"-1", b"") if theirs is None else theirs.split()
             if int(number) >= iteration.number:
                 iteration.unseen.remove(other)
@@ -167,7 +168,7 @@ class Pace:
                 self._suspects |= int(number) > iteration.number or length.decode() != str(iteration.length)
 
     def _numbers(self, key: str, count: int) -> list[int]:
-        found = self._peek(key)
+        found = self._store.get_nowait(key)
         return [-1] * count if found is None else [int(number) for number in found.split()]
 
     def _refuse(self, asked: str, early: int, batches: int, late: int) -> NoReturn:

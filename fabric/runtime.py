@@ -2,27 +2,26 @@
 
 import time
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from fabric import communicators
 from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
-from fabric.communicators import (
-    Communicator,
-    LocalCommunicator,
-    ProcessGroupCommunicator,
-    Record,
-    RecordedCommunicator,
-)
+from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
+from fabric.diagnostics.recorder import Check, FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers import RunDirectory
 from fabric.pace import Pace
 from fabric.precision import Precision
+from fabric.store import JobStore
 from fabric.watchdog import DEFAULT_WATCHDOG, Watchdog
 from fabric.world import World
+
+if TYPE_CHECKING:
+    from fabric.diagnostics.checker import CollectiveChecker
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
@@ -47,7 +46,9 @@ class Runtime:
         watchdog: how long a rank waits for others before a report is printed; zero for never.
 
     Attributes:
+        pace: the order of steps and collectives, compared with that of other ranks.
         record: what this process is doing, where there are others that may wait for it; else None.
+        store: what the ranks leave for each other.
     """
 
     def __init__(
@@ -68,15 +69,17 @@ class Runtime:
         # A scheduler may show each process only its own device.
         self.device = devices[world.local_rank % len(devices)]
         self._connected, self._backend, self._timeout = connected, backend, timeout
-        self._checks, self._threshold = check_collectives, watchdog
+        self._compares, self._threshold = check_collectives, watchdog
         self._watchdog: Watchdog | None = None
-        self.record: Record | None = None
+        self.record: FlightRecorder | None = None
+        self.store = JobStore(dist.HashStore(), 0, 1)
+        self.pace = Pace(world.rank, (), self.store)
+        self._checks: list[Check] = []
+        self._checker: CollectiveChecker | None = None
         self._communicator: Communicator | None = None
         self._background: Communicator | None = None
-        self._store: dist.Store | None = None
         self._owns_group = False
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
-        self.pace = Pace(world.rank, world.neighbours, self.post, self.peek)
 
     @property
     def communicator(self) -> Communicator:
@@ -88,39 +91,49 @@ class Runtime:
                 "collectives between launch() and teardown()",
                 "fabric.launch() before the first collective",
             )
-        self.pace.meet()
         return self._communicator
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
-        """Take the device and meet the other processes.
+        """Take the device and connect to the other processes.
 
-        Collective when the processes of the job talk: returns once all are there.
+        Collective when the processes of the job communicate: returns once all are there.
 
         Args:
-            communicator: how this rank talks to the others, from a caller that has connected them.
+            communicator: the collectives over all ranks, from a caller that has connected them.
             store: where they leave values for each other, likewise.
         """
         self.accelerator.activate(self.device)
-        if communicator is not None:
-            self._communicator, self._store = communicator, store
-        elif not self._connected:
+        if communicator is None and not self._connected:
             self._communicator = LocalCommunicator(self.device)
             return
-        else:
-            self._store = self._connect()
-            self._communicator = ProcessGroupCommunicator(None, self.device, self._timeout)
-        if self._checks and self._store is not None and self.world.world_size > 1:
-            store = dist.PrefixStore("checks", self._store)
-            ledger = communicators.Ledger(store, self.world.rank, self.world.world_size, self._timeout)
-            self._communicator = communicators.CheckedCommunicator(self._communicator, ledger)
-        if communicator is None and self.world.world_size > 1:
-            self._watch(self._communicator)
+        world, shared = self.world, store or self._connect()
+        self.store = JobStore(shared, world.rank, world.world_size)
+        inner = communicator or ProcessGroupCommunicator(None, self.device, self._timeout)
+        self._communicator = inner
+        if world.world_size == 1:
+            return
+        self.pace = Pace(world.rank, world.neighbours, self.store)
+        self._checks = [self.pace.check]
+        if self._compares:
+            # A file that few programs need.
+            from fabric.diagnostics.checker import CollectiveChecker
+
+            own = dist.PrefixStore("checks", shared)
+            self._checker = CollectiveChecker(own, world.rank, world.world_size, self._timeout)
+            self._checks.append(self._checker.check)
+        self._watchdog = self._watch(shared, inner.device) if communicator is None else None
+        self.record = FlightRecorder() if self._watchdog is None else self._watchdog.record
+        self._communicator = RecordedCommunicator(inner, self.record, self._checks)
+        if self._watchdog is not None:
+            self._watchdog.start()
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """The collectives over a process group of torch, checked and recorded where all are; not a collective."""
         inner = ProcessGroupCommunicator(group, self.device, self._timeout)
-        whole = self._communicator or self.communicator
-        return whole.over(inner, f"torch {group.group_name}", dist.get_process_group_ranks(group))
+        if self.record is None:
+            return inner
+        ranks = dist.get_process_group_ranks(group)
+        return RecordedCommunicator(inner, self.record, self._checks, f"torch {group.group_name}", ranks)
 
     def background(self) -> Communicator:
         """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
@@ -148,14 +161,13 @@ class Runtime:
             self._background.close()
             self._background = None
         self._communicator.close()
-        self._communicator = None
+        self._disconnect()
         self._meshes.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
             # and aborts the process if that is being torn down.
             time.sleep(_LET_GO)
-        self._store = None
         self.accelerator.release()
 
     def abort(self) -> None:
@@ -165,7 +177,13 @@ class Runtime:
             self._communicator.close()
             if self._owns_group and dist.is_initialized():
                 abort_process_group()
-        self._communicator = self._background = self._store = None
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._communicator = self._background = None
+        # A connection to the store keeps it alive.
+        self.store = JobStore(dist.HashStore(), 0, 1)
+        self.pace = Pace(self.world.rank, (), self.store)
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
         """The processes of the job in rank order as a mesh of named sizes, the last of which varies fastest.
@@ -182,57 +200,15 @@ class Runtime:
             self._meshes[key] = mesh
         return self._meshes[key]
 
-    def agree(self, key: str, value: bytes) -> bytes:
-        """Rank 0's value for ``key``, on every rank.
-
-        No collective: rank 0 leaves its value in the store and goes on; the others read it there, and wait for it if
-        they come first. Each key can be used once.
-
-        Raises:
-            UsageError: rank 0 left no value within the timeout.
-        """
-        if self._store is None or self.world.world_size == 1:
-            return value
-        if self.world.rank == 0:
-            self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
-            return value
-        try:
-            return self._store.get(key)
-        except dist.DistStoreError as error:
-            raise UsageError(
-                f"rank {self.world.rank} waits for rank 0's {key!r}",
-                f"rank 0 has not got there within {self._timeout.total_seconds():g} s",
-                "every rank iterates over the same loaders in the same order",
-                "check for a branch on the rank around the loop over the loader",
-            ) from error
-
-    def first(self, key: str, value: bytes) -> bytes:
-        """What the first rank that came here with ``key`` brought: ``value`` if it is this one. No collective."""
-        if self._store is None:
-            return value
-        return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType] - as in agree()
-
-    def post(self, key: str, value: bytes) -> None:
-        """Leave a value for other ranks that :meth:`peek` at ``key``; the latest counts. No collective."""
-        if self._store is not None:
-            self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
-
-    def peek(self, key: str) -> bytes | None:
-        """What some rank left at ``key``; None when nothing is there yet. No collective, waits for nobody."""
-        if self._store is None or not self._store.check([key]):
-            return None
-        return self._store.get(key)
-
-    def _watch(self, communicator: Communicator) -> None:
-        assert self._store is not None, "ranks that talk have a store"
+    def _watch(self, shared: dist.Store, device: torch.device) -> Watchdog | None:
         # A connection of its own: the main thread may wait on the other for as long as it likes.
         try:
-            own = self._store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
+            own = shared.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
         except RuntimeError as error:
             if self._owns_group or isinstance(error, dist.DistError):
                 raise
             if not self._threshold:
-                return
+                return None
             raise ConfigurationError(
                 "a process group that was there before, made with a store of your own",
                 f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
@@ -242,24 +218,23 @@ class Runtime:
         store = dist.PrefixStore("watchdog", own)
         store.set_timeout(_ANSWER)
         directory = RunDirectory.of_world(self.world)
-        self._watchdog = Watchdog(
+        return Watchdog(
             store,
             self.world.rank,
             self.world.world_size,
             threshold=self._threshold,
             timeout=self._timeout,
-            is_asynchronous=communicator.device.type != "cpu",
+            is_asynchronous=device.type != "cpu",
             requests=int if directory is None else directory.reports_asked,
             where="" if directory is None else str(directory.path),
         )
-        self.record = self._watchdog.record
-        self._communicator = RecordedCommunicator(communicator, self.record)
-        self._watchdog.start()
 
     def _unwatch(self) -> None:
         if self._watchdog is not None:
             self._watchdog.close()
-        self._watchdog = self.record = None
+        if self._checker is not None:
+            self._checker.close()
+        self._watchdog = self._checker = self.record = None
 
     def _connect(self) -> dist.Store:
         if dist.is_initialized():

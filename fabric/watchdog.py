@@ -18,11 +18,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fabric._stacks import Stacks, read_stack
-from fabric.communicators import Record
-from fabric.communicators._callers import location, reason_to_leave, user_frame
-from fabric.communicators._calls import in_words
-from fabric.communicators.recorded import CLOSURE, HEADING, STEP
+from fabric.diagnostics._calls import in_words
+from fabric.diagnostics.recorder import CLOSURE, HEADING, STEP, FlightRecorder
+from fabric.diagnostics.stacks import Stacks, exit_reason, location, read_stack, user_frame
 
 __all__ = ["DEFAULT_WATCHDOG", "Answer", "Watchdog", "compose"]
 
@@ -44,7 +42,7 @@ class Answer:
         key: what it is in, or has begun last, in the terms of ``counts``.
         number: which one of these it is.
         members: the ranks that have to come to it; empty for all.
-        counts: how many of each it has begun; see :class:`fabric.communicators.Record`.
+        counts: how many of each it has begun; see :class:`fabric.diagnostics.recorder.FlightRecorder`.
         stack: innermost frame first.
     """
 
@@ -149,7 +147,7 @@ class Watchdog:
         self._reported: dict[str, int] = {}  # the number of the latest request, by where it came from
         self._text = self._lost = ""
         self._hurry, self._stop = threading.Event(), threading.Event()
-        self.record = Record(self.explain)
+        self.record = FlightRecorder(self.explain)
         self._stacks = Stacks(self.record.thread)
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
@@ -167,7 +165,7 @@ class Watchdog:
         if not self._lost:
             # The store goes with the process that hosts it; then nobody is left who could ask.
             with suppress(dist.DistError):
-                answer = replace(self._answer(), place=f"has left: {reason_to_leave()}", inside=False, stack="")
+                answer = replace(self._answer(), place=f"has left: {exit_reason()}", inside=False, stack="")
                 self._store.set(f"left/{self._rank}", answer.to_json())
         self._stacks.close()
 
@@ -279,6 +277,7 @@ class Watchdog:
             number = record.counts.get(key, 0)
             more += f"; its latest collective was {latest}" if latest else ""
             more += f"; its latest phase was {key}" if not phase and key not in ("", latest and latest.group) else ""
+        members = call.members if call else () if phase or latest is None or latest.group != key else latest.members
         return Answer(
             place,
             more,
@@ -286,7 +285,7 @@ class Watchdog:
             time.monotonic() - self._since if call or phase or self._is_asynchronous else 0.0,
             key,
             number,
-            record.members.get(key, ()),
+            () if len(members) == self._size else tuple(members),
             dict(record.counts),
             self._stacks.own(),
         )

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from fabric._plan import resolve
 from fabric._torch import default_store
 from fabric.collectives import all_reduce
-from fabric.communicators import Announcement, CheckedCommunicator, Ledger, ProcessGroupCommunicator, Reduce
-from fabric.communicators._calls import Call, difference
+from fabric.communicators import CallDescription, Reduce
+from fabric.diagnostics._calls import Call, difference
+from fabric.diagnostics.checker import CollectiveChecker
+from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import CollectiveMismatchError, ConfigurationError, RankFailedError
 from tests.ranks import outcome, run_in_ranks
 from tests.test_communicators import every_collective
@@ -64,7 +66,7 @@ def ledger_of_each_rank(schedules, timeout=SHORT):
     store, raised = dist.HashStore(), [None] * len(schedules)
 
     def run(rank):
-        ledger = Ledger(store, rank, len(schedules), timeout)
+        ledger = CollectiveChecker(store, rank, len(schedules), timeout)
         try:
             for members, label in schedules[rank]:
                 ledger.meet(str(members), members, call(label, where=f"rank {rank}"))
@@ -126,9 +128,9 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
 def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
     schedule = [("training", (0, 1)), ("saving", (0, 1))] * 20
     store = dist.HashStore()
-    both = Ledger(store, 0, 2, SHORT)
+    both = CollectiveChecker(store, 0, 2, SHORT)
     turns = threading.Thread(target=lambda: [both.meet(*one, call()) for one in schedule[1::2]], daemon=True)
-    one_by_one = Ledger(store, 1, 2, SHORT)
+    one_by_one = CollectiveChecker(store, 1, 2, SHORT)
     other = threading.Thread(target=lambda: [one_by_one.meet(*one, call()) for one in schedule[::-1]], daemon=True)
     turns.start()
     other.start()
@@ -148,8 +150,8 @@ def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_told_so():
 
 def test_a_rank_that_only_computes_is_named_at_the_timeout():
     store = dist.HashStore()
-    waiting, _ = (Ledger(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
-    with pytest.raises(CollectiveMismatchError, match=r"after 0.2 s rank 1 did not come") as caught:
+    waiting, _ = (CollectiveChecker(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
+    with pytest.raises(CollectiveMismatchError, match=r"after 0.2 s rank 1 did not call") as caught:
         waiting.meet("job", (0, 1), call())
     assert caught.value.expected
     assert caught.value.suggestion
@@ -162,7 +164,7 @@ def test_a_store_that_is_gone_is_an_error_and_no_wait():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, server = listener.getsockname()[1], listener.detach()
     host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server)
-    waiting = Ledger(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2, SHORT)
+    waiting = CollectiveChecker(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2, SHORT)
     del host
     with pytest.raises(CollectiveMismatchError, match="the store of the job is gone"):
         waiting.meet("job", (0, 1), call())
@@ -172,9 +174,9 @@ KILLED = """
 import os, signal, sys
 from datetime import timedelta
 import torch.distributed as dist
-from fabric.communicators import Ledger
-from fabric.communicators._calls import Call
-ledger = Ledger(dist.FileStore(sys.argv[1]), 1, 2, timedelta(seconds=60))
+from fabric.diagnostics._calls import Call
+from fabric.diagnostics.checker import CollectiveChecker
+ledger = CollectiveChecker(dist.FileStore(sys.argv[1]), 1, 2, timedelta(seconds=60))
 ledger.meet("job", (0, 1), Call("barrier", "script.py:7"))
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -183,7 +185,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.timeout(60)
 def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_path):
     path = str(tmp_path / "store")
-    ledger = Ledger(dist.FileStore(path), 0, 2, timedelta(seconds=30))
+    ledger = CollectiveChecker(dist.FileStore(path), 0, 2, timedelta(seconds=30))
     with subprocess.Popen([sys.executable, "-c", KILLED, path]) as process:
         ledger.meet("job", (0, 1), Call("barrier", "train.py:7"))
         assert process.wait(timeout=30) == -signal.SIGKILL
@@ -197,9 +199,8 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
 # -- real ranks -------------------------------------------------------------------------------------------------------
 
 
-def announced(communicator, text):
-    communicator.announce(Announcement("all_reduce", lambda: text))
-    communicator.all_reduce(torch.ones(2), Reduce.SUM)
+def described(communicator, text):
+    communicator.all_reduce(torch.ones(2), Reduce.SUM, CallDescription("all_reduce", lambda: text))
 
 
 def in_a_group(communicator, ranks):
@@ -249,10 +250,10 @@ MISMATCHES = {
         lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
         "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
-    "missing last call": (lambda c: c.close(), lambda c: c.barrier("x"), "rank 1 does not come: it has finished"),
+    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 does not come: it has finished"),
     "tree keys": (
-        lambda c: announced(c, "{'loss': float32 (2,)}"),
-        lambda c: announced(c, "{'acc': float32 (2,)}"),
+        lambda c: described(c, "{'loss': float32 (2,)}"),
+        lambda c: described(c, "{'acc': float32 (2,)}"),
         "data: {'acc': float32 (2,)} on ranks 0, 2",
     ),
     "gradient": (
@@ -261,8 +262,8 @@ MISMATCHES = {
         "with gradient on rank 1",
     ),
     "long tree": (
-        lambda c: announced(c, LONG_TEXT),
-        lambda c: announced(c, LONG_TEXT.replace("metric 60", "metric x")),
+        lambda c: described(c, LONG_TEXT),
+        lambda c: described(c, LONG_TEXT.replace("metric 60", "metric x")),
         "'metric x': float32 ()",
     ),
     "members": (
@@ -290,13 +291,16 @@ MISMATCHES = {
 
 def each_mismatch(fabric):
     plain = fabric.strategy.runtime.communicator
-    results = {}
+    results, text = {}, ""
     for name, (odd, others, _) in MISMATCHES.items():
-        ledger = Ledger(dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT)
-        checked = CheckedCommunicator(plain, ledger)
+        checker = CollectiveChecker(dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT)
+        checked = RecordedCommunicator(plain, FlightRecorder(), [checker.check])
         checked.barrier("before")
         started = time.monotonic()
-        text = outcome(lambda: (odd if plain.rank == 1 else others)(checked))  # noqa: B023
+        if plain.rank == 1 and odd is None:
+            checker.close()
+        else:
+            text = outcome(lambda: (odd if plain.rank == 1 else others)(checked))  # noqa: B023
         results[name] = (text, time.monotonic() - started)
         plain.barrier("after")
     return results
@@ -356,7 +360,7 @@ def agreeing_calls(fabric, folder):
     """What programs do: collectives of the job, of groups of both kinds, checkpoints, training."""
     rank, world = fabric.global_rank, fabric.strategy.runtime.communicator
     every_collective(world)
-    assert type(world._inner) is CheckedCommunicator
+    assert len(world._checks) == 2
     groups = [world.new_group([0, 1]), world.new_group([1, 2])]
     for count, group in enumerate(groups):
         for _ in range(5 * (count + 1) if group is not None else 0):
@@ -395,19 +399,19 @@ def test_programs_that_agree_raise_nothing(tmp_path):
 # -- on and off -------------------------------------------------------------------------------------------------------
 
 
-def kind_of_communicator(fabric):
+def number_of_checks(fabric):
     runtime = fabric.strategy.runtime
     groups = (
         runtime.communicator,
         runtime.communicator.new_group([0, 1]),
         fabric.strategy.communicator(dist.group.WORLD),
     )
-    return [type(group._inner) for group in groups]
+    return [len(group._checks) for group in groups]
 
 
-@pytest.mark.parametrize(("checks", "kind"), [(False, ProcessGroupCommunicator), (True, CheckedCommunicator)])
-def test_off_nothing_stands_between_the_caller_and_the_communicator(checks, kind):
-    assert run_in_ranks(kind_of_communicator, check_collectives=checks) == [[kind] * 3] * 2
+@pytest.mark.parametrize(("checks", "number"), [(False, 1), (True, 2)])
+def test_off_nothing_is_compared(checks, number):
+    assert run_in_ranks(number_of_checks, check_collectives=checks) == [[number] * 3] * 2
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), ("1", True)])

@@ -15,6 +15,7 @@ from fabric import Fabric
 from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator, LocalCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.testing import ThreadedWorld
 from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
@@ -47,52 +48,11 @@ class Counting(Communicator):
         self.inner, self.calls = inner, []
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
 
-    def all_reduce(self, buffer, op):
-        assert buffer.is_contiguous()
-        self.calls.append(("all_reduce", buffer.dtype))
-        return self.inner.all_reduce(buffer, op)
-
-    def all_gather(self, buffer):
-        assert buffer.is_contiguous()
-        self.calls.append(("all_gather", buffer.dtype))
-        return self.inner.all_gather(buffer)
-
-    def reduce_scatter(self, buffer, op):
-        assert buffer.is_contiguous()
-        self.calls.append(("reduce_scatter", buffer.dtype))
-        return self.inner.reduce_scatter(buffer, op)
-
-    def broadcast(self, buffer, src):
-        assert buffer.is_contiguous()
-        self.calls.append(("broadcast", buffer.dtype))
-        return self.inner.broadcast(buffer, src)
-
-    def broadcast_object(self, value, src):
-        self.calls.append(("broadcast_object", None))
-        return self.inner.broadcast_object(value, src)
-
-    def all_to_all(self, buffer):
-        assert buffer.is_contiguous()
-        self.calls.append(("all_to_all", buffer.dtype))
-        return self.inner.all_to_all(buffer)
-
-    def scatter(self, rows, output, src):
-        return self.inner.scatter(rows, output, src)
-
-    def gather(self, buffer, dst):
-        return self.inner.gather(buffer, dst)
-
-    def send(self, buffer, dst):
-        self.inner.send(buffer, dst)
-
-    def recv(self, buffer, src):
-        return self.inner.recv(buffer, src)
-
-    def barrier(self, name):
-        self.inner.barrier(name)
-
-    def gather_objects(self, value):
-        return self.inner.gather_objects(value)
+    def run(self, collective):
+        tensor = collective.buffer if isinstance(collective.buffer, torch.Tensor) else None
+        assert tensor is None or tensor.is_contiguous()
+        self.calls.append((collective.operation.value, None if tensor is None else tensor.dtype))
+        return self.inner.run(collective)
 
     def new_group(self, ranks):
         return self.inner.new_group(ranks)
@@ -326,10 +286,14 @@ def test_a_tree_without_tensors_costs_nothing():
     assert communicator.calls == []
 
 
-def test_a_broadcast_costs_one_announcement_and_one_collective_per_dtype():
-    communicator = local()
+def count_broadcasts(fabric):
+    communicator = Counting(fabric.strategy.communicator())
     broadcast(communicator, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1).long(), "d": 1}, 0, CPU)
-    assert [name for name, _ in communicator.calls] == ["broadcast_object", "broadcast", "broadcast"]
+    return [name for name, _ in communicator.calls]
+
+
+def test_a_broadcast_costs_one_object_and_one_collective_per_dtype():
+    assert ThreadedWorld(2).run(count_broadcasts) == [["broadcast_object", "broadcast", "broadcast"]] * 2
 
 
 # -- purity ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fabric import Fabric
 from fabric.collectives import all_reduce, all_to_all, reduce_scatter
-from fabric.communicators import Announcement, LocalCommunicator, Reduce
+from fabric.communicators import Collective, LocalCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from tests.ranks import outcome, run_in_ranks
 
@@ -19,14 +19,16 @@ CPU = torch.device("cpu")
 
 
 class Listening(LocalCommunicator):
-    """Keeps what was announced."""
+    """Keeps what the user called."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
         self.heard: list[tuple[str, str]] = []
 
-    def announce(self, call: Announcement) -> None:
-        self.heard.append((call.operation, call.describe()))
+    def run(self, collective: Collective) -> Any:
+        if (call := collective.call) is not None:
+            self.heard.append((call.operation, call.arguments()))
+        return super().run(collective)
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------
@@ -234,7 +236,7 @@ def test_any_object_on_one_process() -> None:
         fabric.launch()
         assert any_object(fabric) == "from 0"
         for call in (lambda: fabric.send(1, 0), lambda: fabric.recv(0), lambda: fabric.send(1, 1)):
-            with pytest.raises(ConfigurationError, match=r"talk to itself|no rank 1"):
+            with pytest.raises(ConfigurationError, match=r"send to itself|no rank 1"):
                 call()
 
 
@@ -299,30 +301,28 @@ def test_a_sharded_tensor_is_refused() -> None:
         dist.destroy_process_group()
 
 
-# -- announcements --------------------------------------------------------------------------------------------------
+# -- descriptions ---------------------------------------------------------------------------------------------------
 
 
-def test_every_operation_is_announced_once_with_what_has_to_agree() -> None:
+def test_every_collective_carries_what_the_user_called_and_what_has_to_agree() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         group = Listening()
         tree = {"x": torch.ones(1, 2), "n": 3, "s": "text"}
-        fabric.all_reduce(tree, group, "sum")
+        fabric.all_reduce({"x": tree["x"]}, group, "sum")
         fabric.reduce_scatter(tree["x"], group)
         fabric.all_to_all(tree["x"], group)
-        fabric.all_gather(tree, group)
-        fabric.all_gather(tree, group, ragged=True)
+        fabric.all_gather([3], group)
+        fabric.all_gather(tree["x"], group, ragged=True)
         fabric.broadcast(tree, group=group)
         fabric.scatter([tree], group=group)
         fabric.gather(tree, group=group)
-        fabric.barrier("end", group)
     assert group.heard == [
-        ("all_reduce", "sum of ['n'] int, ['x'] float32[1, 2]"),
+        ("all_reduce", "sum of ['x'] float32[1, 2]"),
         ("reduce_scatter", "mean of float32[1, 2]"),
         ("all_to_all", "float32[1, 2]"),
-        ("all_gather", "sync_grads=False of ['n'] int, ['x'] float32[1, 2]"),
+        ("all_gather", "sync_grads=False of [0] int"),
         ("all_gather", "sync_grads=False of ragged, concat=False"),
         ("broadcast", "src=0"),
         ("scatter", "src=0"),
         ("gather", "dst=0"),
-        ("barrier", "end"),
     ]

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fabric._torch import default_store
-from fabric.communicators import Announcement, LocalCommunicator, ProcessGroupCommunicator, Reduce
+from fabric.communicators import CallDescription, LocalCommunicator, ProcessGroupCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
 from tests.ranks import run_in_ranks
@@ -71,8 +71,9 @@ def test_one_process_means_the_same_with_and_without_a_group():
     assert local["object"] == group["object"] == ["of 0"]
 
 
-def test_what_is_announced_is_not_described_where_nobody_listens():
-    of_one_process(lambda communicator: communicator.announce(Announcement("test", lambda: str(1 / 0))))
+def test_a_call_is_not_described_where_nobody_reads_it():
+    call = CallDescription("test", lambda: str(1 / 0))
+    of_one_process(lambda communicator: communicator.all_reduce(torch.ones(1), Reduce.SUM, call))
 
 
 @pytest.mark.timeout(60)
@@ -112,8 +113,8 @@ def refusals(communicator):
     calls = {
         "src beyond the last": lambda: communicator.broadcast(torch.ones(1), size),
         "negative src": lambda: communicator.broadcast_object(1, -1),
-        "src that is no number": lambda: communicator.check_src("0"),
-        "src that is a boolean": lambda: communicator.check_src(False),
+        "src that is no number": lambda: communicator.check_rank("0", "broadcast", "src"),
+        "src that is a boolean": lambda: communicator.check_rank(False, "broadcast", "src"),
         "scatter from nobody": lambda: communicator.scatter(None, torch.ones(1), size),
         "gather to nobody": lambda: communicator.gather(torch.ones(1), -1),
         "send to nobody": lambda: communicator.send(torch.ones(1), size),

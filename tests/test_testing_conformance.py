@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fabric import Fabric
-from fabric.communicators import Communicator, LocalCommunicator, Reduce
+from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
 from fabric.errors import ConfigurationError
 from fabric.testing import RankPool, ThreadedWorld, World, assert_equivalent, check_communicator, check_strategy
 
@@ -39,8 +39,9 @@ def test_the_checked_communicator_conforms() -> None:
 
 
 class IgnoresTheReduction(LocalCommunicator):
-    def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
-        return buffer.add_(1)
+    def run(self, collective: Collective) -> Any:
+        result = super().run(collective)
+        return result.add_(1) if collective.operation is Operation.ALL_REDUCE else result
 
 
 def test_a_wrong_communicator_is_told_which_check_fails() -> None:

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
 from fabric.errors import RankFailedError
 from fabric.pace import Pace
+from fabric.store import JobStore
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
@@ -249,9 +251,9 @@ class Progress:
 
 
 def paces(number: int) -> list[Pace]:
-    board: dict[str, bytes] = {}
+    store = dist.HashStore()
     around = [sorted({(rank - 1) % number, (rank + 1) % number} - {rank}) for rank in range(number)]
-    return [Pace(rank, tuple(around[rank]), board.__setitem__, board.get) for rank in range(number)]
+    return [Pace(rank, tuple(around[rank]), JobStore(store, rank, number)) for rank in range(number)]
 
 
 @pytest.mark.parametrize("first", ["the one that leaves", "the one that goes on"])
@@ -270,10 +272,16 @@ def test_whoever_comes_second_sees_it(first: str) -> None:
 
 
 def test_equal_lengths_leave_one_place_for_each_iteration() -> None:
-    board: dict[str, bytes] = {}
     written: list[str] = []
-    pace = Pace(0, (1,), lambda key, value: written.append(key), board.get)
-    board["batches/0/1"] = b"0 9"
+
+    class Listening(JobStore):
+        def set(self, key: str, value: bytes) -> None:
+            written.append(key)
+
+        def get_nowait(self, key: str) -> bytes | None:
+            return b"0 9" if key == "batches/0/1" else None
+
+    pace = Pace(0, (1,), Listening(dist.HashStore(), 0, 2))
     progress = Progress()
     pace.began("0/0", progress, 9)
     for _ in range(9):

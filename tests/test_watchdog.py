@@ -18,8 +18,8 @@ from torch import nn
 
 from fabric import Fabric
 from fabric._plan import resolve
-from fabric._stacks import Stacks, read_stack
-from fabric.communicators.recorded import CLOSURE, HEADING, Record
+from fabric.diagnostics.recorder import CLOSURE, HEADING, FlightRecorder
+from fabric.diagnostics.stacks import Stacks, read_stack
 from fabric.errors import ConfigurationError
 from fabric.strategies import DDPStrategy
 from fabric.watchdog import Answer, Watchdog, compose
@@ -45,7 +45,7 @@ def test_a_report_names_who_has_come_and_shows_the_stack_of_who_has_not():
 
 
 def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
-    record, optimizer = Record(str), torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    record, optimizer = FlightRecorder(), torch.optim.SGD([torch.ones(1, requires_grad=True)])
     optimizer.register_step_pre_hook(record.enter_step)
     optimizer.register_step_post_hook(record.leave_step)
     phases = []
@@ -95,7 +95,7 @@ def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
 def report_number(fabric, number):
     """Wait for a report, with Python code and no collective."""
     until = time.monotonic() + 30
-    while (text := fabric.strategy.runtime.peek(f"watchdog/report/{number}")) is None:
+    while (text := fabric.strategy.runtime.store.get_nowait(f"watchdog/report/{number}")) is None:
         assert time.monotonic() < until, "no report came"
         NEVER.wait(0.01)
     return text.decode()
@@ -174,8 +174,8 @@ def error_of_the_timeout(fabric, in_backward):
     runtime = fabric.strategy.runtime
     if fabric.global_rank == 0:
         text = outcome(lambda: fabric.backward(loss) if in_backward else fabric.all_reduce(1.0))
-        runtime.post("raised", text.encode())
-    while (text := runtime.peek("raised")) is None:
+        runtime.store.set("raised", text.encode())
+    while (text := runtime.store.get_nowait("raised")) is None:
         NEVER.wait(0.01)
     return text.decode()
 

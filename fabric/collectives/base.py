@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from fabric._torch import unbind_apart
+from fabric.collectives.autograd import run_differentiable
+from fabric.communicators import Collective, Communicator
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths
 
@@ -40,6 +42,7 @@ __all__ = [
     "check_tensor",
     "pack",
     "pack_rows",
+    "run",
     "signature",
 ]
 
@@ -215,7 +218,14 @@ def pack_rows(leaves: list[Any], structure: Structure, size: int, operation: str
     return parcels
 
 
-def signature(tree: Any, numbers: bool = True, grads: bool = True) -> str:
+def run(communicator: Communicator, collective: Collective) -> Tensor:
+    """Make a call over a buffer, with its gradient if the buffer requires one, see ``[Note: Gradients]``."""
+    if collective.buffer.requires_grad and torch.is_grad_enabled():
+        return run_differentiable(communicator, collective)
+    return communicator.run(collective)
+
+
+def signature(tree: Any, grads: bool, numbers: bool = True) -> str:
     """A text of what has to agree over ranks: structure, shapes, dtypes and, if ``grads``, what requires a gradient.
 
     A rank whose tensor requires none would not take part in the collective of the backward pass.
@@ -224,7 +234,7 @@ def signature(tree: Any, numbers: bool = True, grads: bool = True) -> str:
     parts = []
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if isinstance(leaf, Tensor):
-            grad = " with gradient" if grads and leaf.requires_grad and torch.is_grad_enabled() else ""
+            grad = " with gradient" if grads and leaf.requires_grad else ""
             parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{grad}".lstrip())
         elif numbers and (found := as_number(leaf)) is not None:
             parts.append(f"{path} {type(found[0]).__name__}".lstrip())

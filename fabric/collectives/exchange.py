@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.collectives.autograd import broadcast_from, exchanged
-from fabric.collectives.base import CARRIERS, Header, Refusal, pack, pack_rows, signature
-from fabric.communicators import Announcement, Communicator
+from fabric.collectives.base import CARRIERS, Header, Refusal, pack, pack_rows, run, signature
+from fabric.communicators import CallDescription, Collective, Communicator, Operation
 from fabric.errors import FabricError
 from fabric.tree import Structure, flatten, unflatten
 
@@ -33,10 +32,12 @@ def all_to_all(communicator: Communicator, tree: Any) -> Any:
     """
     leaves, structure = flatten(tree)
     parcels = pack_rows(leaves, structure, communicator.size, "all_to_all")
-    communicator.announce(Announcement("all_to_all", lambda: signature(tree)))
+    grads = torch.is_grad_enabled()
+    call = CallDescription("all_to_all", lambda: signature(tree, grads))
     for parcel in parcels:
         buffer = parcel.buffer(communicator.device, CARRIERS)
-        parcel.unpack(exchanged(communicator, buffer), leaves, leading=(communicator.size,))
+        received = run(communicator, Collective(Operation.ALL_TO_ALL, buffer, call=call))
+        parcel.unpack(received, leaves, leading=(communicator.size,))
     return unflatten(structure, leaves)
 
 
@@ -62,32 +63,32 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         ConfigurationError: there is no rank ``src``, or a tensor cannot travel.
         ArgumentTypeError: a leaf does not pickle.
     """
-    communicator.check_src(src)
-    communicator.announce(Announcement("broadcast", lambda: f"{src=}"))
+    communicator.check_rank(src, "broadcast", "src")
+    call = CallDescription("broadcast", lambda: f"{src=}")
     if communicator.rank == src:
         leaves, structure = flatten(tree)
-        _tell(communicator, leaves, structure, src)
+        _tell(communicator, leaves, structure, src, call)
     else:
-        told = communicator.broadcast_object(None, src)
+        told = communicator.broadcast_object(None, src, call)
         if isinstance(told, Refusal):
             raise told.error
         leaves, structure = flatten(told)
         _make_room(leaves, tree, device)
     for parcel in pack(leaves, structure, numbers=False, foreign=True):
         buffer = parcel.buffer(communicator.device, CARRIERS)
-        parcel.unpack(broadcast_from(communicator, src, buffer), leaves)
+        parcel.unpack(run(communicator, Collective(Operation.BROADCAST, buffer, peer=src, call=call)), leaves)
     return unflatten(structure, leaves)
 
 
-def _tell(communicator: Communicator, leaves: list[Any], structure: Structure, src: int) -> None:
+def _tell(communicator: Communicator, leaves: list[Any], structure: Structure, src: int, call: CallDescription) -> None:
     """Tell the receivers what will come, or why nothing can."""
     try:
         pack(leaves, structure, numbers=False, foreign=True)
     except FabricError as error:
-        communicator.broadcast_object(Refusal(error), src)
+        communicator.broadcast_object(Refusal(error), src, call)
         raise
     headers = [Header(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    communicator.broadcast_object(unflatten(structure, headers), src)
+    communicator.broadcast_object(unflatten(structure, headers), src, call)
 
 
 def _make_room(leaves: list[Any], passed: Any, device: torch.device) -> None:

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fabric.collectives.autograd import all_gathered
-from fabric.collectives.base import CARRIERS, Parcel, Refusal, as_number, check_refusals, pack, signature
-from fabric.communicators import Announcement, Communicator
+from fabric.collectives.base import CARRIERS, Parcel, Refusal, as_number, check_refusals, pack, run, signature
+from fabric.communicators import CallDescription, Collective, Communicator, Operation
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import flatten, leaf_paths, unflatten
 
@@ -37,10 +36,12 @@ def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = Fals
     """
     leaves, structure = flatten(tree)
     parcels = pack(leaves, structure)
-    communicator.announce(Announcement("all_gather", lambda: _described(sync_grads, signature(tree, grads=sync_grads))))
+    grads = sync_grads and torch.is_grad_enabled()
+    call = CallDescription("all_gather", lambda: _described(sync_grads, signature(tree, grads)))
     for parcel in parcels:
         buffer = parcel.buffer(communicator.device, CARRIERS, detach=not sync_grads)
-        parcel.unpack(all_gathered(communicator, buffer), leaves, leading=(communicator.size,))
+        gathered = run(communicator, Collective(Operation.ALL_GATHER, buffer, call=call))
+        parcel.unpack(gathered, leaves, leading=(communicator.size,))
     return unflatten(structure, leaves)
 
 
@@ -73,11 +74,11 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
         own = [_part(leaf, path, sync_grads) for path, leaf in zip(leaf_paths(structure), leaves, strict=True)]
     except FabricError as error:
         own = Refusal(error)
-    communicator.announce(Announcement("all_gather", lambda: _described(sync_grads, f"ragged, {concat=}")))
-    parts = _check_agreement(communicator.gather_objects(own), communicator.rank)
+    call = CallDescription("all_gather", lambda: _described(sync_grads, f"ragged, {concat=}"))
+    parts = _check_agreement(communicator.gather_objects(own, call), communicator.rank)
     for parcel in parcels:
         shapes = [[of_rank[place].shape for place in parcel.places] for of_rank in parts]
-        _gather_parcel(communicator, parcel, leaves, shapes, detach=not sync_grads)
+        _gather_parcel(communicator, parcel, leaves, shapes, call, detach=not sync_grads)
         for place, tensor in zip(parcel.places if concat else (), parcel.tensors, strict=concat):
             leaves[place] = torch.cat(leaves[place]) if tensor.dim() else torch.stack(leaves[place])
     return unflatten(structure, leaves)
@@ -125,13 +126,19 @@ def _check_agreement(answers: list[list[_Part] | Refusal], rank: int) -> list[li
 
 
 def _gather_parcel(
-    communicator: Communicator, parcel: Parcel, leaves: list[Any], shapes: list[list[tuple[int, ...]]], detach: bool
+    communicator: Communicator,
+    parcel: Parcel,
+    leaves: list[Any],
+    shapes: list[list[tuple[int, ...]]],
+    call: CallDescription,
+    detach: bool,
 ) -> None:
     """Put the list of all ranks' parts in the place of each leaf; ``shapes`` are those of the tensors, by rank."""
     sizes = [[*map(prod, of_rank), len(parcel.numbers)] for of_rank in shapes]
     buffer = parcel.buffer(communicator.device, CARRIERS, detach)
     missing = max(map(sum, sizes)) - buffer.numel()
-    rows = all_gathered(communicator, torch.cat([buffer, buffer.new_zeros(missing)]) if missing else buffer)
+    padded = torch.cat([buffer, buffer.new_zeros(missing)]) if missing else buffer
+    rows = run(communicator, Collective(Operation.ALL_GATHER, padded, call=call))
     split = [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(rows, sizes, strict=True)]
     for index, (place, tensor) in enumerate(zip(parcel.places, parcel.tensors, strict=True)):
         parts = [row[index] if tensor.requires_grad else row[index].detach() for row in split]

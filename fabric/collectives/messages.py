@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fabric.collectives.base import Header, Refusal, check_refusals, check_tensor
-from fabric.communicators import Announcement, Communicator
+from fabric.communicators import CallDescription, Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten
 
@@ -42,8 +42,8 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
         ConfigurationError: there is no rank ``src``, there are not ``size`` parts, or a tensor cannot travel.
         ArgumentTypeError: the parts are no sequence, or a leaf does not pickle.
     """
-    communicator.check_src(src, "scatter")
-    communicator.announce(Announcement("scatter", lambda: f"{src=}"))
+    communicator.check_rank(src, "scatter", "src")
+    call = CallDescription("scatter", lambda: f"{src=}")
     rows, told = None, None
     if communicator.rank == src:
         try:
@@ -52,11 +52,11 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
             told = Refusal(error)
         else:
             rows, told = _in_rows(messages), [message.numel() for message in messages]
-    lengths = communicator.broadcast_object(told, src)
+    lengths = communicator.broadcast_object(told, src, call)
     if isinstance(lengths, Refusal):
         raise lengths.error
     output = torch.empty(max(lengths), dtype=torch.uint8, device=communicator.device)
-    return _opened(communicator.scatter(rows, output, src)[: lengths[communicator.rank]], device)
+    return _opened(communicator.scatter(rows, output, src, call)[: lengths[communicator.rank]], device)
 
 
 def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device) -> list[Any] | None:
@@ -77,19 +77,19 @@ def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device
         ConfigurationError: there is no rank ``dst``, or a tensor cannot travel.
         ArgumentTypeError: a leaf does not pickle.
     """
-    communicator.check_dst(dst)
-    communicator.announce(Announcement("gather", lambda: f"{dst=}"))
+    communicator.check_rank(dst, "gather", "dst")
+    call = CallDescription("gather", lambda: f"{dst=}")
     message, told = None, None
     try:
         message = _message(tree, communicator.device)
         told = message.numel()
     except FabricError as error:
         told = Refusal(error)
-    lengths: list[Any] = communicator.gather_objects(told)
+    lengths: list[Any] = communicator.gather_objects(told, call)
     check_refusals(lengths)
     assert message is not None, "this rank's refusal would have been raised"
     padding = message.new_zeros(max(lengths) - message.numel())
-    rows = communicator.gather(torch.cat([message, padding]), dst)
+    rows = communicator.gather(torch.cat([message, padding]), dst, call)
     return None if rows is None else [_opened(row[:n], device) for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -109,7 +109,6 @@ def send(communicator: Communicator, tree: Any, dst: int) -> None:
         ArgumentTypeError: a leaf does not pickle; likewise.
     """
     communicator.check_peer(dst, "send", "dst")
-    communicator.announce(Announcement("send", lambda: ""))
     failure = None
     try:
         message = _message(tree, communicator.device)
@@ -137,7 +136,6 @@ def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
         ArgumentTypeError: a leaf of the sender's did not pickle.
     """
     communicator.check_peer(src, "recv", "src")
-    communicator.announce(Announcement("recv", lambda: ""))
     length = communicator.recv(torch.empty(1, dtype=torch.int64, device=communicator.device), src)
     message = torch.empty(int(length.item()), dtype=torch.uint8, device=communicator.device)
     received = _opened(communicator.recv(message, src), device)

@@ -1,14 +1,13 @@
 """Reductions over ranks: the whole result everywhere, or a row of it on each rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from fabric.collectives.autograd import all_reduced, reduce_scattered
-from fabric.collectives.base import CARRIERS, MEAN_CARRIERS, Parcel, pack, pack_rows, signature
+from fabric.collectives.base import CARRIERS, MEAN_CARRIERS, Parcel, pack, pack_rows, run, signature
 from fabric.collectives.reduce_ops import check_reduction
-from fabric.communicators import Announcement, Communicator, Reduce
+from fabric.communicators import CallDescription, Collective, Communicator, Operation, Reduce
 from fabric.tree import Structure, flatten, unflatten
 
 __all__ = ["all_reduce", "reduce_scatter"]
@@ -37,8 +36,9 @@ def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bo
     """
     leaves, structure = flatten(tree)
     parcels = pack(leaves, structure, numbers)
-    call = Announcement("all_reduce", lambda: f"{op.value} of {signature(tree, numbers)}")
-    _reduce(communicator, op, call, parcels, leaves, structure, all_reduced)
+    grads = torch.is_grad_enabled()  # now: where gradients are computed it is off
+    call = CallDescription("all_reduce", lambda: f"{op.value} of {signature(tree, grads, numbers)}")
+    _reduce(communicator, Operation.ALL_REDUCE, op, call, parcels, leaves, structure)
     return unflatten(structure, leaves)
 
 
@@ -62,24 +62,25 @@ def reduce_scatter(communicator: Communicator, tree: Any, op: Reduce) -> Any:
     """
     leaves, structure = flatten(tree)
     parcels = pack_rows(leaves, structure, communicator.size, "reduce_scatter")
-    call = Announcement("reduce_scatter", lambda: f"{op.value} of {signature(tree)}")
-    _reduce(communicator, op, call, parcels, leaves, structure, reduce_scattered)
+    grads = torch.is_grad_enabled()
+    call = CallDescription("reduce_scatter", lambda: f"{op.value} of {signature(tree, grads)}")
+    _reduce(communicator, Operation.REDUCE_SCATTER, op, call, parcels, leaves, structure)
     return unflatten(structure, leaves)
 
 
 def _reduce(
     communicator: Communicator,
+    operation: Operation,
     op: Reduce,
-    call: Announcement,
+    call: CallDescription,
     parcels: Sequence[Parcel],
     leaves: list[Any],
     structure: Structure,
-    reduced: Callable[[Communicator, Reduce, Tensor], Tensor],
 ) -> None:
     """Put the reduced values of all parcels in their places; every one is checked before the first travels."""
     for parcel in parcels:
         check_reduction(call.operation, op, parcel, structure)
-    communicator.announce(call)
     carriers = MEAN_CARRIERS if op is Reduce.MEAN else CARRIERS
     for parcel in parcels:
-        parcel.unpack(reduced(communicator, op, parcel.buffer(communicator.device, carriers)), leaves)
+        buffer = parcel.buffer(communicator.device, carriers)
+        parcel.unpack(run(communicator, Collective(operation, buffer, op, call=call)), leaves)

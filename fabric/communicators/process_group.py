@@ -1,6 +1,5 @@
-"""A group of processes that talk through torch.distributed."""
+"""A group of processes that communicate through torch.distributed."""
 
-import pickle
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -13,10 +12,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import Communicator, Reduce
-from fabric.errors import ArgumentTypeError, UsageError
+from fabric.communicators.base import Collective, Communicator, Operation, Reduce
+from fabric.errors import UsageError
 
-__all__ = ["ProcessGroupCommunicator", "pickled", "unpickled"]
+__all__ = ["ProcessGroupCommunicator"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
@@ -45,98 +44,85 @@ class ProcessGroupCommunicator(Communicator):
         self.device = torch.device("cpu") if self._is_gloo else device
 
     @override
-    def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
+    def run(self, collective: Collective) -> Any:
+        buffer, peer, group = collective.buffer, collective.peer or 0, self._group
+        match collective.operation:
+            case Operation.ALL_REDUCE:
+                return self._all_reduce(buffer, collective.reduce)
+            case Operation.ALL_GATHER:
+                output = buffer.new_empty(self.size * buffer.numel())
+                all_gather_into(output, buffer.reshape(-1), group)
+                return output.view(self.size, *buffer.shape)
+            case Operation.REDUCE_SCATTER:
+                return self._reduce_scatter(buffer, collective.reduce)
+            case Operation.ALL_TO_ALL:
+                output = torch.empty_like(buffer)
+                dist.all_to_all_single(output, buffer, group=group)
+                return output
+            case Operation.BROADCAST:
+                dist.broadcast(buffer, group_src=peer, group=group)
+            case Operation.SCATTER:
+                rows = None if collective.rows is None else list(collective.rows)
+                dist.scatter(buffer, rows, group_src=peer, group=group)
+            case Operation.GATHER:
+                return self._gather(buffer, peer)
+            case Operation.SEND:
+                dist.send(buffer, group_dst=peer, group=group, tag=_next_tag(self._sent, peer))
+            case Operation.RECV:
+                dist.recv(buffer, group_src=peer, group=group, tag=_next_tag(self._received, peer))
+            case Operation.BARRIER:
+                self._barrier(collective.name)
+            case Operation.BROADCAST_OBJECT:
+                values = [buffer]
+                dist.broadcast_object_list(values, group_src=peer, group=group, device=self.device)
+                return values[0]
+            case Operation.GATHER_OBJECTS:
+                values: list[Any] = [None] * self.size
+                dist.all_gather_object(values, buffer, group=group)
+                return values
+        return buffer
+
+    def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
+        assert op is not None, "a reduction has one"
         if op in _BITWISE and not self._is_gloo:
             return buffer.copy_(reduce(_BITWISE[op], self.all_gather(buffer).unbind()))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 
-    @override
-    def all_gather(self, buffer: Tensor) -> Tensor:
-        output = buffer.new_empty(self.size * buffer.numel())
-        all_gather_into(output, buffer.reshape(-1), self._group)
-        return output.view(self.size, *buffer.shape)
-
-    @override
-    def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
+    def _reduce_scatter(self, buffer: Tensor, op: Reduce | None) -> Tensor:
         if op not in (Reduce.SUM, Reduce.MEAN):
-            return self.all_reduce(buffer, op)[self.rank].clone()
+            return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         reduce_scatter_into(output.view(-1), buffer.view(-1), self._group)
         return output.div_(self.size) if op is Reduce.MEAN else output
 
-    @override
-    def all_to_all(self, buffer: Tensor) -> Tensor:
-        output = torch.empty_like(buffer)
-        dist.all_to_all_single(output, buffer, group=self._group)
-        return output
-
-    @override
-    def broadcast(self, buffer: Tensor, src: int) -> Tensor:
-        self.check_src(src)
-        dist.broadcast(buffer, group_src=src, group=self._group)
-        return buffer
-
-    @override
-    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
-        self.check_src(src, "scatter")
-        dist.scatter(output, None if rows is None else list(rows), group_src=src, group=self._group)
-        return output
-
-    @override
-    def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
-        self.check_dst(dst)
+    def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
         if buffer.is_complex():  # torch shows them to the backend as real numbers everywhere but here
-            gathered = self.gather(torch.view_as_real(buffer), dst)
+            gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         output = buffer.new_empty((self.size, *buffer.shape)) if self.rank == dst else None
         dist.gather(buffer, None if output is None else list(output), group_dst=dst, group=self._group)
         return output
 
-    @override
-    def send(self, buffer: Tensor, dst: int) -> None:
-        self.check_peer(dst, "send", "dst")
-        dist.send(buffer, group_dst=dst, group=self._group, tag=_next(self._sent, dst))
-
-    @override
-    def recv(self, buffer: Tensor, src: int) -> Tensor:
-        self.check_peer(src, "recv", "src")
-        dist.recv(buffer, group_src=src, group=self._group, tag=_next(self._received, src))
-        return buffer
-
-    @override
-    def barrier(self, name: str) -> None:
+    def _barrier(self, name: str) -> None:
         device_ids = [self.device.index] if self.device.type == "cuda" else None
         try:
             dist.barrier(self._group, device_ids=device_ids)
         except RuntimeError as error:
             raise UsageError(
                 f"barrier({name!r}) on rank {self.rank} of {self.size}",
-                f"not every rank came: {error}",
-                "a barrier that every rank of the group reaches",
-                "check for a branch on the rank, or a rank that left early, before this barrier",
+                f"not every rank called it: {error}",
+                "a barrier that every rank of the group calls",
+                "check for a branch on the rank, or a rank that finished early, before this barrier",
             ) from error
 
     @override
-    def broadcast_object(self, value: Any, src: int) -> Any:
-        self.check_src(src)
-        box = [pickled(value) if self.rank == src else None]
-        dist.broadcast_object_list(box, group_src=src, group=self._group, device=self.device)
-        return unpickled(box[0], src)
-
-    @override
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, pickled(value), group=self._group)
-        return [unpickled(value, rank) for rank, value in enumerate(values)]
-
-    @override
     def new_group(self, ranks: Sequence[int]) -> "ProcessGroupCommunicator | None":
-        self.check_members(ranks)
+        ranks = self.check_members(ranks)
         if self.size < dist.get_world_size():
             # torch names groups by counting them, and the ranks outside would count one less from here on.
             raise UsageError(
-                f"new_group({list(ranks)}) of a group of {self.size}",
+                f"new_group({ranks}) of a group of {self.size}",
                 f"the other {dist.get_world_size() - self.size} processes of the job would not take part in it",
                 "groups that are made of all processes of the job",
                 "new_group(...) of the communicator over the whole job, on every rank",
@@ -159,28 +145,8 @@ class ProcessGroupCommunicator(Communicator):
         self._owns_group = False
 
 
-def _next(messages: Counter[int], peer: int) -> int:
+def _next_tag(messages: Counter[int], peer: int) -> int:
     """The number of the next message of a pair of ranks, as its tag: no message is taken for another."""
     number = messages[peer]
     messages[peer] = (number + 1) % 2**31
     return number
-
-
-def pickled(value: Any) -> bytes | str:
-    """The pickle of a value, or the text of what went wrong, so that a failure on one rank reaches all of them."""
-    try:
-        return pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - whatever a user's class raises; the other ranks are waiting
-        return f"{type(value).__name__} does not pickle: {type(error).__name__}: {error}"
-
-
-def unpickled(received: Any, src: int) -> Any:
-    """The value that :func:`pickled` packed on rank ``src``, or an ArgumentTypeError of what went wrong there."""
-    if isinstance(received, bytes):
-        return pickle.loads(received)  # noqa: S301 - from a rank of this job, as torch does itself
-    raise ArgumentTypeError(
-        f"sending an object from rank {src}",
-        received,
-        "objects that pickle; tensors inside collections travel as tensors",
-        "send what the object is made of: its state_dict(), its numbers, its name",
-    )

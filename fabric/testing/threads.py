@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fabric._fabric import Fabric
-from fabric.communicators import Communicator, Reduce
-from fabric.communicators.process_group import pickled, unpickled
+from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.errors import CollectiveMismatchError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
@@ -250,69 +249,35 @@ class ThreadCommunicator(Communicator):
         self._messages: dict[tuple[int, int], int] = {}
 
     @override
-    def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
-        return buffer.copy_(_fold(self._exchange(_called(f"all_reduce({op.value})", buffer), buffer.clone()), op))
-
-    @override
-    def all_gather(self, buffer: Tensor) -> Tensor:
-        return torch.stack(self._exchange(_called("all_gather", buffer), buffer.clone()))
-
-    @override
-    def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
-        rows = self._exchange(_called(f"reduce_scatter({op.value})", buffer), buffer.clone())
-        return _fold([row[self.rank] for row in rows], op)
-
-    @override
-    def all_to_all(self, buffer: Tensor) -> Tensor:
-        return torch.stack([rows[self.rank] for rows in self._exchange(_called("all_to_all", buffer), buffer.clone())])
-
-    @override
-    def broadcast(self, buffer: Tensor, src: int) -> Tensor:
-        self.check_src(src)
-        return buffer.copy_(self._exchange(_called(f"broadcast(src={src})", buffer), buffer.clone())[src])
-
-    @override
-    def scatter(self, rows: Tensor | None, output: Tensor, src: int) -> Tensor:
-        self.check_src(src, "scatter")
-        given = self._exchange(_called(f"scatter(src={src})", output), None if rows is None else rows.clone())[src]
-        return output.copy_(given[self.rank])
-
-    @override
-    def gather(self, buffer: Tensor, dst: int) -> Tensor | None:
-        self.check_dst(dst)
-        values = self._exchange(_called(f"gather(dst={dst})", buffer), buffer.clone())
-        return torch.stack(values) if self.rank == dst else None
-
-    @override
-    def send(self, buffer: Tensor, dst: int) -> None:
-        self.check_peer(dst, "send", "dst")
-        self._board.post(self._message(self.rank, dst), buffer.clone(), 1)
-
-    @override
-    def recv(self, buffer: Tensor, src: int) -> Tensor:
-        self.check_peer(src, "recv", "src")
-        key = self._message(src, self.rank)
-        return buffer.copy_(self._board.take(key, self._ranks[src], self._own, f"recv(src={src})"))
-
-    @override
-    def barrier(self, name: str) -> None:
-        self._exchange("barrier", None)
-
-    @override
-    def broadcast_object(self, value: Any, src: int) -> Any:
-        self.check_src(src)
-        packed = pickled(value) if self.rank == src else None
-        return unpickled(self._exchange(f"broadcast_object(src={src})", packed)[src], src)
-
-    @override
-    def gather_objects(self, value: Any) -> list[Any]:
-        values = self._exchange("gather_objects", pickled(value))
-        return [unpickled(packed, rank) for rank, packed in enumerate(values)]
+    def run(self, collective: Collective) -> Any:
+        buffer, peer = collective.buffer, collective.peer or 0
+        if pair := collective.message(self.rank):
+            return self._message(pair, buffer)
+        passed = collective.rows if collective.operation is Operation.SCATTER else buffer
+        values = self._exchange(_called(collective), passed.clone() if isinstance(passed, Tensor) else passed)
+        match collective.operation:
+            case Operation.ALL_REDUCE:
+                return buffer.copy_(_fold(values, collective.reduce))
+            case Operation.ALL_GATHER:
+                return torch.stack(values)
+            case Operation.REDUCE_SCATTER:
+                return _fold([row[self.rank] for row in values], collective.reduce)
+            case Operation.ALL_TO_ALL:
+                return torch.stack([rows[self.rank] for rows in values])
+            case Operation.BROADCAST:
+                return buffer.copy_(values[peer])
+            case Operation.SCATTER:
+                return buffer.copy_(values[peer][self.rank])
+            case Operation.GATHER:
+                return torch.stack(values) if self.rank == peer else None
+            case Operation.BROADCAST_OBJECT:
+                return values[peer]
+            case _:
+                return values
 
     @override
     def new_group(self, ranks: Sequence[int]) -> "ThreadCommunicator | None":
-        self.check_members(ranks)
-        members = sorted(ranks)
+        members = self.check_members(ranks)
         self._exchange(f"new_group({members})", None)
         if self.rank not in members:
             return None
@@ -338,15 +303,28 @@ class ThreadCommunicator(Communicator):
             )
         return [value for _, value in posts]
 
-    def _message(self, src: int, dst: int) -> Hashable:
-        number = self._messages[src, dst] = self._messages.get((src, dst), 0) + 1
-        return self._name, "message", src, dst, number
+    def _message(self, pair: tuple[int, int], buffer: Tensor) -> Tensor:
+        number = self._messages[pair] = self._messages.get(pair, 0) + 1
+        key = (self._name, "message", *pair, number)
+        if self.rank == pair[0]:
+            self._board.post(key, buffer.clone(), 1)
+            return buffer
+        return buffer.copy_(self._board.take(key, self._ranks[pair[0]], self._own, f"recv(src={pair[0]})"))
 
 
-def _called(operation: str, buffer: Tensor) -> str:
-    return f"{operation} of {str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
+def _called(collective: Collective) -> str:
+    """What has to be the same on all ranks."""
+    buffer, operation = collective.buffer, collective.operation
+    arguments = [] if collective.reduce is None else [collective.reduce.value]
+    if collective.peer is not None:
+        arguments.append(f"{'dst' if operation is Operation.GATHER else 'src'}={collective.peer}")
+    call = f"{operation.value}({', '.join(arguments)})" if arguments else operation.value
+    if isinstance(buffer, Tensor):
+        call += f" of {str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
+    return call
 
 
-def _fold(rows: Sequence[Tensor], op: Reduce) -> Tensor:
+def _fold(rows: Sequence[Tensor], op: Reduce | None) -> Tensor:
+    assert op is not None, "a reduction has one"
     total = functools.reduce(_FOLDS[op], rows[1:], rows[0].clone())
     return total.div_(len(rows)) if op is Reduce.MEAN else total

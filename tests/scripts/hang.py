@@ -17,7 +17,7 @@ def main(fabric: Fabric) -> None:
 
 def wait_for_the_report(fabric: Fabric) -> None:
     until = time.monotonic() + 50
-    while fabric.strategy.runtime.peek("watchdog/report/1") is None:
+    while fabric.strategy.runtime.store.get_nowait("watchdog/report/1") is None:
         assert time.monotonic() < until, "no report came"
         threading.Event().wait(0.05)
 

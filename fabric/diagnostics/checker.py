@@ -22,12 +22,15 @@ from hashlib import blake2b
 from typing import NoReturn
 
 import torch.distributed as dist
+from torch import Tensor
 
-from fabric._stacks import node
-from fabric.communicators._calls import Call, difference, in_words, table
+from fabric.communicators import Collective, Operation
+from fabric.diagnostics._calls import Call, difference, in_words, table
+from fabric.diagnostics.recorder import Entry
+from fabric.diagnostics.stacks import exit_reason, node
 from fabric.errors import CollectiveMismatchError
 
-__all__ = ["Ledger"]
+__all__ = ["CollectiveChecker"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _SEARCH_EVERY = 0.00005, 0.005, 0.05  # seconds
 _ANSWER_WITHIN = 0.3  # seconds, in which other ranks come and tell what they pass
@@ -82,7 +85,7 @@ class _Entry:
         return self.begun.get(group, 0)
 
 
-class Ledger:
+class CollectiveChecker:
     """One process's view of what the ranks of a job call.
 
     Args:
@@ -102,6 +105,18 @@ class Ledger:
         self._present: set[int] = set()
         store.set(f"process/{rank}", json.dumps([node(), os.getpid()]))
         self._write(self._own)
+
+    def check(self, entry: Entry, collective: Collective) -> None:
+        """Wait until all members of the group make this call.
+
+        Raises:
+            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or does not call.
+        """
+        self.meet(entry.group, entry.members, _call(entry, collective))
+
+    def close(self) -> None:
+        """Tell the others that this rank makes no further calls, and why."""
+        self.leave(exit_reason())
 
     def meet(self, group: str, members: Sequence[int], call: Call) -> int:
         """Wait until all members of a group make this call; the number of the call in the group, from 1.
@@ -162,7 +177,7 @@ class Ledger:
                 return
             if missing and now - started > self._timeout:
                 lines = {r: _latest(entry) for r, entry in self._read(missing).items()}
-                self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not come:{table(lines)}")
+                self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not call:{table(lines)}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -254,6 +269,30 @@ class Ledger:
         texts = self._store.multi_get([f"entry/{r}" for r in there]) if there else []
         read = {r: _Entry.from_json(text) for r, text in zip(there, texts, strict=True)}
         return {r: self._own if r == self.rank else read.get(r, _Entry()) for r in ranks}
+
+
+def _call(entry: Entry, collective: Collective) -> Call:
+    kind, buffer, user = collective.operation, collective.buffer, collective.call
+    data = "" if user is None else user.arguments()
+    facts: dict[str, str] = {}
+    if kind is Operation.SEND or kind is Operation.RECV:  # two ranks, and two operations
+        facts = dict(zip(("from", "to"), entry.group.rpartition(" ")[2].split(">"), strict=True))
+    else:
+        facts["operation"] = entry.operation
+        if user is not None and user.operation != kind.value:
+            facts["collective"] = kind.value
+        if collective.reduce is not None:
+            facts["op"] = collective.reduce.value
+        if collective.peer is not None:
+            facts["dst" if kind is Operation.GATHER else "src"] = str(collective.peer)
+        if collective.name:
+            facts["name"] = repr(collective.name)
+        if kind is Operation.NEW_GROUP:
+            facts["ranks"] = str(buffer)
+    if isinstance(buffer, Tensor):
+        facts |= {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}
+    operation = kind.value if "from" in facts else entry.operation
+    return Call(operation, entry.location, facts, data)
 
 
 def _calls(entries: Mapping[int, _Entry], group: str, count: int) -> dict[int, Call]:

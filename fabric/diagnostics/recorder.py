@@ -1,0 +1,225 @@
+"""The flight recorder: what this process is doing, as notes that checks and hang reports read."""
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from typing_extensions import override
+
+from fabric.communicators import Collective, Communicator, Operation
+from fabric.diagnostics.stacks import location, user_frame
+from fabric.errors import FabricError, UsageError
+
+__all__ = ["CLOSURE", "HEADING", "JOB", "STEP", "Check", "Entry", "FlightRecorder", "RecordedCommunicator"]
+
+JOB = "job"
+STEP, CLOSURE = "optimizer step", "optimizer step with a closure"
+HEADING = "where each rank is:"
+_WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
+
+
+class Entry(NamedTuple):
+    """A collective that was begun.
+
+    Attributes:
+        group: names the group; of a message the group and its two ranks.
+        members: the ranks of the job that have to make the call, in the order of the group.
+        number: of this collective among those of the group, from 1.
+        operation: its name, as the user called it.
+        name: of a barrier, else empty.
+        code: the user's code that made the call; None in a backward pass, whose threads are autograd's.
+        offset: of the instruction in it. A file and line are made of the two only when somebody asks.
+    """
+
+    group: str
+    members: Sequence[int]
+    number: int
+    operation: str
+    name: str
+    code: CodeType | None
+    offset: int
+
+    @property
+    def location(self) -> str:
+        """File and line of the user's call."""
+        return location(self.code, self.offset)
+
+    def __str__(self) -> str:
+        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.location}"
+
+
+Check = Callable[[Entry, Collective], None]
+"""Called with each collective before it moves anything; raises if it must not."""
+
+
+class FlightRecorder:
+    """What this process is doing. One thread writes plain attributes; that of the hang reports reads them as they are.
+
+    A *phase* is a part of the user's program in which torch issues collectives by itself: a forward or backward pass,
+    an optimizer step.
+
+    Args:
+        explain: the report of what each rank is doing, for the error of a collective that timed out.
+
+    Attributes:
+        thread: the thread that made this, whose stack is of interest.
+        phase: the one that this process is in.
+        counts: how many collectives of each group, and how many phases of each name, have been begun.
+        newest: the key in ``counts`` of the latest one.
+        calls: the collective that each thread is in.
+        latest: the latest collective that was begun.
+    """
+
+    __slots__ = ("_explain", "calls", "counts", "latest", "newest", "phase", "thread")
+
+    def __init__(self, explain: Callable[[], str] = str) -> None:
+        self._explain = explain
+        self.thread = threading.get_ident()
+        self.phase: str | None = None
+        self.counts: dict[str, int] = defaultdict(int)
+        self.newest = ""
+        self.calls: dict[int, Entry] = {}
+        self.latest: Entry | None = None
+
+    def enter(self, phase: str) -> str | None:
+        """Note that a phase begins; the one that it is a part of, to be put back at its end."""
+        self.counts[phase] += 1
+        # Nothing is a part of a step without a closure: one that is still noted was left by an error.
+        before = None if self.phase is STEP else self.phase
+        self.phase = self.newest = phase
+        return before
+
+    def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note that an optimizer begins a step; a hook before it."""
+        self.counts[STEP] += 1
+        self.phase = self.newest = STEP
+        if len(args) > 1 or kwargs:
+            self.counts[CLOSURE] += 1
+            self.phase = self.newest = CLOSURE
+
+    def leave_step(self, *_: object) -> None:
+        """Note that it is over; a hook after it."""
+        self.phase = None
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A context that is a phase; of those in every step, the few lines are written where they are needed."""
+        before = self.enter(phase)
+        try:
+            yield
+        except RuntimeError as error:
+            self.annotate(error)
+            raise
+        finally:
+            self.phase = before
+
+    def backward(self, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """``tensor.backward(*args, **kwargs)`` as a phase."""
+        before = self.enter("backward")
+        try:
+            tensor.backward(*args, **kwargs)
+        except RuntimeError as error:
+            self.annotate(error)
+            raise
+        finally:
+            self.phase = before
+
+    def annotate(self, error: BaseException) -> None:
+        """Add the report to an error that left a phase, where :meth:`explain` has one."""
+        if report := self.explain(error):
+            error.add_note(report)
+
+    def explain(self, error: BaseException) -> str:
+        """The report, if this is the error of a collective that timed out and does not hold it yet; else empty."""
+        text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        late = isinstance(error, RuntimeError) and any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT)
+        return self._explain() if late and HEADING not in text else ""
+
+
+class RecordedCommunicator(Communicator):
+    """Any communicator, with a note of each collective in the flight recorder, and checks before each.
+
+    A collective that times out raises a :class:`fabric.errors.UsageError` that holds the report; an error of fabric's
+    own gets it as a note.
+
+    Args:
+        inner: what carries the data.
+        recorder: of this process.
+        checks: called in this order before each collective, also those of groups that are made from this one.
+        name: the same on all members, and different for each group.
+        ranks: the members by their rank in the job, in the order of the group; None for all.
+    """
+
+    def __init__(
+        self,
+        inner: Communicator,
+        recorder: FlightRecorder,
+        checks: Sequence[Check] = (),
+        name: str = JOB,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        self._inner, self._recorder, self._checks, self._name = inner, recorder, checks, name
+        # A range, as large in a job of thousands as in one of two.
+        self._ranks = range(inner.size) if ranks is None else tuple(ranks)
+        self._groups = 0
+
+    @override
+    def run(self, collective: Collective) -> Any:
+        return self._record(collective, self._inner.run, collective)
+
+    @override
+    def new_group(self, ranks: Sequence[int]) -> "RecordedCommunicator | None":
+        members = self.check_members(ranks)
+        self._groups += 1
+        inner = self._record(Collective(Operation.NEW_GROUP, members), self._inner.new_group, members)
+        if inner is None:
+            return None
+        name, ranks = f"{self._name}/{self._groups}", [self._ranks[rank] for rank in members]
+        return RecordedCommunicator(inner, self._recorder, self._checks, name, ranks)
+
+    @override
+    def close(self) -> None:
+        self._inner.close()
+
+    def _record(self, collective: Collective, function: Callable[[Any], Any], argument: Any) -> Any:
+        recorder, group, members = self._recorder, self._name, self._ranks
+        if collective.operation is Operation.SEND or collective.operation is Operation.RECV:
+            assert collective.peer is not None, "a message has two ranks"
+            pair = (
+                (self.rank, collective.peer) if collective.operation is Operation.SEND else (collective.peer, self.rank)
+            )
+            group, members = f"{group} {pair[0]}>{pair[1]}", (self._ranks[pair[0]], self._ranks[pair[1]])
+        recorder.counts[group] += 1
+        frame = user_frame(sys._getframe(1))
+        code, offset = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
+        operation = collective.operation.value if collective.call is None else collective.call.operation
+        entry = Entry(group, members, recorder.counts[group], operation, collective.name, code, offset)
+        thread = threading.get_ident()
+        recorder.latest = recorder.calls[thread] = entry
+        recorder.newest = group
+        try:
+            for check in self._checks:
+                check(entry, collective)
+            return function(argument)
+        except RuntimeError as error:
+            self._explain(entry, error)
+            raise
+        finally:
+            del recorder.calls[thread]
+
+    def _explain(self, entry: Entry, error: RuntimeError) -> None:
+        if isinstance(error, FabricError):
+            self._recorder.annotate(error)
+        elif report := self._recorder.explain(error):
+            raise UsageError(
+                f"{entry} (rank {self.rank} of {self.size})",
+                f"it timed out: {error}\n  {report}",
+                "a call that every rank of the group makes within the timeout",
+                "see what keeps the ranks named here; Fabric(timeout=7200) if it may take longer, in seconds",
+            ) from error
