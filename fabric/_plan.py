@@ -1,19 +1,22 @@
-"""From what the user wrote to a frozen plan: the rules for values and their combinations.
+"""The frozen plan of a job: the tables of names, and the rules for arguments of ``Fabric`` and their combinations.
 
-With the tables of ``_names.py``, strings become objects here and nowhere else. No process is started and no device is
-touched, so that whatever cannot work is an error before anything happens.
+Strings become objects here and nowhere else. No process is started and no device is touched, so that what cannot work
+is an error before anything happens.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
+from functools import partial
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
-from fabric._names import parse_accelerator, parse_launcher, parse_strategy
-from fabric.accelerators import Accelerator
+from fabric import strategies
+from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
@@ -23,9 +26,29 @@ from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.watchdog import DEFAULT_WATCHDOG
 from fabric.world import World
 
-__all__ = ["Plan", "resolve"]
+__all__ = ["RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
 
-# What `fabric run` leaves for the script, and the argument of Fabric that it stands for.
+ACCELERATORS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator}
+_DDP = {
+    "ddp": DDPStrategy,
+    "ddp_spawn": partial(DDPStrategy, start_method="spawn"),
+    "ddp_fork": partial(DDPStrategy, start_method="fork"),
+    "ddp_forkserver": partial(DDPStrategy, start_method="forkserver"),
+    # Fresh processes from a server that never touched CUDA or a thread pool: the start method that is safe there.
+    "ddp_notebook": partial(DDPStrategy, start_method="forkserver"),
+}
+_UNUSED = {
+    f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()
+}
+STRATEGIES: Mapping[str, Any] = {
+    "single_device": SingleDeviceStrategy,
+    "dp": lambda: strategies.DataParallelStrategy(),  # imported then, as fsdp is
+    **_DDP,
+    **_UNUSED,
+    "fsdp": lambda: strategies.FSDPStrategy(),
+    "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
+}
+# The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
 _ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS}
 CHECK = "FABRIC_CHECK"
@@ -37,7 +60,7 @@ _Devices = tuple[torch.device, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that was decided before any process started.
+    """Everything that is decided before a process starts.
 
     Attributes:
         accelerator: the hardware.
@@ -47,8 +70,8 @@ class Plan:
         strategy: what is done to modules.
         environment: what made the processes, where something did.
         world: the place of this process; None when the processes are still to be made.
-        launcher: how they come to exist.
-        check_collectives: whether the ranks compare their collectives before anything moves.
+        launcher: how processes are started.
+        check_collectives: whether the ranks compare each collective before they make it.
         timeout: how long a collective may wait.
         watchdog: how long a rank waits before a report is printed; zero for never.
     """
@@ -91,48 +114,38 @@ def resolve(
     watchdog: timedelta | float = DEFAULT_WATCHDOG,
     env: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Make the plan for one job; arguments as for ``Fabric``.
-
-    Args:
-        accelerator: name, object or ``"auto"``.
-        strategy: name, object or ``"auto"``.
-        devices: number, indices, their spelling, or ``"auto"``.
-        num_nodes: number of nodes or ``"auto"``.
-        precision: name, alias, row or None.
-        environment: object, None to detect one, or ``"none"`` to detect nothing.
-        launcher: name, object or None.
-        check_collectives: True, or False to leave it to ``FABRIC_CHECK``.
-        timeout: seconds, timedelta, or None for the strategy's.
-        watchdog: seconds or timedelta.
-        env: environment variables; None for those of this process.
-
-    Raises:
-        ConfigurationError: a value or a combination that cannot work.
-        ArgumentTypeError: a value of a type that is not understood.
-    """
+    """The plan of one job. Arguments and errors are those of ``Fabric``; ``env`` replaces ``os.environ``."""
     env = os.environ if env is None else env
-    given = _with_run_options(
-        env, accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision
-    )
+    given: dict[str, Any] = {
+        "accelerator": accelerator,
+        "strategy": strategy,
+        "devices": devices,
+        "num_nodes": num_nodes,
+        "precision": precision,
+    }
+    for argument, variable in RUN_OPTIONS.items():
+        if value := env.get(variable):
+            source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
+            given[argument] = _one_value(argument, given[argument], value, source)
     named = parse_strategy(given["strategy"])
-    waits = None if timeout is None else _parse_duration("timeout", timeout, "positive")
+    waits = None if timeout is None else _parse_duration("timeout", timeout)
     if named is not None:
-        given = _with_strategy_options(named, given)
-        environment = _same("environment", environment, named.cluster_environment)
-        waits = _same("timeout", waits, None if named.timeout == DEFAULT_TIMEOUT else named.timeout)
+        given |= {"environment": environment, "timeout": waits}
+        for argument, value in _options_of(named).items():
+            given[argument] = _one_value(argument, given[argument], value, f"Strategy({argument}={value!r})")
+        environment, waits = given["environment"], given["timeout"]
     found = _find_environment(environment, env)
     world = None if found is None else found[1]
-    hands_out = found  # the environment that made a process for each device
+    one_process = False
     if named is not None and named.drives_all_devices:
-        _check_one_process(named, given["num_nodes"], found)
-        hands_out = None
-    hardware = parse_accelerator(given["accelerator"])
-    where = _parse_devices(hardware, given["devices"], named and named.parallel_devices, hands_out)
+        one_process = True
+        _check_one_process(named, found)
+    hardware = _parse_accelerator(given["accelerator"])
+    where = _parse_devices(hardware, given["devices"], named and named.parallel_devices, None if one_process else found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
-    made = SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes)
-    chosen = made if named is None else named
+    chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
-    if world is None and (chosen.drives_all_devices or len(where) * nodes == 1):
+    if world is None and (one_process or len(where) * nodes == 1):
         world = World()
     spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
     return Plan(
@@ -144,58 +157,105 @@ def resolve(
         environment=None if found is None else found[0],
         world=world,
         launcher=_choose_launcher(launcher, chosen, spec, world, found, by_name=isinstance(strategy, str)),
-        check_collectives=check_collectives or _check_is_on(env.get(CHECK, "")),
+        check_collectives=check_collectives or _parse_switch(CHECK, env.get(CHECK, "")),
         timeout=waits or DEFAULT_TIMEOUT,
-        watchdog=_parse_duration("watchdog", watchdog, "0 or more"),
+        watchdog=_parse_duration("watchdog", watchdog),
     )
 
 
-def _parse_duration(argument: str, value: Any, valid: str) -> timedelta:
-    """Seconds or a timedelta; zero only where ``valid`` says so."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
-    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if is_number and 0 <= seconds <= _LONGEST and (seconds > 0 or valid != "positive"):
-        return timedelta(seconds=seconds)
-    raise ConfigurationError(
-        f"Fabric({argument}={value!r})",
-        "it is no length of time",
-        f"seconds or a timedelta, {valid}, at most {_LONGEST:,} s",
-        f"Fabric({argument}=600)",
-    )
+def parse_strategy(strategy: Strategy | str) -> Strategy | None:
+    """The strategy that an object or a name stands for; None for ``"auto"``."""
+    return None if strategy == "auto" else _parse_name("strategy", strategy, STRATEGIES, Strategy)
 
 
-def _check_is_on(value: str) -> bool:
-    if value not in ("", "0", "1"):
+def _parse_accelerator(accelerator: Any) -> Accelerator:
+    if accelerator == "auto":
+        candidates: list[Accelerator] = [CUDAAccelerator(), MPSAccelerator()]
+        return next((candidate for candidate in candidates if candidate.is_available()), CPUAccelerator())
+    chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
+    if not chosen.is_available():
         raise ConfigurationError(
-            f"{CHECK}={value} in the environment",
-            "it is neither on nor off",
-            "1 to compare the collectives of all ranks before anything moves, 0 not to",
-            f"export {CHECK}=1",
+            f"accelerator={chosen.name!r}",
+            "there is none on this machine, or torch was built without it",
+            '"auto", "cpu", and what the machine has',
+            'Fabric(accelerator="auto")',
         )
+    return chosen
+
+
+def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
+    """The object that a name stands for, in the table or among the entry points ``fabric.<argument>s``."""
+    if isinstance(value, kind):
+        return value
+    key = value.lower() if isinstance(value, str) else ""
+    # Only for names that are not ours: looking through all installed packages takes milliseconds.
+    plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=f"fabric.{argument}s")}
+    if key in table or key in plugins:
+        found = table[key] if key in table else plugins[key]()
+        return found if isinstance(found, kind) else found()
+    names = ["auto", *table, *plugins]
+    near = get_close_matches(key, names, n=1)
+    error = ConfigurationError if isinstance(value, str) else ArgumentTypeError
+    raise error(
+        f"{argument}={value!r}",
+        f"this {type(value).__name__} is no {argument}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        f"{', '.join(map(repr, names))}, or an object of a subclass of fabric.{argument}s.{kind.__name__}",
+        f'Fabric({argument}="{near[0] if near else "auto"}")',
+    )
+
+
+def _parse_duration(argument: str, value: Any) -> timedelta:
+    """Seconds or a timedelta; zero only for the watchdog, which it turns off."""
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST and (seconds > 0 or argument == "watchdog"):
+        return timedelta(seconds=seconds)
+    expected = (
+        f"seconds or a timedelta, {'0 or more' if argument == 'watchdog' else 'positive'}, at most {_LONGEST:,} s"
+    )
+    raise ConfigurationError(
+        f"Fabric({argument}={value!r})", "it is no length of time", expected, f"Fabric({argument}=600)"
+    )
+
+
+def _parse_switch(variable: str, value: str) -> bool:
+    if value not in ("", "0", "1"):
+        raise ConfigurationError(f"{variable}={value} in the environment", "it is neither on nor off", "1 or 0")
     return value == "1"
 
 
-def _with_run_options(env: Mapping[str, str], **given: Any) -> dict[str, Any]:
-    """Fill what was left open with the options of `fabric run`; a different explicit value is an error."""
-    result = dict(given)
-    for argument, variable in RUN_OPTIONS.items():
-        value = env.get(variable)
-        if not value:
-            continue
-        if given[argument] in ("auto", None):
-            result[argument] = value
-        elif _spelled(argument, given[argument]) != _spelled(argument, value):
-            option = f"--{argument.replace('_', '-')}"
-            raise ConfigurationError(
-                f"Fabric({argument}={given[argument]!r}) under `fabric run {option} {value}`",
-                "the two differ",
-                f"one of them, or the same value in both ({variable} carries that of the command line)",
-                f'Fabric({argument}="auto")' if argument != "precision" else "Fabric()",
-            )
-    return result
+def _options_of(strategy: Strategy) -> dict[str, Any]:
+    """The arguments of ``Fabric`` that were given to the strategy's own constructor; None for those that were not."""
+    devices = strategy.parallel_devices
+    return {
+        "accelerator": strategy.accelerator or (devices[0].type if devices else None),
+        "precision": strategy.precision,
+        "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
+        "environment": strategy.cluster_environment,
+        "timeout": strategy.timeout if strategy.timeout != DEFAULT_TIMEOUT else None,
+    }
 
 
-def _spelled(argument: str, value: Any) -> str:
+def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
+    """The value of an argument that may be given to ``Fabric`` and in a second place; two that differ are an error."""
+    if other is None or given is other:
+        return given
+    if given in ("auto", None):
+        return other
+    if _spelling(argument, given) == _spelling(argument, other):
+        return given
+    raise _two_values(argument, given, source)
+
+
+def _two_values(argument: str, given: Any, source: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"Fabric({argument}={given!r}) with {source}",
+        "the two differ",
+        "the value in one of the two places, or the same in both",
+        f"Fabric() without {argument}=",
+    )
+
+
+def _spelling(argument: str, value: Any) -> str:
     if argument == "precision":
         return parse_precision(value).name
     if isinstance(value, Accelerator | Strategy):
@@ -206,41 +266,12 @@ def _spelled(argument: str, value: Any) -> str:
     return "cuda" if argument == "accelerator" and text == "gpu" else text
 
 
-def _with_strategy_options(strategy: Strategy, given: dict[str, Any]) -> dict[str, Any]:
-    """Merge what was given to the strategy's own constructor."""
-    devices = strategy.parallel_devices
-    kind = devices[0].type if devices else None
-    fixed = {
-        "accelerator": strategy.accelerator or kind,
-        "precision": strategy.precision,
-        "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
-    }
-    return given | {argument: _same(argument, given[argument], value) for argument, value in fixed.items()}
-
-
-def _same(argument: str, given: Any, fixed: Any) -> Any:
-    if fixed is None:
-        return given
-    if given in ("auto", None) or given is fixed or _spelled(argument, given) == _spelled(argument, fixed):
-        return fixed
-    raise _two_values(argument, given, argument, fixed)
-
-
-def _two_values(argument: str, given: Any, own: str, fixed: Any) -> ConfigurationError:
-    return ConfigurationError(
-        f"Fabric({argument}={given!r}, strategy=Strategy({own}={fixed!r}))",
-        "the two differ",
-        "the value in one of the two places, or the same in both",
-        f"Fabric({argument}={given!r}) and a strategy without {own}",
-    )
-
-
 def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     if environment is None:
         return detect(env)
     if environment == "none":
         return None
-    if isinstance(environment, str | type) or not callable(getattr(environment, "detect", None)):
+    if isinstance(environment, str | type):
         raise ArgumentTypeError(
             f"environment={environment!r}",
             "it is no environment",
@@ -258,13 +289,26 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
+def _check_one_process(strategy: Strategy, found: _Found) -> None:
+    """Refuse several processes under a strategy that drives all devices from one."""
+    if found is not None and found[1].world_size > 1:
+        environment, world = found
+        raise ConfigurationError(
+            f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} node(s) by "
+            f"{environment.name} (rank {world.rank})",
+            "it drives all devices of one node from one process, and each process would train on its own",
+            "one process: the script started by itself, or torchrun with --nproc-per-node 1",
+            f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
+        )
+
+
 def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None, found: _Found) -> _Devices:
     """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
     if own is None and devices == "auto" and found is not None:
         return _devices_of_environment(accelerator, found)
     parsed = own if own is not None and devices in ("auto", None) else accelerator.parse_devices(devices)
     if own not in (None, parsed):
-        raise _two_values("devices", devices, "parallel_devices", list(map(str, own or ())))
+        raise _two_values("devices", devices, f"Strategy(parallel_devices={list(map(str, own or ()))})")
     if found is not None and len(parsed) != found[1].local_world_size:
         environment, world = found
         raise ConfigurationError(
@@ -274,23 +318,6 @@ def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None,
             'Fabric(devices="auto")',
         )
     return parsed
-
-
-def _check_one_process(strategy: Strategy, num_nodes: Any, found: _Found) -> None:
-    """Refuse several processes or nodes under a strategy that drives all devices from one process."""
-    asked = ""
-    if found is not None and found[1].world_size > 1:
-        world = found[1]
-        asked = f"{world.world_size} processes on {world.num_nodes} node(s) by {found[0].name} (rank {world.rank})"
-    elif str(num_nodes).strip().isdigit() and int(num_nodes) > 1:
-        asked = f"num_nodes={num_nodes}"
-    if asked:
-        raise ConfigurationError(
-            f"strategy={strategy.name!r} with {asked}",
-            "it drives all devices of one node from one process, and each process would train on its own",
-            "one process: the script started by itself, or torchrun with --nproc-per-node 1",
-            f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
-        )
 
 
 def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> _Devices:
@@ -310,39 +337,24 @@ def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, 
 
 
 def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
-    if isinstance(num_nodes, str) and num_nodes.strip().isdigit():
-        num_nodes = int(num_nodes)
     actual = 1 if found is None else found[1].num_nodes
-    if num_nodes == "auto":
+    if num_nodes == "auto" or str(num_nodes).strip() == str(actual):
         return actual
-    if isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes!r}",
-            "it is not a number of nodes",
-            'an integer from 1, or "auto"',
-            "Fabric(num_nodes=2)",
-        )
-    if num_nodes == actual:
-        return num_nodes
-    if found is None:
-        raise ConfigurationError(
-            f"num_nodes={num_nodes} in a process that nothing launched on several nodes",
-            "fabric starts processes on the node that it runs on; those of other nodes come from a cluster's launcher",
-            "torchrun, `fabric run`, srun or mpirun on every node",
-            f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R from 0",
-        )
+    made_by = (
+        "nothing has started this process" if found is None else f"{found[0].name} has started rank {found[1].rank}"
+    )
     raise ConfigurationError(
-        f"num_nodes={num_nodes} (rank {found[1].rank})",
-        f"{found[0].name} has made processes on {actual} node(s)",
-        f'num_nodes="auto", or {actual}',
-        'Fabric(num_nodes="auto")',
+        f"num_nodes={num_nodes!r}",
+        f"{made_by}, on a job of {actual} node(s); fabric starts processes on its own node only",
+        f'num_nodes="auto", or {actual}; more with torchrun, `fabric run`, srun or mpirun on every node',
+        f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R from 0",
     )
 
 
 def _choose_launcher(
     launcher: Any, strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found, by_name: bool
 ) -> Launcher:
-    named = parse_launcher(launcher)
+    named = None if launcher in (None, "auto") else _parse_name("launcher", launcher, LAUNCHERS, Launcher)
     method = strategy.start_method if named is None else named.name
     if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
         raise ConfigurationError(

@@ -19,7 +19,6 @@ LAYERS = [
     ["diagnostics"],
     ["runtime", "_evaluation"],
     ["strategies", "checkpoint", "loggers"],
-    ["_names"],
     ["_plan"],
     ["forward_guard"],
     ["module"],

@@ -160,7 +160,7 @@ REFUSALS = [
     ({"strategy": SingleDeviceStrategy()}, TWO_RANKS, ConfigurationError, ["single_device"]),
     ({"strategy": "dp"}, TWO_RANKS, ConfigurationError, ["'dp'", "2 processes", "torchrun", "rank 1"]),
     ({"strategy": "dp", "devices": 2}, TWO_NODES, ConfigurationError, ["'dp'", "2 node(s)"]),
-    ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["'dp'", "num_nodes=2"]),
+    ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["num_nodes='2'"]),
     ({"strategy": "dp", "num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
     ({"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2}, {}, ConfigurationError, ["sync_batchnorm", "CPU"]),
     ({"precision": "16-mixed"}, {"FABRIC_PRECISION": "32"}, ConfigurationError, ["'16-mixed'", "--precision 32"]),

@@ -17,7 +17,7 @@ LIMITS = {
     "code lines": 14_300,
     "tokens": 127_200,
     "code lines of the core": 3_800,
-    "tokens of the core": 34_000,
+    "tokens of the core": 34_100,
     "raw lines of a file": 532,
     "raw lines of _fabric.py": 1_105,
     "code lines of a class": 264,  # but Fabric, which is a line a method

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fabric._names import parse_strategy
+from fabric._plan import parse_strategy
 from fabric.errors import ConfigurationError
 from fabric.strategies import Strategy
 from fabric.testing.base import name_of
