@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow bench lint format types clean
+.PHONY: help install demo test test-slow soak bench lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -25,8 +25,11 @@ demo: .venv/installed ## train a small GPT on two CPU processes, in under two mi
 test: .venv/installed ## everything but the slow and gpu marks
 	$(BIN)/python -m pytest -m "not slow and not gpu"
 
-test-slow: .venv/installed ## the slow marks: fault matrix, crash points, long property profiles
-	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
+	$(BIN)/python -m pytest -m "slow and not soak and not gpu" --timeout 600 --session-timeout 2400
+
+soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
+	$(BIN)/python -m pytest -m "soak and not gpu" --timeout 1800
 
 bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 15 minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[benchmarks]'

@@ -121,20 +121,26 @@ def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_whole_checkpoint(
     assert_no_litter(strategy, path, SMALL)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_no_checkpoint_is_lost_or_torn_at_any_point_of_a_save(tmp_path: Path) -> None:
+SAMPLE = pytest.param(SMALL, 6, 10, id="some", marks=pytest.mark.slow)
+ALL = pytest.param(LARGE, 1, 40, id="all", marks=[pytest.mark.slow, pytest.mark.soak])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("columns", "stride", "least"), [SAMPLE, ALL])
+def test_no_checkpoint_is_lost_or_torn_at_any_point_of_a_save(
+    tmp_path: Path, columns: int, stride: int, least: int
+) -> None:
     killed = 0
     for strategy, writers in [("ddp", 1), ("fsdp", 2)]:
         path = tmp_path / strategy / "state"
         path.parent.mkdir()
-        share = ROWS * LARGE * 4 // writers
+        share = ROWS * columns * 4 // writers
         for async_ in (False, True):
             sizes = [Death(size=size) for size in (100_000, share // 3, share - 1, share + 100)]
-            killed += survive(strategy, path, LARGE, async_, sizes)
+            killed += survive(strategy, path, columns, async_, sizes[:: 3 if stride > 1 else 1])
             for rank in range(writers):
                 # Of shards, which take many steps, one kind of save is killed at the odd ones, the other at the even.
-                steps = range(1 + (async_ and writers > 1), 100, writers)
-                killed += survive(strategy, path, LARGE, async_, (Death(rank=rank, step=step) for step in steps))
-        assert_no_litter(strategy, path, LARGE)
-    assert killed >= 40, killed
+                steps = range(1 + (async_ and writers > 1), 100, writers * stride)
+                killed += survive(strategy, path, columns, async_, (Death(rank=rank, step=step) for step in steps))
+        assert_no_litter(strategy, path, columns)
+    assert killed >= least, killed

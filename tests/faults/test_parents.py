@@ -3,11 +3,13 @@
 import os
 import signal
 import sys
+from itertools import product
 
 import pytest
 
 from tests.faults.jobs import TRAIN, Job, command, within
 from tests.faults.train import LAUNCHERS
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.timeout(90)
 STATES = ("waits", "trains", "waits_in_cpp", "holds_the_lock")
@@ -20,20 +22,20 @@ def temporary(tmp_path):
     return tmp_path / "tmp"
 
 
-def matrix(*quick, states=STATES):
-    """Launchers times what the ranks do; the pairs in ``quick`` are part of `make test`."""
-    return [
-        pytest.param(
-            launcher,
-            state,
-            marks=[*([] if (launcher, state) in quick else [pytest.mark.slow]), *([LINUX] * (state == STATES[3]))],
-        )
-        for launcher in LAUNCHERS
-        for state in states
-    ]
+KILLED = sampled(
+    product(LAUNCHERS, STATES),
+    quick=[("popen", "holds_the_lock"), ("run", "waits_in_cpp")],
+    slow=6,
+    marks=lambda case: [LINUX] if case[1] == "holds_the_lock" else [],
+)
+SIGNALS = sampled(
+    product(LAUNCHERS, STATES[:3], ["SIGINT", "SIGTERM"], ["parent", "group"]),
+    quick=[("run", "waits", "SIGINT", "parent"), ("run", "waits", "SIGTERM", "group")],
+    slow=14,
+)
 
 
-@pytest.mark.parametrize(("launcher", "state"), matrix(("popen", "holds_the_lock"), ("run", "waits_in_cpp")))
+@pytest.mark.parametrize(("launcher", "state"), KILLED)
 def test_ranks_follow_a_launching_process_that_was_killed(temporary, launcher, state):
     with Job(temporary, command(launcher, state)) as job:
         ended = job.end(job.signal(signal.SIGKILL))
@@ -41,8 +43,7 @@ def test_ranks_follow_a_launching_process_that_was_killed(temporary, launcher, s
     assert len(ended.errors.splitlines()) <= 15
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), slow=2))
 def test_ranks_started_under_nohup_follow_too(temporary, launcher):
     with Job(temporary, ["nohup", *command(launcher, "waits_in_cpp")]) as job:
         os.kill(job.process.pid, signal.SIGHUP)
@@ -50,12 +51,11 @@ def test_ranks_started_under_nohup_follow_too(temporary, launcher):
         assert job.end(job.signal(signal.SIGKILL)).seconds < within()
 
 
-@pytest.mark.parametrize("to_group", [False, True], ids=["parent", "group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
-@pytest.mark.parametrize(("launcher", "state"), matrix(("run", "waits"), states=STATES[:3]))
-def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher, state, number, to_group):
+@pytest.mark.parametrize(("launcher", "state", "name", "target"), SIGNALS)
+def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher, state, name, target):
+    number = signal.Signals[name]
     with Job(temporary, command(launcher, state)) as job:
-        ended = job.end(job.signal(number, to_group=to_group))
+        ended = job.end(job.signal(number, to_group=target == "group"))
     assert ended.seconds < within()
     assert len(ended.errors.splitlines()) <= 15
     # A KeyboardInterrupt that nobody catches: Python ends itself by the signal, which a shell shows as 128 + n.
@@ -64,9 +64,8 @@ def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher,
         assert sorted(line for line in ended.output if "finally" in line) == ["finally 0", "finally 1"]
 
 
-@pytest.mark.slow
 @LINUX
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), slow=2))
 def test_sigterm_ends_ranks_that_hold_the_lock_of_the_interpreter(temporary, launcher):
     with Job(temporary, command(launcher, "holds_the_lock")) as job:
         ended = job.end(job.signal(signal.SIGTERM))
@@ -79,9 +78,7 @@ def assert_saved_together(ended):
     assert len({steps for *_, steps in saved}) == 1, "the ranks stopped at different steps"
 
 
-@pytest.mark.parametrize(
-    "launcher", [name if name in ("popen", "run") else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
-)
+@pytest.mark.parametrize("launcher", sampled(product(LAUNCHERS), quick=[("popen",)], slow=2))
 def test_a_script_that_asks_should_stop_has_time_to_save(temporary, launcher):
     with Job(temporary, command(launcher, "saves_and_leaves")) as job:
         for _ in job.ranks:

@@ -1,9 +1,12 @@
 """A rank fails: the job ends within seconds, and its last words are those of the rank that failed first."""
 
+from itertools import product
+
 import pytest
 
 from tests.faults.jobs import Job, command, within
 from tests.faults.train import LAUNCHERS, ON_ONE
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -23,12 +26,8 @@ EXPECTED = {
     "raises_long": (1, "failed", "end"),
 }
 # In `make test` a launcher stands for its faults and a fault for its launchers.
-QUICK = {("popen", "raises_and_tears_down"), ("run", "returns"), ("forkserver", "segfaults")}
-MATRIX = [
-    pytest.param(launcher, fault.__name__, marks=[] if (launcher, fault.__name__) in QUICK else pytest.mark.slow)
-    for launcher in LAUNCHERS
-    for fault in ON_ONE
-]
+QUICK = [("popen", "raises_and_tears_down"), ("run", "returns"), ("forkserver", "segfaults")]
+MATRIX = sampled(product(LAUNCHERS, [fault.__name__ for fault in ON_ONE]), quick=QUICK, slow=16)
 
 
 @pytest.mark.parametrize(("launcher", "fault"), MATRIX)

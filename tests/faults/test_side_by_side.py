@@ -14,15 +14,16 @@ MANY = Path(__file__).parents[1] / "scripts" / "launchers" / "many.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_two_hundred_launches_ten_at_a_time_never_meet(tmp_path):
+@pytest.mark.parametrize(("jobs", "launches"), [(5, 6), pytest.param(10, 20, marks=pytest.mark.soak)])
+def test_launches_beside_each_other_never_meet(tmp_path, jobs, launches):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(MANY), str(number), "20"],
+            [sys.executable, str(MANY), str(number), str(launches)],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for number in range(10)
+        for number in range(jobs)
     ]  # fmt: skip
     ended = [process.communicate(timeout=540) for process in processes]
-    assert ended == [("all mine\n", "")] * 10
+    assert ended == [("all mine\n", "")] * jobs
     nothing_left(tmp_path)

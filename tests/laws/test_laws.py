@@ -9,7 +9,7 @@ from tests.laws import exchanges, reductions, universal
 from tests.laws.base import Law, Subject, check
 
 LAWS = (*reductions.LAWS, *exchanges.LAWS, *universal.LAWS)
-SHORT, LONG = 25, 100
+SHORT, LONG, SOAK = 12, 40, 100
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -18,7 +18,8 @@ def test_law(rank_pool: Callable[[int], RankPool], law: Law) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("examples", [LONG, pytest.param(SOAK, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_in_many_examples(rank_pool: Callable[[int], RankPool], law: Law) -> None:
-    assert len(LAWS) * LONG >= 2000
-    check(law, Subject(rank_pool), LONG)
+def test_law_in_many_examples(rank_pool: Callable[[int], RankPool], law: Law, examples: int) -> None:
+    assert len(LAWS) * SOAK >= 2000
+    check(law, Subject(rank_pool), examples)

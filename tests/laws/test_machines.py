@@ -34,11 +34,16 @@ def test_every_rank_that_arrives_is_told_of_a_call_that_differs() -> None:
     check(disagreeing(checked_pool), 8, steps=4)
 
 
-@pytest.mark.slow
-def test_many_interleaved_collectives_agree_with_their_oracles(rank_pool: Callable[[int], RankPool]) -> None:
-    check(interleaved(Subject(rank_pool)), 150, steps=30)
+MANY = [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.soak])]
 
 
-@pytest.mark.slow
-def test_every_rank_that_arrives_is_told_in_many_ways_to_differ() -> None:
-    check(disagreeing(checked_pool), 100, steps=6)
+@pytest.mark.parametrize("factor", MANY)
+def test_many_interleaved_collectives_agree_with_their_oracles(
+    rank_pool: Callable[[int], RankPool], factor: int
+) -> None:
+    check(interleaved(Subject(rank_pool)), 40 * factor, steps=30)
+
+
+@pytest.mark.parametrize("factor", MANY)
+def test_every_rank_that_arrives_is_told_in_many_ways_to_differ(factor: int) -> None:
+    check(disagreeing(checked_pool), 25 * factor, steps=6)
