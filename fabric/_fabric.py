@@ -397,7 +397,7 @@ class Fabric:
 
         Args:
             *loaders: the loaders; they are left as they are, what is returned is built around copies.
-            use_distributed_sampler: whether the data is dealt to the processes; if not each sees all of it.
+            use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
             move_to_device: whether batches move to this process's device.
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
                 still computes the step before; the values are the same. The host's memory of a batch must not be
@@ -683,7 +683,7 @@ class Fabric:
             UsageError: this is no loop over a set-up loader, or nobody but the loader knows which samples it repeated.
             ConfigurationError: dim 0 of a tensor is not the number of samples; or a leaf is a Python number.
         """
-        return self._running("gather_for_metrics").gather_round(data)
+        return self._running("gather_for_metrics").gather_batch(data)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor of a collection to process i. Differentiable.

@@ -1,6 +1,6 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet, ref
@@ -12,13 +12,12 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fabric._evaluation import gather_round
 from fabric._plan import Plan
 from fabric._torch import uncompiled
 from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast, parse_reduce_op
 from fabric.communicators import Communicator
-from fabric.data import FabricDataLoader, WholeRound, prepare_dataloader
+from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
 from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
 from fabric.forward_guard import ForwardGuard
@@ -78,7 +77,7 @@ class Session:
         self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self.guards: list[ref[ForwardGuard]] = []
-        self._underway: list[Callable[[], WholeRound]] = []
+        self._active_iterators: list[ActiveIterator] = []
         self._loaders_made = self._optimizers_made = 0
         self._check_training = check_training
         self.first_steps: list[FirstSteps] = []
@@ -143,28 +142,28 @@ class Session:
         uneven: Literal["pad", "drop"],
         seed_workers: bool,
     ) -> FabricDataLoader:
-        """Deal a loader's data to the processes and move its batches."""
+        """Shard a loader's data over the processes and move its batches."""
         share = self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        made = prepare_dataloader(
+        made = FabricDataLoader(
             loader,
             device=self.runtime.device if move_to_device else None,
             uneven=uneven,
             shard=shard,
             overlap_copies=overlap_copies,
-            agree=self.runtime.store.from_rank0,
+            from_rank0=self.runtime.store.from_rank0,
             name=str(self._loaders_made),
             seed_workers=seed_workers,
-            underway=self._underway,
-            began=self.runtime.pace.began,
+            active=self._active_iterators,
+            on_epoch=self.runtime.pace.began,
             **share,
         )
         self._loaders_made += 1
         self.loaders[made] = None
         return made
 
-    def gather_round(self, data: Any) -> Any:
-        """What all processes computed from the round that the current loop is in; see ``Fabric.gather_for_metrics``."""
-        return gather_round(self.runtime.communicator, self._underway, data)
+    def gather_batch(self, data: Any) -> Any:
+        """See ``Fabric.gather_for_metrics``."""
+        return gather_batch(self.runtime.communicator, self._active_iterators, data)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the program in which torch may issue collectives by itself."""

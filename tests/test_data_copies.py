@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.data import prepare_dataloader
-from fabric.data.copies import OverlappedCopies
+from fabric.data import FabricDataLoader
+from fabric.data.prefetch import OverlappedCopies
 from fabric.tree import to_device
 
 # Stands for the device: tensors can be copied there, and have no memory.
@@ -217,6 +217,6 @@ def test_on_a_cpu_nothing_is_pinned_or_moved() -> None:
 
 
 def test_other_devices_get_their_batches_in_turn() -> None:
-    loader = prepare_dataloader(DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META)
+    loader = FabricDataLoader(DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META)
     assert not loader.pin_memory
     assert [batch.device for [batch] in loader] == [META, META]

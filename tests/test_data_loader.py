@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
 
 def prepare(loader: Any, rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
     options.setdefault("device", None)
-    return prepare_dataloader(loader, rank=rank, num_replicas=num_replicas, **options)
+    return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, **options)
 
 
 class Doubling(DataLoader[Any]):
@@ -57,7 +57,7 @@ def test_one_replica_shows_the_users_own_sampler() -> None:
     assert len(prepare(loader, 0, 2).sampler) == 4
 
 
-def test_samplers_own_attributes_are_reached_through_the_share() -> None:
+def test_samplers_own_attributes_are_reached_through_the_sharded_sampler() -> None:
     sampler = RandomSampler(range(8))
     assert prepare(DataLoader(range(8), 2, sampler=sampler), 0, 2).sampler.replacement is False
     batches = BatchSampler(sampler, 3, True)
@@ -152,8 +152,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a list": (lambda: prepare([1, 2]), ArgumentTypeError, "DataLoader"),
     "a generator": (lambda: prepare(iter([1])), ArgumentTypeError, "batch_size=None"),
     "prepared": (lambda: prepare(prepare(DataLoader([1]))), ConfigurationError, "set up already"),
-    "rank": (lambda: prepare(DataLoader([1]), 2, 2), ConfigurationError, "no such rank"),
-    "replicas": (lambda: prepare(DataLoader([1]), 0, 0), ConfigurationError, "no such rank"),
     "uneven": (lambda: prepare(DataLoader([1]), uneven="repeat"), ConfigurationError, "'pad'"),
     "other world": (lambda: prepare(_distributed(4, 1), 1, 2), ConfigurationError, "rank 1 of 4"),
     "other rank": (lambda: prepare(_distributed(2, 0), 1, 2), ConfigurationError, "rank 0 of 2"),
@@ -162,11 +160,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 
 
 @pytest.mark.parametrize("case", sorted(REFUSED))
-def test_what_cannot_be_prepared_is_refused_in_four_parts(case: str) -> None:
+def test_what_cannot_be_sharded_is_refused(case: str) -> None:
     call, error, text = REFUSED[case]
-    with pytest.raises(error, match=text) as caught:
+    with pytest.raises(error, match=text):
         call()
-    assert all(getattr(caught.value, part) for part in ("asked", "wrong", "valid", "instead"))
 
 
 def test_sampler_for_another_place_is_no_concern_without_sharding() -> None:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fabric.data import FabricDataLoader, prepare_dataloader
+from fabric.data import FabricDataLoader
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -92,7 +92,7 @@ class Rank0:
 
 
 def prepare(loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
-    return prepare_dataloader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
+    return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
 
 
 def seed(value: int) -> None:
@@ -117,7 +117,7 @@ def ranks_of(make: Callable[[], DataLoader[Any]], num_replicas: int, diverged: b
     agree, all_ranks = Rank0(), []
     for rank in range(num_replicas):
         seed(100 + rank if diverged else 100)
-        loader = prepare(make(), rank, num_replicas, agree=agree, **options)
+        loader = prepare(make(), rank, num_replicas, from_rank0=agree, **options)
         all_ranks.append([lists(loader) for _ in range(2)])
     return all_ranks
 
@@ -150,14 +150,14 @@ def test_union_of_the_ith_batches_is_the_ith_batch_of_the_plain_loop(
         entries = [sample for batch in expected for sample in batch]
         if uneven == "drop" and not drop_last:
             entries = entries[: len(entries) // num_replicas * num_replicas]
-        dealt = [interleaved(list(batches)) for batches in zip(*(rank[epoch] for rank in ranks), strict=True)]
-        together = [sample for batch in dealt for sample in batch]
+        shards = [interleaved(list(batches)) for batches in zip(*(rank[epoch] for rank in ranks), strict=True)]
+        together = [sample for batch in shards for sample in batch]
         assert together[: len(entries)] == entries
         repeated = together[len(entries) :]
         assert len(repeated) == (-len(entries) % num_replicas if uneven == "pad" else 0)
         assert repeated == (entries * num_replicas)[: len(repeated)]
         full = len(entries) // (batch_size * num_replicas)
-        assert dealt[:full] == expected[:full]
+        assert shards[:full] == expected[:full]
 
 
 @laws
@@ -191,7 +191,7 @@ def test_random_streams_end_where_the_plain_loop_leaves_them(
     for rank in [*range(num_replicas), None]:
         seed(7)
         loader = make_loader(kind, 12, batch_size, generator=torch.Generator().manual_seed(1))
-        iterated = loader if rank is None else prepare(loader, rank, num_replicas, agree=agree)
+        iterated = loader if rank is None else prepare(loader, rank, num_replicas, from_rank0=agree)
         for _ in range(2):
             list(iterated)
         ends.append((streams(), loader.generator.get_state().tolist()))
@@ -211,11 +211,11 @@ def test_one_replica_interleaves_its_drawing_with_the_loop_as_the_plain_loop_doe
 
 @pytest.mark.parametrize("make", [Batches, lambda n: BatchSampler(RandomSampler(range(n * 2)), 2, False)])
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
-def test_batches_of_a_batch_sampler_are_dealt_whole(make: Callable[[int], Any], uneven: str) -> None:
+def test_batches_of_a_batch_sampler_are_sharded_whole(make: Callable[[int], Any], uneven: str) -> None:
     agree, ranks = Rank0(), []
     for rank in range(3):
         seed(rank)
-        loader = prepare(DataLoader(range(30), batch_sampler=make(7)), rank, 3, agree=agree, uneven=uneven)
+        loader = prepare(DataLoader(range(30), batch_sampler=make(7)), rank, 3, from_rank0=agree, uneven=uneven)
         ranks.append(lists(loader))
         assert len(ranks[-1]) == len(loader) == (3 if uneven == "pad" else 2)
     seed(0)
@@ -224,31 +224,31 @@ def test_batches_of_a_batch_sampler_are_dealt_whole(make: Callable[[int], Any], 
     assert together == (expected + expected[:2] if uneven == "pad" else expected[:6])
 
 
-def test_diverged_rank_keeps_its_own_stream_and_consumes_what_the_plain_loop_would() -> None:
+def test_diverged_rank_keeps_its_own_stream() -> None:
     agree = Rank0()
     seed(1)
-    list(prepare(DataLoader(range(10), shuffle=True), 0, 2, agree=agree))
+    list(prepare(DataLoader(range(10), shuffle=True), 0, 2, from_rank0=agree))
     seed(2)
-    list(prepare(DataLoader(range(10), shuffle=True), 1, 2, agree=agree))
+    list(prepare(DataLoader(range(10), shuffle=True), 1, 2, from_rank0=agree))
     own = streams()
     seed(2)
-    list(DataLoader(range(10), shuffle=True))
+    list(DataLoader(range(10)))
     assert streams() == own
 
 
 def test_ranks_adopt_the_generator_of_rank_0() -> None:
     agree, generators = Rank0(), [torch.Generator().manual_seed(rank) for rank in range(2)]
     for rank, generator in enumerate(generators):
-        list(prepare(DataLoader(range(10), shuffle=True, generator=generator), rank, 2, agree=agree))
+        list(prepare(DataLoader(range(10), shuffle=True, generator=generator), rank, 2, from_rank0=agree))
     assert generators[0].get_state().equal(generators[1].get_state())
 
 
 @pytest.mark.parametrize("agreeing", [True, False])
-def test_endless_samplers_are_dealt_lazily(agreeing: bool) -> None:
+def test_endless_samplers_are_sharded_lazily(agreeing: bool) -> None:
     agree, ranks = Rank0(), []
     for rank in range(3):
         seed(rank if agreeing else 0)
-        loader = prepare(DataLoader(range(1000), 2, sampler=Endless()), rank, 3, agree=agree if agreeing else None)
+        loader = prepare(DataLoader(range(1000), 2, sampler=Endless()), rank, 3, from_rank0=agree if agreeing else None)
         with pytest.raises(TypeError):
             len(loader)
         batches = []
@@ -279,9 +279,9 @@ def test_order_without_a_length_that_ends_is_evened_out(uneven: str, lengths: li
 
 def test_sequential_and_distributed_orders_need_no_agreement() -> None:
     agree = Rank0()
-    list(prepare(DataLoader(range(10)), 1, 2, agree=agree))
+    list(prepare(DataLoader(range(10)), 1, 2, from_rank0=agree))
     sampler = DistributedSampler(range(10), num_replicas=2, rank=1)
-    list(prepare(DataLoader(range(10), sampler=sampler), 1, 2, agree=agree))
+    list(prepare(DataLoader(range(10), sampler=sampler), 1, 2, from_rank0=agree))
     assert not agree.published
 
 
@@ -323,7 +323,7 @@ def split_between_workers(worker_id: int) -> None:
 
 @laws
 @given(n=st.integers(0, 30), num_replicas=st.integers(1, 4), batch_size=st.none() | st.integers(1, 4))
-def test_iterable_dataset_is_dealt_in_complete_rounds(n: int, num_replicas: int, batch_size: int | None) -> None:
+def test_iterable_dataset_is_sharded_in_complete_rounds(n: int, num_replicas: int, batch_size: int | None) -> None:
     ranks = []
     for rank in range(num_replicas):
         loader = prepare(DataLoader(SizedNumbers(n), batch_size=batch_size), rank, num_replicas)
@@ -333,7 +333,7 @@ def test_iterable_dataset_is_dealt_in_complete_rounds(n: int, num_replicas: int,
     assert interleaved(flat) == list(range(n // num_replicas * num_replicas))
 
 
-def test_iterable_dataset_without_a_length_has_none_when_dealt() -> None:
+def test_iterable_dataset_without_a_length_has_none_when_sharded() -> None:
     with pytest.raises(TypeError):
         len(prepare(DataLoader(Numbers(4)), 0, 2))
 
@@ -361,7 +361,7 @@ def test_ranks_agree_on_what_an_iterable_dataset_draws_when_asked_for_its_iterat
     agree, ranks = Rank0(), []
     for rank in range(2):
         seed(rank)
-        loader = prepare(DataLoader(Shuffled(), None), rank, 2, agree=agree)
+        loader = prepare(DataLoader(Shuffled(), None), rank, 2, from_rank0=agree)
         ranks.append([sample for _ in range(2) for sample in loader])
     assert sorted(ranks[0][:5] + ranks[1][:5]) == sorted(ranks[0][5:] + ranks[1][5:]) == list(range(10))
 
@@ -372,7 +372,7 @@ def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike(context: str) ->
     for rank in range(2):
         seed(rank)
         loader = DataLoader(Shuffled(), 5, num_workers=1, multiprocessing_context=context)
-        ranks.append([sample for batch in lists(prepare(loader, rank, 2, agree=agree)) for sample in batch])
+        ranks.append([sample for batch in lists(prepare(loader, rank, 2, from_rank0=agree)) for sample in batch])
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 

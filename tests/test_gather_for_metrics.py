@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from fabric import Fabric
-from fabric.data import prepare_dataloader
+from fabric.data import FabricDataLoader
+from fabric.data.gathering import GatheredBatch
 from fabric.errors import ConfigurationError, UsageError
 from tests.ranks import run_in_ranks
 
@@ -30,19 +31,17 @@ def seen(replicas: int, make: Any, uneven: Any = "pad") -> list[int]:
     """What a loop over a loader gathers, with the ranks one after the other in this process."""
     noted: list[list[Any]] = [[] for _ in range(replicas)]
     loaders = [
-        prepare_dataloader(
-            make(rank), rank=rank, num_replicas=replicas, device=None, uneven=uneven, underway=noted[rank]
-        )
+        FabricDataLoader(make(rank), rank=rank, num_replicas=replicas, device=None, uneven=uneven, active=noted[rank])
         for rank in range(replicas)
     ]
     result: list[int] = []
     for batches in zip(*loaders, strict=True):
-        rounds = [underway[-1]() for underway in noted]
+        rounds = [GatheredBatch.of(*active[-1]) for active in noted]
         assert all(one.kept == rounds[0].kept for one in rounds)
         for one, batch in zip(rounds, batches, strict=True):
             one.check([batch], None)
         parts = list(batches)
-        result += rounds[0].arranged(parts if rounds[0].kind == "batches" else torch.stack(parts)).tolist()
+        result += rounds[0].arrange(parts if rounds[0].kind == "batches" else torch.stack(parts)).tolist()
     assert noted == [[] for _ in range(replicas)]
     return result
 
@@ -115,7 +114,7 @@ def evaluate(fabric: Fabric) -> Any:
     loader.load_state_dict(state)
     for batch in loader:
         resumed += fabric.gather_for_metrics(batch).tolist()
-    with pytest.raises(UsageError, match="no loop over a set-up loader"):
+    with pytest.raises(UsageError, match="no loop over a set-up loader is active"):
         fabric.gather_for_metrics(torch.ones(1))
     each = fabric.setup_dataloaders(DataLoader(torch.arange(3)), use_distributed_sampler=False)
     if fabric.world_size > 1:

@@ -1,53 +1,22 @@
-"""The loader that the user gets back: theirs, which also moves its batches and knows where it is."""
+"""The loader that ``fabric.setup_dataloaders`` returns, and how it is made from the user's own."""
 
+import copy
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from itertools import count
+from typing import Any, Literal
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.base import Course, Layout, Pass, Position
-from fabric.data.rounds import Rounds
-from fabric.data.whole import WholeRound, whole_round
-from fabric.errors import CheckpointError, ConfigurationError
-from fabric.seed import Streams
+from fabric.data.gathering import ActiveIterator
+from fabric.data.prefetch import mover
+from fabric.data.sharding import shard as _shard
+from fabric.data.state import EpochState, check_saved, length_of, saved_state, skipped
+from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fabric.seed import Streams, WorkerSeeding
 
 __all__ = ["FabricDataLoader"]
-
-_OWN = frozenset(
-    [
-        "loader",
-        "original",
-        "_course",
-        "_start",
-        "_move",
-        "_epoch",
-        "_targets",
-        "_known",
-        "_pending",
-        "_seen",
-        "_underway",
-        "_began",
-    ]
-)
-
-
-class _Seen:
-    """The pass that last handed out a batch, or began since."""
-
-    __slots__ = ("current",)
-
-    def __init__(self) -> None:
-        self.current: Pass | None = None
-
-
-def _put_last(entries: list[Any], entry: Any) -> None:
-    if entry in entries:
-        entries.remove(entry)
-    entries.append(entry)
 
 
 class FabricDataLoader:
@@ -73,48 +42,103 @@ class FabricDataLoader:
         self,
         loader: DataLoader[Any],
         *,
-        original: DataLoader[Any],
-        course: Course,
-        start: Callable[[Callable[[], Iterator[Any]]], Iterator[Any]],
-        move: Callable[[Any], Any] | None,
-        underway: list[Callable[[], WholeRound]],
-        began: Callable[[Pass], None] | None = None,
+        rank: int,
+        num_replicas: int,
+        device: torch.device | None,
+        uneven: Literal["pad", "drop"] = "pad",
+        shard: bool = True,
+        overlap_copies: bool = True,
+        from_rank0: Callable[[str, bytes], bytes] | None = None,
+        name: str = "0",
+        seed_workers: bool = True,
+        active: list[ActiveIterator] | None = None,
+        on_epoch: Callable[[str, EpochState, int | None], None] | None = None,
     ) -> None:
-        """Called by :func:`~fabric.data.prepare_dataloader`, which decides all of this.
+        """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
+
+        The i-th batches of all ranks, of ``batch_size`` samples each, are together the i-th batch of ``batch_size *
+        num_replicas`` samples of the plain loop, with the user's own sampler. With one replica the loop is the plain
+        one, the random streams included.
+
+        - A batch sampler that the user passed: whole batches are sharded.
+        - A sampler that shards by itself (it has ``rank`` and ``num_replicas``, as torch's DistributedSampler): left
+          alone.
+        - An iterable dataset: sharded in complete rounds (:class:`~fabric.data.sharding.InterleavedIterable`), whatever
+          ``uneven`` says, or left alone when it has a true attribute ``shards_itself``. All ranks have to iterate it in
+          the same order. Its worker processes have the same streams on every rank, from a base seed that is agreed on;
+          without workers only what its ``__iter__`` draws before it returns is agreed on, so it should shuffle by epoch
+          (``set_epoch``).
+        - Workers of map-style datasets have streams of their own on each rank, those of rank 0 exactly torch's, unless
+          ``seed_workers`` is false.
 
         Args:
-            loader: the prepared copy.
-            original: the user's loader.
-            course: how its batches come about.
-            start: runs the function that starts an iteration.
-            move: moves a batch to the device; ``None`` leaves it where it is.
-            underway: each iteration that is going on has an entry here, which tells about the round that it is in; the
-                one that handed out a batch last is the last.
-            began: is told of each iteration.
+            loader: a DataLoader, or an object of a subclass.
+            rank: of this process, ``0 <= rank < num_replicas``.
+            num_replicas: number of ranks to shard over.
+            device: where batches go; ``None`` leaves them as the loader made them.
+            uneven: ``"pad"`` repeats samples from the start of the order until all ranks have equally many, as torch's
+                DistributedSampler does; ``"drop"`` leaves the incomplete last round out. A loader with ``drop_last``
+                leaves it out in any case, since the plain loop drops those samples.
+            shard: False gives every rank the whole data.
+            overlap_copies: whether a CUDA device gets its batches from pinned memory, on a stream of their own; see
+                ``[Note: Overlapped copies]``. False: in turn with the computation, from memory as the loader pins it.
+            from_rank0: makes the ranks draw the same order although their random states differ: called at the start of
+                each epoch with a key and the state, in the same sequence on all ranks, it returns what rank 0 passed.
+                ``None``: the states are taken to be the same. Not called when nothing random is drawn.
+            name: tells the loaders of a job apart in the keys; the same on all ranks, another for each loader.
+            seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
+                states.
+            active: where the iterations over the loaders of a job that have begun and not ended are kept.
+            on_epoch: called at the start of each iteration with a key that is the same on all ranks,
+                ``"<name>/<number>"``, its state, and its number of batches, None when that is not known.
+
+        Raises:
+            ArgumentTypeError: ``loader`` is not a DataLoader.
+            ConfigurationError: it is set up already; ``uneven`` is something else; or its sampler shards by itself, but
+                for another rank or number of ranks.
         """
-        self.loader, self.original, self._course, self._start = loader, original, course, start
-        self._move = move
-        candidates = (course.order, getattr(course.order, "sampler", None), original.dataset)
-        self._targets: list[Any] = [target for target in candidates if callable(getattr(target, "set_epoch", None))]
-        self._known = [0] * len(self._targets)
-        self._epoch = 0
-        self._pending: Position | None = None
-        self._seen = _Seen()
-        self._underway = underway
-        self._began = began
+        _check_arguments(loader, uneven)
+        prepared = copy.copy(loader)
+        # The copy must not reset or shut down the workers of the original.
+        object.__setattr__(prepared, "_iterator", None)
+        options: dict[str, Any] = {"uneven": uneven, "from_rank0": from_rank0, "name": name}
+        spec = _shard(prepared, rank=rank, num_replicas=num_replicas, enabled=shard, **options)
+        if seed_workers and rank > 0 and loader.num_workers > 0 and spec.base_seed is None:
+            object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
+        candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
+        targets = [target for target in candidates if callable(getattr(target, "set_epoch", None))]
+        # Past __setattr__, which takes the names that are here for our own, and all others for the loader's.
+        vars(self).update(
+            loader=prepared,
+            original=loader,
+            _spec=spec,
+            _move=mover(prepared, device, overlap_copies),
+            _active=[] if active is None else active,
+            _on_epoch=on_epoch,
+            _keys=(f"{name}/{number}" for number in count()),
+            _epoch=0,  # the number of the next one
+            _saved=None,  # what load_state_dict was given, until the next iteration begins
+            _latest=None,  # the iteration that yielded a batch last, or began since
+            _targets=targets,  # what has a set_epoch, and the numbers that they were given
+            _known=[0] * len(targets),
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        self._adopt_epoch()
-        current = self._next_pass()
-        self._forward_epoch(current.epoch)
-        self._epoch = current.epoch + 1
-        self._seen.current = current
-        if self._course.indices is not None:
-            self._course.indices.current = current
-        if self._began is not None:
-            self._began(current)
-        batches = self._resume(current) if current.resumed else self._start(self._begin)
-        return self._handed_out(current, batches if self._move is None else map(self._move, batches))
+        self._follow_user_epoch()
+        saved, self._saved = self._saved, None
+        if saved is None:
+            state = EpochState(self._epoch)
+        else:
+            skip = skipped(saved, self._spec)
+            state = EpochState(saved["epoch"], saved["cursor"], skip, resumed=True, replay=saved["drawn"])
+        self._forward_epoch(state.epoch)
+        self._epoch, self._latest = state.epoch + 1, state
+        if self._spec.indices is not None:
+            self._spec.indices.epoch = state
+        if self._on_epoch is not None:
+            self._on_epoch(next(self._keys), state, self._known_length())
+        batches = self._begin(state)
+        return self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -126,7 +150,7 @@ class FabricDataLoader:
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        if name in vars(self):
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
@@ -135,7 +159,7 @@ class FabricDataLoader:
         return f"FabricDataLoader({self.loader!r})"
 
     def set_epoch(self, epoch: int) -> None:
-        """Number the next epoch, and tell the sampler, batch sampler and dataset that have a ``set_epoch``.
+        """Number the next epoch, and call ``set_epoch`` of the sampler, batch sampler and dataset that have one.
 
         Not needed for numbers that just count up: each ``iter()`` does that, from 0 or from where a loaded state says.
         A position inside another epoch, loaded or reached, is given up.
@@ -144,20 +168,14 @@ class FabricDataLoader:
             epoch: 0 or more.
 
         Raises:
-            ConfigurationError: ``epoch`` is not an integer, or negative.
+            ConfigurationError: ``epoch`` is negative.
         """
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            number = -1
+        number = operator.index(epoch)
         if number < 0:
-            raise ConfigurationError(
-                f"loader.set_epoch({epoch!r})", "epochs are counted from 0", "0, 1, ...", "loader.set_epoch(epoch)"
-            )
-        if self._pending is not None and self._pending.epoch != number:
-            self._pending = None
-        self._epoch = number
-        self._seen.current = None
+            raise ConfigurationError(f"loader.set_epoch({epoch!r})", "epochs are counted from 0")
+        if self._saved is not None and self._saved["epoch"] != number:
+            self._saved = None
+        self._epoch, self._latest = number, None
         self._forward_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +184,7 @@ class FabricDataLoader:
         Right at any time, in the loop's body too: batches that workers have prefetched do not count. After an epoch was
         iterated to its end it is the start of the next one; after a ``break`` it is the place of the break (call
         :meth:`set_epoch` to give up the rest of the epoch). Of several iterations at once it is the position of the one
-        that handed out the last batch.
+        that yielded the last batch.
 
         For an iterable dataset only the epoch can be resumed, unless the dataset has ``state_dict`` and
         ``load_state_dict`` and there are no worker processes: then its state is part of this.
@@ -176,21 +194,13 @@ class FabricDataLoader:
         """
         if self._has_own_state:
             return self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for just above
-        if self._pending is not None:
-            return replace(self._pending, layout=self._layout()).state()
-        generators = [generator.get_state() for generator in self._generators]
-        current = self._seen.current
-        if current is None or current.finished:
-            return Position(self._layout(), self._epoch, generators=generators).state()
-        return Position(
-            self._layout(),
-            current.epoch,
-            True,
-            self._cursor(current),
-            dict(current.drawn),
-            generators,
-            self._dataset.state_dict() if self._keeps_dataset_state else None,
-        ).state()
+        if self._saved is not None:
+            return {**self._saved, **self._spec.summary()}
+        state = self._latest
+        if state is None or state.finished:
+            return saved_state(self._spec, self._epoch)
+        dataset = self._spec.dataset.state_dict() if self._keeps_dataset_state else None
+        return saved_state(self._spec, state.epoch, state, dataset)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position: the next ``iter()`` goes on where :meth:`state_dict` was called.
@@ -198,7 +208,7 @@ class FabricDataLoader:
         Its order is drawn again from the saved states, and what was received is left out without being loaded. After
         that ``iter()`` the streams that the process shares are what they were before it, so restore them separately
         (:func:`fabric.seed.set_rng_state`). When the position is behind the last batch of an epoch whose end was not
-        reached (saved in the body of the loop), the next ``iter()`` has nothing left to hand out.
+        reached (saved in the body of the loop), the next ``iter()`` yields nothing.
 
         Args:
             state: what :meth:`state_dict` returned, on any rank.
@@ -206,34 +216,38 @@ class FabricDataLoader:
         Raises:
             CheckpointError: the state is of another kind of loader; the dataset, its length, the batch size or the kind
                 of sampler differ; the number of ranks differs and does not divide the cursor; or it is inside an epoch
-                and the dataset is iterable without a state of its own, or workers hand out batches out of order.
+                and the dataset is iterable without a state of its own, or workers yield batches out of order.
         """
         if self._has_own_state:
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for just above
             return
-        position = Position.from_state(state)
-        position.check_fits(self._layout(), len(self._generators))
-        position.skip(self._course.num_replicas, self._course.length())
-        inside = position.begun
-        if self._course.indices is None and (inside := position.cursor > 0):
-            self._load_dataset(position)
-        if inside and self.loader.num_workers > 1 and not getattr(self.loader, "in_order", True):
+        check_saved(state, self._spec)
+        skipped(state, self._spec)
+        inside = state["begun"] if self._spec.indices is not None else state["cursor"] > 0
+        position = f"loader.load_state_dict() {state['cursor']} {state['unit']} into epoch {state['epoch']}"
+        if inside and self.loader.num_workers > 1 and not self.loader.in_order:
             raise CheckpointError(
-                f"loader.load_state_dict() {position.cursor} {position.layout.unit} into epoch {position.epoch}",
-                f"{self.loader.num_workers} workers with in_order=False hand out batches as they are ready: "
+                position,
+                f"{self.loader.num_workers} workers with in_order=False yield batches as they are ready: "
                 "which ones were received is not known",
                 "in_order=True, or a state saved at the end of an epoch",
                 "DataLoader(..., in_order=True)",
             )
-        for generator, saved in zip(self._generators, position.generators, strict=True):
+        if inside and self._spec.indices is None:
+            if not self._keeps_dataset_state or state["dataset"] is None:
+                raise CheckpointError(
+                    position,
+                    f"the {type(self._spec.dataset).__name__} is iterable: only itself knows how to go on from there",
+                    "a state saved at the end of an epoch; or, with num_workers=0, a dataset that has state_dict and "
+                    "load_state_dict",
+                    "def state_dict(self) and def load_state_dict(self, state) on the dataset, "
+                    "or save after the loop over the loader",
+                )
+            self._spec.dataset.load_state_dict(state["dataset"])
+        for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
-        self._epoch = position.epoch
-        self._pending = position if inside else None
-        self._seen.current = None
-
-    @property
-    def _dataset(self) -> Any:
-        return self.original.dataset
+        self._epoch, self._latest = state["epoch"], None
+        self._saved = state if inside else None
 
     @property
     def _has_own_state(self) -> bool:
@@ -241,55 +255,51 @@ class FabricDataLoader:
 
     @property
     def _keeps_dataset_state(self) -> bool:
-        has_state = hasattr(self._dataset, "state_dict") and hasattr(self._dataset, "load_state_dict")
-        return self._course.indices is None and self.loader.num_workers == 0 and has_state
+        dataset = self._spec.dataset
+        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+        return self._spec.indices is None and self.loader.num_workers == 0 and has_state
 
-    @property
-    def _generators(self) -> tuple[torch.Generator, ...]:
-        own = self.loader.generator
-        return tuple(dict.fromkeys((*self._course.streams.generators, *([] if own is None else [own]))))
+    def _known_length(self) -> int | None:
+        """Number of batches of an epoch where it may differ between ranks; ``None`` when it is not known."""
+        if self._spec.base_seed is not None:
+            return 0
+        # torch would warn when an iterable dataset that says its length has more.
+        return None if isinstance(self._spec.dataset, IterableDataset) else length_of(self.loader)
 
-    def _begin(self) -> Iterator[Any]:
-        return iter(self.loader)
-
-    def _resume(self, current: Pass) -> Iterator[Any]:
-        """Begin without leaving a trace in the streams that torch draws the workers' base seed from.
-
-        Drawing the order again says itself where the sampler's own generators go on.
-        """
-        replayed = self._course.streams.generators if current.replay else ()
-        base = Streams(("torch",), tuple(each for each in self._generators if each not in replayed))
-        before = base.state()
-        batches = self._begin()
-        base.restore(before)
+    def _begin(self, state: EpochState) -> Iterator[Any]:
+        if not state.resumed:
+            return (
+                iter(self.loader)
+                if self._spec.base_seed is None
+                else self._spec.base_seed.draw(lambda: iter(self.loader))[1]
+            )
+        # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn again,
+        # that decides where the sampler's own generators go on.
+        replayed = self._spec.streams.generators if state.replay else ()
+        untouched = Streams(("torch",), tuple(each for each in self._spec.generators if each not in replayed))
+        before = untouched.state()
+        batches = iter(self.loader)
+        untouched.restore(before)
         return batches
 
-    def _handed_out(self, current: Pass, batches: Iterator[Any]) -> Iterator[Any]:
-        seen, underway = self._seen, self._underway
-
-        def told() -> WholeRound:
-            return whole_round(self._course, current, self.loader.batch_size, isinstance(self.loader.dataset, Rounds))
-
+    def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
+        # Past __setattr__, which would be a Python call for every batch.
+        attributes, active, entry = vars(self), self._active, (self._spec, state)
         try:
             for batch in batches:
-                current.received += 1
-                seen.current = current
-                if not underway or underway[-1] is not told:
-                    _put_last(underway, told)
+                state.received += 1
+                attributes["_latest"] = state
+                if not active or active[-1] is not entry:
+                    if entry in active:
+                        active.remove(entry)
+                    active.append(entry)
                 yield batch
-            current.finished = True
+            state.finished = True
         finally:
-            if told in underway:
-                underway.remove(told)
+            if entry in active:
+                active.remove(entry)
 
-    def _next_pass(self) -> Pass:
-        position, self._pending = self._pending, None
-        if position is None:
-            return Pass(self._epoch)
-        skip = position.skip(self._course.num_replicas, self._course.length())
-        return Pass(position.epoch, position.cursor, skip, resumed=True, replay=position.drawn)
-
-    def _adopt_epoch(self) -> None:
+    def _follow_user_epoch(self) -> None:
         """Follow a user who called ``set_epoch`` on their own sampler or dataset, as raw loops do."""
         for target, known in zip(self._targets, self._known, strict=True):
             epoch = getattr(target, "epoch", None)
@@ -302,30 +312,22 @@ class FabricDataLoader:
             target.set_epoch(epoch)
         self._known = [getattr(target, "epoch", None) for target in self._targets]
 
-    def _cursor(self, current: Pass) -> int:
-        entries = 1 if self._course.unit == "batches" else self.loader.batch_size or 1
-        cursor = current.start + current.received * entries * self._course.num_replicas
-        length = self._course.length()
-        # The last batch may be short; what was repeated to fill the last round counts as received.
-        return cursor if length is None else min(cursor, length)
 
-    def _layout(self) -> Layout:
-        length = None
-        if self._course.indices is not None:
-            # A dataset need not have a length when its sampler knows one.
-            with suppress(TypeError, NotImplementedError):
-                length = len(self._dataset)
-        kind = type(self._course.order).__name__
-        return Layout(self._course.unit, self._course.num_replicas, self.loader.batch_size, length, kind)
-
-    def _load_dataset(self, position: Position) -> None:
-        if not self._keeps_dataset_state or position.dataset is None:
-            raise CheckpointError(
-                f"loader.load_state_dict() {position.cursor} samples into epoch {position.epoch}",
-                f"the {type(self._dataset).__name__} is iterable: only itself knows how to go on from there",
-                "a state saved at the end of an epoch; or, with num_workers=0, a dataset that has state_dict and "
-                "load_state_dict",
-                "def state_dict(self) and def load_state_dict(self, state) on the dataset, "
-                "or save after the loop over the loader",
-            )
-        self._dataset.load_state_dict(position.dataset)
+def _check_arguments(loader: Any, uneven: str) -> None:
+    if isinstance(loader, FabricDataLoader):
+        raise ConfigurationError(
+            "setup_dataloaders(loader) with a loader that is set up already",
+            "sharded a second time, it would never yield most of its samples",
+            "the DataLoader itself",
+            "fabric.setup_dataloaders(loader.original), or use the loader as it is",
+        )
+    if not isinstance(loader, DataLoader):
+        raise ArgumentTypeError(
+            f"setup_dataloaders({type(loader).__name__})",
+            "without a sampler or a dataset there is nothing to shard",
+            "a torch.utils.data.DataLoader, or an object of a subclass",
+            "DataLoader(dataset, batch_size=None) around a dataset that makes whole batches; "
+            "fabric.to_device(batch) in the loop over anything else",
+        )
+    if uneven not in ("pad", "drop"):
+        raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected="'pad' or 'drop'")

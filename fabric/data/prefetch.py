@@ -8,17 +8,31 @@ earlier than in the plain loop.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fabric.tree import flatten, map_tensors, to_device
 
-__all__ = ["OverlappedCopies"]
+__all__ = ["OverlappedCopies", "mover"]
 
 _AHEAD = 2  # steps that are not computed yet; each keeps its batch in the device's memory
+
+
+def mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:
+    """What moves a batch; pins the memory of a loader that has workers, whose results torch pins in a thread."""
+    if device is None or device.type == "cpu":
+        return None
+    if device.type == "cuda" and overlap_copies:
+        # Without workers torch would refuse to pin what a dataset has on a device already.
+        pins = not loader.pin_memory and loader.num_workers == 0
+        loader.pin_memory = not pins
+        return OverlappedCopies(device, pins=pins)
+    return partial(to_device, device=device, non_blocking=bool(loader.pin_memory))
 
 
 class OverlappedCopies:

@@ -1,0 +1,394 @@
+"""Shards what a loader iterates over the ranks: the order of its sampler, or the samples of an iterable dataset."""
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, count, islice
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from fabric.data.state import EpochState, LoaderSpec, State, length_of
+from fabric.errors import ConfigurationError
+from fabric.seed import Streams
+
+__all__ = ["AgreedStreams", "IndexSampler", "InterleavedIterable", "ShardedSampler", "shard"]
+
+Uneven = Literal["pad", "drop"]
+FromRank0 = Callable[[str, bytes], bytes]
+_T = TypeVar("_T")
+
+
+def shard(
+    loader: DataLoader[Any],
+    *,
+    rank: int,
+    num_replicas: int,
+    enabled: bool,
+    uneven: Uneven,
+    from_rank0: FromRank0 | None,
+    name: str,
+) -> LoaderSpec:
+    """Make a loader, which is a copy of the user's, iterate one rank's shard.
+
+    Args:
+        loader: it is changed.
+        rank: whose shard it is to be.
+        num_replicas: number of shards.
+        enabled: False gives every rank the whole data.
+        uneven: what becomes of an incomplete last round.
+        from_rank0: returns what rank 0 passed.
+        name: of the loader.
+
+    Raises:
+        ConfigurationError: its sampler shards by itself, but for another rank or number of ranks.
+    """
+    dataset, replicas = loader.dataset, num_replicas if enabled else 1
+    own = () if loader.generator is None else (loader.generator,)
+    indices = base_seed = None
+    if isinstance(dataset, IterableDataset):
+        order, unit, streams = dataset, "samples", Streams()
+        if replicas > 1 and not getattr(dataset, "shards_itself", False):
+            object.__setattr__(loader, "dataset", InterleavedIterable(dataset, rank, replicas))
+            base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
+    else:
+        order, unit, batches = _find_order(loader)
+        streams, place = _streams_of(order, loader.generator), _place_of(order)
+        if enabled and place is not None and place != (rank, num_replicas):
+            raise ConfigurationError(
+                f"setup_dataloaders(loader) with a {type(order).__name__} for rank {place[0]} of {place[1]}",
+                f"this is rank {rank} of {num_replicas}: some samples would be seen twice, others never",
+                "a sampler for this rank, or one that does not shard at all: fabric shards what it yields",
+                f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={num_replicas}, rank={rank}",
+            )
+        shards = replicas if place is None else 1
+        if shards > 1 or not hasattr(type(loader), "state_dict"):
+            sharded = ShardedSampler(
+                order,
+                rank=rank % shards,
+                num_replicas=shards,
+                uneven="drop" if batches is not None and loader.drop_last else uneven,
+                streams=AgreedStreams(streams, from_rank0 if shards > 1 else None, name),
+            )
+            indices = IndexSampler(sharded, batches)
+            replaced = "sampler" if batches is None and unit == "samples" else "batch_sampler"
+            object.__setattr__(loader, replaced, indices)
+            if shards > 1 and batches is not None:
+                object.__setattr__(loader, "sampler", sharded)
+    return LoaderSpec(
+        dataset=dataset,
+        batch_size=loader.batch_size,
+        order=order,
+        unit=unit,
+        num_replicas=replicas,
+        streams=streams,
+        generators=tuple(dict.fromkeys((*streams.generators, *own))),
+        indices=indices,
+        base_seed=base_seed,
+    )
+
+
+def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
+    """What makes the order, what that yields, and the batch sampler that batches its samples, if one does."""
+    batches: Any = loader.batch_sampler
+    if batches is None:
+        return loader.sampler, "samples", None
+    if loader.batch_size is not None and hasattr(batches, "sampler"):
+        return batches.sampler, "samples", batches
+    return batches, "batches", None
+
+
+def _place_of(sampler: Any) -> tuple[int, int] | None:
+    """``(rank, num_replicas)`` of a sampler that shards by itself, as torch's ``DistributedSampler`` does."""
+    for candidate in (sampler, getattr(sampler, "sampler", None)):
+        rank, num_replicas = getattr(candidate, "rank", None), getattr(candidate, "num_replicas", None)
+        if isinstance(rank, int) and isinstance(num_replicas, int):
+            return rank, num_replicas
+    return None
+
+
+def _streams_of(sampler: Any, generator: torch.Generator | None) -> Streams:
+    """The random streams that a sampler may draw from.
+
+    Args:
+        sampler: torch's own samplers are known exactly; any other may draw from every stream the process shares, from
+            the generators it holds, and from the loader's.
+        generator: the loader's.
+    """
+    kind = type(sampler)
+    if kind in (SequentialSampler, list, tuple, range) or _place_of(sampler):
+        return Streams()
+    if kind is BatchSampler:
+        return _streams_of(sampler.sampler, generator)
+    if kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        return Streams(shared=("torch",)) if sampler.generator is None else Streams(generators=(sampler.generator,))
+    found = dict.fromkeys(_generators_in(sampler))
+    if generator is not None:
+        found[generator] = None
+    return Streams(shared=("python", "numpy", "torch"), generators=tuple(found))
+
+
+def _generators_in(sampler: Any) -> Iterator[torch.Generator]:
+    for value in getattr(sampler, "__dict__", {}).values():
+        if isinstance(value, torch.Generator):
+            yield value
+        elif isinstance(value, Sampler):
+            yield from _generators_in(value)
+
+
+class AgreedStreams:
+    """Random streams from which all ranks draw the same numbers, although their own states may differ.
+
+    Rank 0's states are published under ``loader/<name>/epoch/<n>``, where ``n`` counts the drawings of this loader in
+    this process: one per epoch, and two for a sampler that draws when it is asked for an iterator.
+
+    Args:
+        streams: what is drawn from.
+        from_rank0: called with a key and this rank's bytes, returns rank 0's; ``None``: every rank draws from its own.
+        name: of the loader, distinct among those of a job.
+    """
+
+    def __init__(self, streams: Streams, from_rank0: Callable[[str, bytes], bytes] | None, name: str) -> None:
+        self.streams, self._from_rank0 = streams, from_rank0
+        self._prefix, self._number = f"loader/{name}/epoch/", count()
+
+    def draw(self, action: Callable[[], _T], saved: State | None = None) -> tuple[State, _T]:
+        """Run ``action`` from a saved state, or from rank 0's.
+
+        A shared stream that was in another state than rank 0's is put back, since a rank may want to differ; one that
+        was in the same state, and every generator, goes on from where ``action`` left it, as without agreement. After
+        drawing from a saved state all shared streams are put back.
+
+        Returns:
+            The states drawn from, and the result of ``action``.
+        """
+        own = state = self.streams.state()
+        if saved is not None:
+            state = saved
+        elif self._from_rank0 is not None and self.streams:
+            state = _unpack(self._from_rank0(f"{self._prefix}{next(self._number)}", _pack(own)))
+        if state is own:
+            return own, action()
+        self.streams.restore(state)
+        result = action()
+        self.streams.restore_shared(own, unless=state if saved is None else None)
+        return state, result
+
+
+def _pack(state: State) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def _unpack(packed: bytes) -> State:
+    return torch.load(io.BytesIO(packed), weights_only=True)
+
+
+class ShardedSampler:
+    """This rank's shard of what a sampler yields; see ``[Note: Data]``.
+
+    With one replica everything is drawn when torch's own loop would draw it. With several, the order of a sampler that
+    has a length is drawn at once at the start of the epoch; one without a length is drawn round by round, from a
+    private copy of the streams. Attributes are those of the sampler: ``loader.sampler.set_epoch(n)`` reaches it.
+
+    Args:
+        sampler: yields samples, or batches of them.
+        rank: whose shard this is.
+        num_replicas: number of shards.
+        uneven: ``"pad"`` repeats entries from the start of the order until all shards are equally long, ``"drop"``
+            leaves the incomplete last round out.
+        streams: what the sampler draws from.
+    """
+
+    def __init__(
+        self,
+        sampler: Iterable[Any],
+        *,
+        rank: int,
+        num_replicas: int,
+        uneven: Literal["pad", "drop"],
+        streams: AgreedStreams,
+    ) -> None:
+        self.sampler, self.rank, self.num_replicas, self.uneven = sampler, rank, num_replicas, uneven
+        self._streams, self._epoch = streams, EpochState(0)
+
+    def in_epoch(self, state: EpochState) -> "ShardedSampler":
+        """The same shard, for one iteration."""
+        shard = copy.copy(self)
+        shard._epoch = state
+        return shard
+
+    def __len__(self) -> int:
+        length = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
+        return length // self.num_replicas if self.uneven == "drop" else -(-length // self.num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.entries(self.begin())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "sampler" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    def begin(self) -> Iterator[Any] | None:
+        """Ask the sampler for its iterator, which is when some draw their random numbers.
+
+        Returns:
+            The iterator; ``None`` when it is a generator function, which does nothing before its first entry.
+        """
+        if inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None)):
+            return None
+        return self._draw("begin", lambda: iter(self.sampler))
+
+    def entries(self, begun: Iterator[Any] | None) -> Iterator[Any]:
+        """The entries of this shard, drawn when the first one is asked for."""
+
+        def shard() -> Iterable[Any]:
+            return self._shard(iter(self.sampler) if begun is None else begun)
+
+        return _made_late(lambda: self._draw("draw", shard))
+
+    def _draw(self, phase: str, action: Callable[[], _T]) -> _T:
+        state, result = self._streams.draw(action, self._epoch.replay.get(phase))
+        self._epoch.drawn[phase] = state
+        return result
+
+    def _shard(self, order: Iterator[Any]) -> Iterable[Any]:
+        skip, replicas = self._epoch.skip, self.num_replicas
+        if replicas == 1:
+            if not self._epoch.resumed:
+                return order
+            # The first entry at least, since it is what makes a lazy sampler draw.
+            behind = list(islice(order, max(skip, 1)))
+            return chain(behind[skip:], order)
+        if length_of(self.sampler) is None:
+            first = list(islice(order, replicas))  # not privately, so that the next epoch draws another order
+            private = Streams(self._streams.streams.shared)
+            return islice(self._rounds(first, order, private, private.state()), skip, None)
+        # The indices of a sequential sampler need not be held in memory.
+        whole = range(len(self.sampler)) if type(self.sampler) is SequentialSampler else list(order)
+        complete = len(whole) // replicas * replicas
+        shard = whole[self.rank : complete : replicas]
+        if complete < len(whole) and self.uneven == "pad":
+            shard = chain(shard, [whole[(complete + self.rank) % len(whole)]])
+        return islice(shard, skip, None)
+
+    def _rounds(self, entries: list[Any], order: Iterator[Any], streams: Streams, private: State) -> Iterator[Any]:
+        """This rank's entry of each round, the first of which is ``entries``, of an order that may have no end."""
+        first = entries
+        while entries:
+            if len(entries) == self.num_replicas:
+                yield entries[self.rank]
+            elif self.uneven == "pad":
+                yield (entries + first * self.num_replicas)[self.rank]
+            own = streams.state()
+            streams.restore(private)
+            entries = list(islice(order, self.num_replicas))
+            private = streams.state()
+            streams.restore(own)
+
+
+class IndexSampler:
+    """What torch's iterator takes its indices from in a prepared loader, one item per batch.
+
+    Attributes are those of the loader's own sampler or batch sampler.
+
+    Args:
+        sharded: this rank's samples, or whole batches.
+        batches: the loader's own batch sampler, which makes samples into batches; ``None`` when the entries of the
+            shard are fetched as they are.
+
+    Attributes:
+        epoch: the iteration that the next ``iter`` belongs to.
+    """
+
+    def __init__(self, sharded: ShardedSampler, batches: BatchSampler | None) -> None:
+        self.sharded, self._batches, self.epoch = sharded, batches, EpochState(0)
+
+    def __len__(self) -> int:
+        return len(self._batched(self.sharded))
+
+    def __iter__(self) -> Iterator[Any]:
+        # Bound here and not at the first item: by then another iteration may have begun. One that iterates this object
+        # without the loader, or twice, has no part in the loader's position.
+        state = EpochState(self.epoch.epoch) if self.epoch.opened else self.epoch
+        sharded = self.sharded.in_epoch(state)
+        begun = sharded.begin() if self._batches is None else None
+
+        def entries() -> Iterable[Any]:
+            state.opened = True
+            return sharded.entries(begun) if self._batches is None else self._batched(sharded)
+
+        return _made_late(entries)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_batches" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.sharded.sampler if self._batches is None else self._batches, name)
+
+    def _batched(self, sharded: ShardedSampler) -> Any:
+        if self._batches is None:
+            return sharded
+        batches = copy.copy(self._batches)
+        batches.sampler = sharded
+        return batches
+
+
+def _made_late(make: Callable[[], Iterable[_T]]) -> Iterator[_T]:
+    """Iterate what ``make`` returns when the first item is asked for."""
+    # Chained, since a generator of ours would be resumed for every item.
+    return chain.from_iterable(make() for _ in range(1))
+
+
+class InterleavedIterable(IterableDataset[Any]):
+    """One rank's samples of an iterable dataset that every rank iterates.
+
+    The samples come in rounds of ``num_replicas``; this rank keeps its own of each. Only complete rounds count, so that
+    all ranks get equally many: filling the last one would need samples from ahead. With worker processes each worker
+    shards what it iterates itself, so up to ``num_replicas - 1`` samples are left out per worker. Every rank has to
+    iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or with a generator of the dataset's
+    own.
+
+    Attributes are read from and written to the dataset inside, so that a ``worker_init_fn`` that configures the copy
+    in its worker (``get_worker_info().dataset.start = ...``) reaches it.
+
+    Args:
+        dataset: the user's dataset.
+        rank: ``0 <= rank < num_replicas``.
+        num_replicas: number of ranks that the samples are sharded over.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, num_replicas: int) -> None:
+        vars(self).update(_dataset=dataset, _rank=rank, _num_replicas=num_replicas)
+
+    def __iter__(self) -> Iterator[Any]:
+        # The dataset is asked for its iterator when torch asks: some draw their order there.
+        return self._own(iter(self._dataset))
+
+    def _own(self, samples: Iterator[Any]) -> Iterator[Any]:
+        while len(complete := tuple(islice(samples, self._num_replicas))) == self._num_replicas:
+            yield complete[self._rank]
+
+    def __len__(self) -> int:
+        return len(self._dataset) // self._num_replicas
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for special methods: ours count. While being unpickled there is no dataset yet.
+        if name.startswith("__") or "_dataset" not in vars(self):
+            raise AttributeError(name)
+        return getattr(vars(self)["_dataset"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(vars(self)["_dataset"], name, value)
