@@ -3,8 +3,6 @@
 import ast
 from pathlib import Path
 
-import pytest
-
 import fabric
 
 PACKAGE = Path(fabric.__file__).parent
@@ -78,11 +76,22 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_file_imports_only_from_lower_layers(path: Path) -> None:
+def above(path: Path) -> set[str]:
+    """What a file imports from its own layer, but for its own package, or from one above."""
     own = module_name(path)
-    above = {name for name in imports(path) if package_of(name) != package_of(own) and level(name) >= level(own)}
-    assert not above, f"{path.name} is in layer {level(own)} and imports {above} from there or above"
+    return {name for name in imports(path) if package_of(name) != package_of(own) and level(name) >= level(own)}
+
+
+def after(path: Path) -> set[str]:
+    """What a file imports that comes after it in its package; an __init__ comes last."""
+    own = module_name(path)
+    siblings = {name for name in imports(path) if package_of(name) == package_of(own) and name != own}
+    last = len(POSITION)
+    return {name for name in siblings if POSITION.get(name, last) >= POSITION.get(own, last)}
+
+
+def test_a_file_imports_only_from_lower_layers() -> None:
+    assert {module_name(path): found for path in FILES if (found := above(path))} == {}
 
 
 def test_every_file_of_a_package_has_its_place() -> None:
@@ -90,14 +99,8 @@ def test_every_file_of_a_package_has_its_place() -> None:
     assert set(POSITION) == inside
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_a_file_imports_only_from_files_before_it_in_its_package(path: Path) -> None:
-    own = module_name(path)
-    package = own.split(".")[0]
-    last = len(POSITION)  # an __init__ may import every file; no file of its package may import it
-    siblings = {name for name in imports(path) if name.split(".")[0] == package and name != own}
-    after = {name for name in siblings if POSITION.get(name, last) >= POSITION.get(own, last)}
-    assert not after, f"{own} imports {after} of its own package, which come after it"
+def test_a_file_imports_only_from_files_before_it_in_its_package() -> None:
+    assert {module_name(path): found for path in FILES if (found := after(path))} == {}
 
 
 def test_no_file_imports_relatively() -> None:
