@@ -24,8 +24,7 @@ from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
 from fabric.clipping import check_clipping, clip_gradients
-from fabric.collectives import parse_reduce_op
-from fabric.communicators import Communicator, NonMember
+from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.data import FabricDataLoader
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
@@ -616,7 +615,7 @@ class Fabric:
         Raises:
             ConfigurationError: an unknown reduction, or one without meaning for a leaf, which is named.
         """
-        return collectives.all_reduce(self._communicator("all_reduce", group), data, parse_reduce_op(reduce_op))
+        return collectives.all_reduce(self._communicator("all_reduce", group), data, Reduce(reduce_op))
 
     def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor of a collection over processes, of which each keeps its own row.
@@ -635,7 +634,7 @@ class Fabric:
         Raises:
             ConfigurationError: as for :meth:`all_reduce`; or a leaf has not ``size`` rows.
         """
-        return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, parse_reduce_op(reduce_op))
+        return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
     def all_gather(
         self, data: Any, group: Group = None, sync_grads: bool = False, ragged: bool = False, concat: bool = False

@@ -15,8 +15,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fabric._plan import Plan
 from fabric._torch import uncompiled
 from fabric.checkpoint.background import BackgroundSaves
-from fabric.collectives import all_reduce, broadcast, parse_reduce_op
-from fabric.communicators import Communicator
+from fabric.collectives import all_reduce, broadcast
+from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
 from fabric.errors import UsageError
 from fabric.first_steps import FirstSteps
@@ -223,7 +223,7 @@ class Session:
     def _follow_last(self, models: Sequence[FabricModule], rounds: int) -> None:
         """Give every rank the optimizers and the loss scale of the one that stepped last, as torch does the modules."""
         communicator, world = self.runtime.communicator, self.runtime.world
-        last = all_reduce(communicator, rounds * world.world_size + world.rank, parse_reduce_op("max"))
+        last = all_reduce(communicator, rounds * world.world_size + world.rank, Reduce.MAX)
         source = last % world.world_size
         own = {id(parameter) for model in models for parameter in model.parameters()}
         stepped: list[Any] = [
@@ -343,7 +343,7 @@ class Session:
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         if not self._gradients_differ:
             return found
-        return all_reduce(self.runtime.communicator, found, parse_reduce_op("max"))
+        return all_reduce(self.runtime.communicator, found, Reduce.MAX)
 
 
 def prepared_module(module: nn.Module) -> nn.Module:

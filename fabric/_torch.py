@@ -44,21 +44,26 @@ __all__ = [
     "operations_behind",
     "operations_recorded",
     "operator_schema",
+    "own_versions",
     "reduce_scatter_into",
     "reset_after_error",
     "set_group_timeout",
     "storage_key",
     "storage_reference",
     "tensor_property",
-    "unbind_apart",
     "uncompiled",
     "unreduced_parameters",
     "unscale_and_check",
 ]
 
-
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
 DispatchMode = TorchDispatchMode
+
+
+# A context in which the views of a tensor without a gradient are to autograd tensors of their own, with a version each:
+# rows from ``torch.unbind`` count changes in place together, and changing one would forbid the backward pass through
+# another. ``torch.unsafe_split`` does the same for parts that keep the dimension, at five times the time.
+own_versions = torch._C._AutoDispatchBelowADInplaceOrView
 
 
 # How many operations autograd has recorded in this thread: it numbers them, under private names only.
@@ -279,16 +284,6 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
 def default_store() -> dist.Store:
     """The store through which the default process group was made; torch has no public name for it."""
     return dist.distributed_c10d._get_default_store()
-
-
-def unbind_apart(tensor: Tensor) -> list[Tensor]:
-    """The rows of a tensor without a gradient: they share its storage, but autograd takes each for one of its own.
-
-    Rows from ``torch.unbind`` count changes in place together: changing one would forbid the backward pass through
-    another. ``torch.unsafe_split`` gives parts that do not, but keeps the dimension; torch has no ``unsafe_unbind``.
-    """
-    with torch._C._AutoDispatchBelowADInplaceOrView():
-        return list(tensor.unbind())
 
 
 def reset_after_error(module: Any) -> bool:

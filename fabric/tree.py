@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabric._torch import flatten_one_level
 
-__all__ = ["flatten", "leaf_paths", "map_tensors", "to_device", "unflatten"]
+__all__ = ["Structure", "flatten", "leaf_paths", "map_leaves", "map_tensors", "to_device", "unflatten"]
 
 _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
@@ -39,6 +39,7 @@ class _Node:
 
 
 Structure = _Node | None  # None stands for a leaf
+_Opened = tuple[Callable[[], Sequence[str]], Sequence[Any], Callable[[list[Any]], Any]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -68,24 +69,39 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     return [path for name, child in named for path in leaf_paths(child, f"{root}{name}")]
 
 
-def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply ``function`` to every tensor of a collection; other leaves come back untouched.
+def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+    """Apply ``function`` to every leaf of a collection.
 
     A collection of which nothing changes comes back itself, no copy: a list or a cache that is passed to a forward
     pass to be filled stays the caller's own.
+
+    Args:
+        function: returns what takes the leaf's place.
+        tree: any collection, or a single leaf.
+        is_leaf: asked of everything but lists, tuples and dicts whether it is to be taken for a leaf.
     """
-    if isinstance(tree, Tensor):
-        return function(tree)
     kind = type(tree)
     if kind in _LEAF_TYPES:
-        return tree
+        return function(tree)
     if kind is dict:
-        mapped = {key: map_tensors(function, value) for key, value in tree.items()}
+        mapped = {key: map_leaves(function, value, is_leaf) for key, value in tree.items()}
         return tree if _same(tree.values(), mapped.values()) else mapped
     if kind is list or kind is tuple:
-        values = [map_tensors(function, value) for value in tree]
+        values = [map_leaves(function, value, is_leaf) for value in tree]
         return tree if _same(tree, values) else kind(values)
-    return _map_other(lambda child: map_tensors(function, child), tree)
+    opened = None if is_leaf is not None and is_leaf(tree) else _open(tree)
+    if opened is None:
+        return function(tree)
+    _, values, rebuild = opened
+    mapped = [map_leaves(function, value, is_leaf) for value in values]
+    return tree if _same(values, mapped) else rebuild(mapped)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Apply ``function`` to every tensor of a collection, as :func:`map_leaves`; other leaves are left as they are."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
@@ -98,30 +114,20 @@ def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> An
         non_blocking: let copies from pinned host memory overlap with computation.
 
     Returns:
-        The same type of collection. Leaves of other kinds come back untouched, and so do tensors that are there.
+        As of :func:`map_leaves`; tensors that are there come back themselves.
     """
-    if isinstance(tree, Tensor):
-        return tree.to(device, non_blocking=non_blocking)
-    kind = type(tree)
-    if kind in _LEAF_TYPES:
-        return tree
-    if kind is dict:
-        return {key: to_device(value, device, non_blocking) for key, value in tree.items()}
-    if kind is list or kind is tuple:
-        return kind([to_device(value, device, non_blocking) for value in tree])
-    if callable(getattr(tree, "to", None)):
-        moved = tree.to(device)
-        return tree if moved is None else moved
-    return _map_other(lambda child: to_device(child, device, non_blocking), tree)
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=non_blocking)
+        moved = leaf.to(device) if _moves(leaf) else None
+        return leaf if moved is None else moved
+
+    return map_leaves(move, tree, is_leaf=_moves)
 
 
-def _map_other(function: Callable[[Any], Any], tree: Any) -> Any:
-    opened = _open(tree)
-    if opened is None:
-        return tree
-    _, values, rebuild = opened
-    mapped = [function(value) for value in values]
-    return tree if _same(values, mapped) else rebuild(mapped)
+def _moves(leaf: Any) -> bool:
+    return callable(getattr(leaf, "to", None))
 
 
 def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
@@ -129,10 +135,7 @@ def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
-    if type(tree) in _LEAF_TYPES:
-        leaves.append(tree)
-        return None
-    opened = _open(tree)
+    opened = None if type(tree) in _LEAF_TYPES else _open(tree)
     if opened is None:
         leaves.append(tree)
         return None
@@ -152,18 +155,15 @@ def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
     return structure.rebuild([_unflatten(child, leaves) for child in children])
 
 
-_Opened = tuple[Callable[[], Sequence[str]], Sequence[Any], Callable[[list[Any]], Any]]
-
-
 def _open(tree: Any) -> _Opened | None:
     """Names, values and the way back of one collection, one level deep; None for a leaf."""
     kind = type(tree)
-    if kind is list or kind is tuple:
-        return _indices(tree), tree, kind
     if isinstance(tree, Tensor):
         return None
     if kind is dict:
         return _open_mapping(tree, lambda items: items)
+    if kind is list or kind is tuple:
+        return _indices(tree), tree, kind
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return lambda: [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
     one_level = flatten_one_level(tree)

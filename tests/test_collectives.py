@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from fabric import Fabric
-from fabric.collectives import all_gather, all_reduce, broadcast, parse_reduce_op
+from fabric.collectives import all_gather, all_reduce, broadcast
 from fabric.communicators import Communicator, LocalCommunicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.testing import ThreadedWorld
@@ -368,7 +368,6 @@ REFUSALS = [
     ({"w": torch.ones(2, requires_grad=True)}, "max", r"\['w'\].*no gradient.*detach"),
     ([torch.ones(2).to_sparse()], "sum", r"\[0\].*sparse.*to_dense"),
     ({"m": torch.ones(2, device="meta")}, "sum", r"\['m'\].*meta"),
-    ({"n": 2**63}, "sum", r"\['n'\].*64 bits"),
 ]
 
 
@@ -378,7 +377,7 @@ def refused(communicator):
     missed = []
     for place, (tree, op, pattern) in enumerate(REFUSALS):
         try:
-            all_reduce(communicator, tree, parse_reduce_op(op))
+            all_reduce(communicator, tree, Reduce(op))
         except ConfigurationError as error:
             parts = (error.request, error.problem, error.expected, error.suggestion)
             if not all(parts) or not re.search(pattern, " ".join(parts)):
@@ -401,7 +400,7 @@ def test_reductions_without_meaning_are_refused_on_several_processes():
 
 @pytest.mark.parametrize("op", ["average", "", None, 3, "median", torch.float32, "ReduceOp.SUM"])
 def test_an_unknown_reduction_is_refused_on_one_process_too(op):
-    with pytest.raises(ValueError, match="'mean', 'avg', 'sum', 'min', 'max', 'product'"):
+    with pytest.raises(ValueError, match=r"'mean', 'sum', 'min', 'max', 'product', .*, 'avg'"):
         Fabric(accelerator="cpu", devices=1).all_reduce(torch.ones(1), reduce_op=op)
 
 
@@ -417,7 +416,7 @@ def test_an_unknown_reduction_is_refused_on_one_process_too(op):
     ],
 )
 def test_reductions_have_names_and_torchs_own_constants(op, reduce):
-    assert parse_reduce_op(op) is reduce
+    assert Reduce(op) is reduce
 
 
 def test_min_and_max_take_tensors_that_require_gradients_where_none_is_asked():

@@ -79,14 +79,14 @@ def test_rows_are_reduced_and_exchanged_exactly(size: int) -> None:
 
 
 @pytest.mark.parametrize("leaf", [torch.ones(2, 3), torch.tensor(1.0), 1.5, True])
-def test_what_has_no_row_for_each_rank_is_refused(leaf: Any) -> None:
+def test_what_has_no_chunk_for_each_rank_is_refused(leaf: Any) -> None:
     for call in (
         lambda tree: reduce_scatter(Listening(), tree, Reduce.SUM),
         lambda tree: all_to_all(Listening(), tree),
     ):
-        with pytest.raises(ConfigurationError, match=r"\['x'\] is (of shape|the number).*\n.*\(1, \.\.\.\)") as caught:
+        with pytest.raises(ConfigurationError, match=r"\['x'\] is (of shape|a number).*\n.*\(1, \.\.\.\)") as caught:
             call({"ok": torch.ones(1), "x": leaf})
-        with pytest.raises(ConfigurationError, match=r"\[0\] is the number 0.5; \[1\] is"):
+        with pytest.raises(ConfigurationError, match=r"\[0\] is a number; \[1\] is"):
             call([0.5, 1.0])
         assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 

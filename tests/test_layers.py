@@ -30,8 +30,8 @@ LAYERS = [
 ORDER = {
     "checkpoint": "base snapshot failures plain commit fit directory state full skeleton unison background dcp sharded "
     "agreed consolidate",
-    "collectives": "autograd base meeting messages reduce_ops exchange gathering reductions",
-    "communicators": "base local process_group",
+    "collectives": "autograd buckets objects ops",
+    "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",
     "deferred": "base recorder",
     "diagnostics": "stacks _calls recorder checker contract",

@@ -212,9 +212,10 @@ def test_without_dtensors_their_module_is_not_imported():
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_rows_that_are_apart_share_memory_and_nothing_else():
+def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():
     whole = torch.arange(3.0)
-    first, second, third = _torch.unbind_apart(whole)
+    with _torch.own_versions():
+        first, second, third = whole.unbind()
     loss = torch.ones((), requires_grad=True) * first
     second.add_(5)
     loss.backward()

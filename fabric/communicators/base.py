@@ -10,25 +10,10 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
+from fabric.communicators.reduce_ops import Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["CallDescription", "Collective", "Communicator", "NonMember", "Operation", "Reduce"]
-
-
-class Reduce(Enum):
-    """What a reduction does to the values of the ranks; the mean is the sum divided by the number of ranks.
-
-    The bitwise ones are for integers and booleans.
-    """
-
-    MEAN = "mean"
-    SUM = "sum"
-    MIN = "min"
-    MAX = "max"
-    PRODUCT = "product"
-    BAND = "band"
-    BOR = "bor"
-    BXOR = "bxor"
+__all__ = ["CallDescription", "Collective", "Communicator", "NonMember", "Operation"]
 
 
 class Operation(Enum):

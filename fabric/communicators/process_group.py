@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import reduce
 from typing import Any
 
 import torch
@@ -12,15 +11,15 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import Collective, Communicator, Operation, Reduce
+from fabric.communicators.base import Collective, Communicator, Operation
+from fabric.communicators.reduce_ops import Reduce
 from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
-# nccl has none of these: there the ranks gather, and each reduces for itself.
-_BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
+_BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -84,8 +83,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
         assert op is not None, "a reduction has one"
-        if op in _BITWISE and not self._is_gloo:
-            return buffer.copy_(reduce(_BITWISE[op], self.all_gather(buffer).unbind()))
+        if op in _BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
+            return buffer.copy_(op.fold(self.all_gather(buffer).unbind()))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, CPUAccelerator
-from fabric.collectives import all_gather, all_reduce, barrier, broadcast, parse_reduce_op
-from fabric.communicators import Communicator, NonMember
+from fabric.collectives import all_gather, all_reduce, barrier, broadcast
+from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
@@ -325,7 +325,7 @@ class Strategy(ABC):
         Returns:
             A new collection of the same structure, shapes and dtypes.
         """
-        return all_reduce(self.communicator(group), collection, parse_reduce_op(reduce_op), numbers=False)
+        return all_reduce(self.communicator(group), collection, Reduce(reduce_op), numbers=False)
 
     def reduce(self, tensor: Tensor, group: Group = None, reduce_op: Any = "mean") -> Tensor:
         """:meth:`all_reduce` of a single tensor."""
@@ -351,7 +351,7 @@ class Strategy(ABC):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        return all_reduce(self.runtime.communicator, bool(decision), parse_reduce_op("min" if all else "max"))
+        return all_reduce(self.runtime.communicator, bool(decision), Reduce.MIN if all else Reduce.MAX)
 
     def communicator(self, group: Group = None) -> Communicator:
         """The collectives over a group: a communicator, a process group of torch, or None for all processes.

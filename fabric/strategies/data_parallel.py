@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from fabric._torch import compiled_in_place, uncompiled
 from fabric.accelerators import Accelerator
-from fabric.collectives import parse_reduce_op
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
@@ -123,7 +122,7 @@ class DataParallelStrategy(ParallelStrategy):
             ConfigurationError: dim 0 of a tensor is not the number of replicas, or the reduction is unknown or has no
                 meaning for the tensor's dtype.
         """
-        op = parse_reduce_op(reduce_op)
+        op = Reduce(reduce_op)
         _check_gathered(collection, len(self.runtime.devices))
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
         checked = super().all_reduce(collection, group, op)

@@ -6,7 +6,6 @@ reduction runs in the order of ranks, and a rank that has left is known at once 
 """
 
 import copy
-import functools
 import sys
 import threading
 import time
@@ -30,17 +29,6 @@ from fabric.world import World
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
 
 _LEAVE = 0.2  # seconds for threads to notice that the call is over
-
-_FOLDS: dict[Reduce, Callable[[Tensor, Tensor], Tensor]] = {
-    Reduce.MEAN: torch.add,
-    Reduce.SUM: torch.add,
-    Reduce.MIN: torch.minimum,
-    Reduce.MAX: torch.maximum,
-    Reduce.PRODUCT: torch.mul,
-    Reduce.BAND: torch.bitwise_and,
-    Reduce.BOR: torch.bitwise_or,
-    Reduce.BXOR: torch.bitwise_xor,
-}
 
 
 class ThreadedWorld:
@@ -146,6 +134,8 @@ class ThreadedStrategy(Strategy):
     """
 
     name = "threads"
+    connects_processes = False
+    drives_all_devices = False
 
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
         super().__init__()
@@ -250,18 +240,18 @@ class ThreadCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer = collective.buffer, collective.peer or 0
+        buffer, peer, op = collective.buffer, collective.peer or 0, collective.reduce or Reduce.SUM
         if pair := collective.message(self.rank):
             return self._message(pair, buffer)
         passed = collective.rows if collective.operation is Operation.SCATTER else buffer
         values = self._exchange(_called(collective), passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
             case Operation.ALL_REDUCE:
-                return buffer.copy_(_fold(values, collective.reduce))
+                return buffer.copy_(op.fold(values))
             case Operation.ALL_GATHER:
                 return torch.stack(values)
             case Operation.REDUCE_SCATTER:
-                return _fold([row[self.rank] for row in values], collective.reduce)
+                return op.fold([row[self.rank] for row in values])
             case Operation.ALL_TO_ALL:
                 return torch.stack([rows[self.rank] for rows in values])
             case Operation.BROADCAST:
@@ -322,9 +312,3 @@ def _called(collective: Collective) -> str:
     if isinstance(buffer, Tensor):
         call += f" of {str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
     return call
-
-
-def _fold(rows: Sequence[Tensor], op: Reduce | None) -> Tensor:
-    assert op is not None, "a reduction has one"
-    total = functools.reduce(_FOLDS[op], rows[1:], rows[0].clone())
-    return total.div_(len(rows)) if op is Reduce.MEAN else total

@@ -1,0 +1,262 @@
+"""Which leaves of a collection travel, in which dtype, and in which buffer.
+
+[Note: Buckets] Leaves of one dtype travel in one flat, contiguous buffer and thus in one collective, in the order in
+which :func:`fabric.tree.flatten` visits them. Nothing here writes into what the caller passed, and gloo reduces the
+wrong elements of a non-contiguous view (pytorch#192920), so a buffer is a copy wherever it is written to or has strides
+of its own. Results are copies out of it again: one that is kept, saved or changed has nothing to do with the others.
+0-dim results without a gradient lie side by side in one storage, but each is a tensor of its own, no view. Python
+floats travel as float64, ints as int64, complex numbers as complex128. Dtypes that a backend does not carry travel in
+one that holds all their values, and 16-bit floats whose mean is taken in float32, since their sum may overflow where
+the mean does not.
+
+[Note: Chunks] A tensor of shape ``(size, *s)`` has a chunk of shape ``s`` for each rank. Its buffer has shape
+``(size, n)``, so that the chunks of one rank lie together.
+"""
+
+from array import array
+from collections.abc import Mapping, MutableSequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from numbers import Complex, Integral, Real
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric._torch import own_versions
+from fabric.errors import ConfigurationError
+from fabric.tree import Structure, leaf_paths
+
+__all__ = ["MEAN_WIRE_DTYPES", "WIRE_DTYPES", "Bucket", "as_number", "check_tensor", "pack", "pack_chunks"]
+
+# In which dtype another travels; every value survives the way there and back. bool: min is all, max is any.
+# uint64 wraps around on both ways, as its sums and products do.
+WIRE_DTYPES = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+    torch.float8_e8m0fnu: torch.float32,
+}
+MEAN_WIRE_DTYPES = {
+    **WIRE_DTYPES,
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+# The numbers of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
+_OTHER_NUMBERS: tuple[tuple[type, type[int] | type[float] | type[complex]], ...] = (
+    (Integral, int),
+    (Real, float),
+    (Complex, complex),
+)
+_ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
+_PLAIN = frozenset([Tensor, torch.nn.Parameter])
+_dtype_of = attrgetter("dtype")
+
+
+@dataclass
+class Bucket:
+    """The leaves of one dtype, and where they stand among all leaves: the tensors, then the numbers.
+
+    Attributes:
+        dtype: of the leaves.
+        chunks: number of chunks that each tensor has, see ``[Note: Chunks]``; None for tensors that travel whole.
+        tensors: the tensors.
+        places: where each stands.
+        numbers: the Python numbers.
+        number_places: where each stands; empty where they are all leaves that there are.
+        stacked: the buffer of 0-dim tensors alone, where they could be stacked; else None.
+    """
+
+    dtype: torch.dtype
+    chunks: int | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    numbers: list[Any] = field(default_factory=list)
+    number_places: list[int] = field(default_factory=list)
+    stacked: Tensor | None = None
+
+    def buffer(self, device: torch.device, detach: bool = False, mean: bool = False) -> Tensor:
+        """A new buffer that holds all leaves, in the dtype in which they travel; of shape ``(n,)`` or ``(chunks, n)``.
+
+        Args:
+            device: where it has to live.
+            detach: whether it is cut off from the graph of its leaves.
+            mean: whether the mean will be taken.
+        """
+        dtype = (MEAN_WIRE_DTYPES if mean else WIRE_DTYPES).get(self.dtype, self.dtype)
+        if self.stacked is not None:
+            return (self.stacked.detach() if detach else self.stacked).to(device, dtype)
+        leading = () if self.chunks is None else (self.chunks,)
+        parts = [
+            (tensor.detach() if detach else tensor).to(device).reshape(*leading, tensor.numel() // prod(leading))
+            for tensor in self.tensors
+        ]
+        if self.numbers:
+            if code := _ARRAYS.get(self.dtype):
+                numbers = torch.frombuffer(array(code, self.numbers), dtype=self.dtype)
+            else:
+                numbers = torch.tensor(self.numbers, dtype=self.dtype)
+            if not parts:
+                return numbers.to(device, dtype)
+            parts.append(numbers.to(device))
+        # A copy also of a single part, with its conjugation carried out.
+        return torch.cat(parts, dim=-1).to(dtype)
+
+    def unpack(self, buffer: Tensor, leaves: list[Any], ranks: int | None = None) -> None:
+        """Put the parts of a buffer in the places that the leaves came from.
+
+        Args:
+            buffer: of shape ``(n,)``, or ``(ranks, n)`` if it holds those of several ranks.
+            leaves: the list that they are put into.
+            ranks: how many; each tensor is then put in with that as its first dimension, each number as a list.
+        """
+        if self.stacked is not None and not buffer.requires_grad:
+            values = buffer.to(self.tensors[0].device, self.dtype)
+            values = values if ranks is None else values.t().contiguous()
+            with own_versions():
+                leaves[:] = values.unbind()
+            return
+        if not self.tensors:
+            self.unpack_numbers((buffer if ranks is None else buffer.t()).tolist(), leaves)
+            return
+        leading = () if ranks is None else (ranks,)
+        sizes = [tensor.numel() // (self.chunks or 1) for tensor in self.tensors]
+        parts = buffer.split([*sizes, len(self.numbers)], dim=-1)
+        is_alone = len(sizes) == 1 and not self.numbers
+        for place, tensor, part in zip(self.places, self.tensors, parts, strict=False):
+            if buffer.requires_grad and not tensor.requires_grad:
+                part = part.detach()
+            shape = tensor.shape if self.chunks is None else tensor.shape[1:]
+            leaves[place] = part.to(tensor.device, self.dtype, copy=not is_alone).reshape((*leading, *shape))
+        if self.numbers:
+            self.unpack_numbers(parts[-1].movedim(-1, 0).tolist(), leaves)
+
+    def unpack_numbers(self, numbers: list[Any], leaves: list[Any]) -> None:
+        """Put numbers, or a list of all ranks' for each, in the places that the numbers came from."""
+        if self.dtype is torch.bool:
+            numbers = [list(map(bool, one)) if isinstance(one, list) else bool(one) for one in numbers]
+        if len(numbers) == len(leaves):
+            leaves[:] = numbers
+            return
+        for place, number in zip(self.number_places, numbers, strict=True):
+            leaves[place] = number
+
+
+def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: bool = False) -> list[Bucket]:
+    """Sort leaves into one bucket for each dtype, in the order in which the dtypes first occur.
+
+    Args:
+        leaves: of a collection. Tensors travel, and Python numbers; what is neither stays where it is.
+        structure: of the collection, for error texts.
+        numbers: whether Python numbers travel.
+        opaque: whether arrays of other libraries, and mappings that are not taken apart, may stay where they are.
+
+    Raises:
+        ConfigurationError: a leaf cannot travel, or looks like data and would not.
+    """
+    kinds = set(map(type, leaves))
+    if kinds == {Tensor} and (stacked := _stack(leaves)) is not None:
+        return [Bucket(stacked.dtype, tensors=leaves[:], places=list(range(len(leaves))), stacked=stacked)]
+    if kinds == {float} and numbers:
+        return [Bucket(torch.float64, numbers=leaves[:])]
+    buckets: dict[torch.dtype, Bucket] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            check_tensor(leaf, structure, place)
+            bucket = buckets.setdefault(leaf.dtype, Bucket(leaf.dtype))
+            bucket.tensors.append(leaf)
+            bucket.places.append(place)
+        elif (found := as_number(leaf)) is not None:
+            if numbers:
+                bucket = buckets.setdefault(found[1], Bucket(found[1]))
+                bucket.numbers.append(found[0])
+                bucket.number_places.append(place)
+        elif not opaque:
+            _check_opaque(leaf, structure, place)
+    return list(buckets.values())
+
+
+def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: str) -> list[Bucket]:
+    """:func:`pack` for tensors with a chunk for each rank, see ``[Note: Chunks]``; numbers have none.
+
+    Raises:
+        ConfigurationError: as there; or a leaf does not have ``size`` chunks.
+    """
+    buckets = pack(leaves, structure)
+    for bucket in buckets:
+        bucket.chunks, bucket.stacked = size, None
+    problems = [
+        f"{path or 'it'} is of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path or 'it'} is a number"
+        for path, leaf in zip(leaf_paths(structure), leaves, strict=True)
+        if (tuple(leaf.shape[:1]) != (size,) if isinstance(leaf, Tensor) else as_number(leaf) is not None)
+    ]
+    if problems:
+        raise ConfigurationError(
+            f"{operation}(...) in a group of {size}",
+            f"there is no chunk for each rank: {'; '.join(problems)}",
+            f"tensors of shape ({size}, ...), chunk i for rank i",
+            f"x.unflatten(0, ({size}, -1)) for a tensor whose length {size} divides; torch.tensor([...]) for numbers",
+        )
+    return buckets
+
+
+def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
+    """Raise a ConfigurationError, which names the leaf, for a tensor that has no dense values of its own here."""
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        problem = "on the meta device and has no values" if tensor.is_meta else f"laid out as {tensor.layout}"
+        suggestion = "module.to_empty(device=fabric.device)" if tensor.is_meta else "x.to_dense()"
+    elif type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):
+        problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
+    else:
+        return
+    raise ConfigurationError(
+        f"a collective over {leaf_paths(structure)[place] or 'a tensor'} of shape {tuple(tensor.shape)}",
+        f"it is {problem}",
+        "dense tensors on a device",
+        suggestion,
+    )
+
+
+def as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
+    """A leaf as a Python number, and the dtype in which it travels; None when it is no number."""
+    if type(leaf) in _NUMBERS:
+        return leaf, _NUMBERS[type(leaf)]
+    for abstract, kind in _OTHER_NUMBERS:
+        if isinstance(leaf, abstract):
+            return None if isinstance(leaf, Enum) else (kind(leaf), _NUMBERS[kind])
+    return None
+
+
+def _stack(tensors: list[Tensor]) -> Tensor | None:
+    """0-dim tensors of one dtype in one, made in few steps: for a thousand metrics these are what costs."""
+    if tensors[0].dim() or len(set(map(_dtype_of, tensors))) > 1:
+        return None
+    try:
+        stacked = torch.stack(tensors)
+    except RuntimeError:  # not all of one shape, or on one device
+        return None
+    return None if stacked.layout is not torch.strided or stacked.is_meta else stacked
+
+
+def _check_opaque(leaf: Any, structure: Structure, place: int) -> None:
+    """Raise for another library's array, or a container that is not taken apart."""
+    container = isinstance(leaf, Mapping | MutableSequence)
+    if isinstance(leaf, type | bytearray) or not (container or hasattr(leaf, "__array__")):
+        return
+    suggestion = "torch.as_tensor(x), or x.item() for a single value"
+    raise ConfigurationError(
+        f"a collective over {leaf_paths(structure)[place] or 'an object'} of type {type(leaf).__name__}",
+        "it is taken for a single object, and would come back with the values of this rank alone",
+        "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
+        f"{'dict' if isinstance(leaf, Mapping) else 'list'}(x)" if container else suggestion,
+    )
