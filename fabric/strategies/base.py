@@ -53,9 +53,9 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     # Capabilities: what the layers above ask instead of the type.
-    connects_processes: ClassVar[bool]
+    connects_processes: ClassVar[bool] = False
     """Whether the processes of the job talk to each other."""
-    drives_all_devices: ClassVar[bool]
+    drives_all_devices: ClassVar[bool] = False
     """Whether one process drives all devices of its node."""
     _wrapper: ClassVar[type[nn.Module] | None] = None
     """What a prepared module is, where that is not the user's own."""
