@@ -89,7 +89,7 @@ class Fabric:
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
-            drift apart; see :mod:`fabric.first_steps`. It issues no collective and costs nothing after these steps.
+            drift apart. It issues no collective and costs nothing after these steps.
 
     Raises:
         ConfigurationError: a value or a combination that cannot work; no process has been started.
@@ -241,8 +241,7 @@ class Fabric:
             **kwargs: its keyword arguments.
 
         Returns:
-            What ``function`` returned in process 0, tensors by value and on the CPU; in a process that was there
-            before, what it returned there.
+            What ``function`` returned: in process 0, by value and on the CPU, or in a process that was there before.
 
         Raises:
             RankFailedError: a process raised, exited early or was killed.
@@ -490,16 +489,21 @@ class Fabric:
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             _checks.refuse_backward(tensor)
         session = self._session
-        if session is not None and session.scaler is not None:
-            tensor = session.scaler.scale_loss(tensor)
-        if session is None or session.record is None:
+        if session is None:
             tensor.backward(*args, **kwargs)
-        else:
-            session.record.backward(tensor, args, kwargs)
-        if session is not None and session.guards:
-            session.after_backward(tensor)
-        if session is not None and session.first_steps:
-            session.watch_first_steps()
+            return
+        if session.scaler is not None:
+            tensor = session.scaler.scale_loss(tensor)
+        try:
+            for call in session.before_backward:
+                call()
+            tensor.backward(*args, **kwargs)
+        except BaseException as error:
+            for call in session.after_backward:
+                call(tensor, error)
+            raise
+        for call in session.after_backward:
+            call(tensor, None)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
@@ -525,8 +529,7 @@ class Fabric:
             clip_val: each value into ``[-clip_val, clip_val]``.
             max_norm: total norm at most this.
             norm_type: p of the p-norm, or ``inf``.
-            error_if_nonfinite: raise, before anything changes, when the norm is infinite or not a number. Checking
-                waits for the device.
+            error_if_nonfinite: raise before anything changes when the norm is not finite; this waits for the device.
 
         Returns:
             The total norm before clipping, shape ``()``.
@@ -556,8 +559,7 @@ class Fabric:
     ) -> AbstractContextManager[Any]:
         """A context without synchronisation of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to hold both the forward and the backward pass. The state before is restored at the end, also when
-        contexts are nested or left by an exception.
+        It has to hold both the forward and the backward pass, and restores the state before it at the end.
 
         Args:
             module: one set-up module or several.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,10 +18,10 @@ from fabric.checkpoint.background import BackgroundSaves
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
+from fabric.diagnostics.bypass import BypassChecks
+from fabric.diagnostics.contract import calls
+from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, TrainingChecks
 from fabric.errors import UsageError
-from fabric.first_steps import FirstSteps
-from fabric.forward_guard import ForwardGuard
-from fabric.joining import Turns
 from fabric.launchers import StopRequest
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
@@ -61,7 +61,7 @@ class Session:
             watchdog=plan.watchdog,
         )
         self.strategy.setup_environment(self.runtime)
-        self.record = self.runtime.record
+        self.recorder = self.runtime.record
         self._step_hooks: list[RemovableHandle] = []
         self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
@@ -75,12 +75,21 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
-        # No WeakSet: to go through one takes several calls, and it is done in every step.
-        self.guards: list[ref[ForwardGuard]] = []
         self._active_iterators: list[ActiveIterator] = []
-        self._loaders_made = self._optimizers_made = 0
-        self._check_training = check_training
-        self.first_steps: list[FirstSteps] = []
+        self._loaders_made = 0
+        self._bypass = BypassChecks(world.rank, self.runtime.pace if world.world_size > 1 else None)
+        self._training: TrainingChecks | None = None
+        if check_training:
+            context = CheckContext(
+                lambda: [model._fabric_contract for model in self.modules],
+                self._owns,
+                self._bypass.left_local,
+                self.runtime.store,
+                world.rank,
+                world.world_size,
+            )
+            self._training = TrainingChecks(context, self._arrange_backward)
+        self._arrange_backward()
         # Sharded parameters take turns with whole ones in the module: what was there at setup counts.
         self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
@@ -95,20 +104,12 @@ class Session:
             prepared = self.strategy.setup_module(module)
         contract = self.strategy.gradient_contract(prepared)
         self._gradients_differ |= contract.gradients_differ
-        guard = None
-        if contract.needs_forward:
-            pace = self.runtime.pace if self.strategy.is_distributed else None
-            guard = ForwardGuard(prepared, contract, self.runtime.world.rank, pace)
-            self.guards = [ref(guard), *(each for each in self.guards if each() is not None)]
+        guard, layer = self._bypass.watch(contract, prepared)
+        recorder = [] if self.recorder is None else [self.recorder.hooks(contract.title)]
         model = FabricModule(
-            module,
-            prepared,
-            self._plan.precision,
-            self.runtime.device,
-            contract,
-            guard,
-            record=self.record,
+            module, prepared, self._plan.precision, self.runtime.device, contract, [*recorder, layer], guard
         )
+        self._arrange_backward()
         self.originals.add(uncompiled(module))
         self._owned.update(dict.fromkeys(contract.parameters().values()))
         self.modules[model] = None
@@ -120,16 +121,14 @@ class Session:
             if optimizer.state:
                 # torch's own loading puts state where its parameters are now.
                 optimizer.load_state_dict(optimizer.state_dict())
-            if self.record is not None:
-                self._step_hooks.append(optimizer.register_step_pre_hook(self.record.enter_step))
             self.strategy.setup_optimizer(optimizer)
-            if self._check_training:
+            if self.recorder is not None:
+                self._step_hooks += self.recorder.hooks().attach(optimizer)
+            if self._training is not None:
                 # Before the scaler, which takes gradients away from a step that is to be skipped.
-                self._watch_first_steps(optimizer)
+                self._training.watch(optimizer)
             if self.scaler is not None:
                 self.scaler.register(optimizer)
-            if self.record is not None:
-                self._step_hooks.append(optimizer.register_step_post_hook(self.record.leave_step))
             self.optimizers[optimizer] = None
 
     def setup_loader(
@@ -167,7 +166,7 @@ class Session:
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """A part of the program in which torch may issue collectives by itself."""
-        return nullcontext() if self.record is None else self.record.during(name)
+        return nullcontext() if self.recorder is None else self.recorder.during(name)
 
     def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""
@@ -184,19 +183,14 @@ class Session:
             )
         pairs.add(module)
 
-    def watch_first_steps(self) -> None:
-        """Note that a backward pass is over, and let go of the optimizers that have been watched long enough."""
-        for watch in list(self.first_steps):
-            watch.after_backward()
-            if watch.finished:
-                watch.close()
-                self.first_steps.remove(watch)
-
-    def after_backward(self, loss: Tensor) -> None:
-        """Tell the guards that a backward pass is over."""
-        for each in self.guards:
-            if (guard := each()) is not None:
-                guard.after_backward(loss)
+    def _arrange_backward(self) -> None:
+        """Bind what is called around backward passes; see ``[Note: Hooks]``."""
+        layers = [self._bypass.hooks]
+        if self.recorder is not None:
+            layers.insert(0, self.recorder.hooks())
+        if self._training is not None:
+            layers.append(self._training.hooks)
+        self.before_backward, self.after_backward = calls(layers, "before_backward"), calls(layers, "after_backward")
 
     @contextmanager
     def without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
@@ -213,12 +207,13 @@ class Session:
         if context is None:
             yield
             return
-        for watch in self.first_steps:  # ranks no longer step together
-            watch.close()
-        self.first_steps.clear()
-        with self.runtime.pace.apart("fabric.join"), closing(Turns(models, self.runtime.world.rank)) as turns, context:
+        if self._training is not None:  # ranks no longer step together
+            self._training.close()
+        guards = [model._fabric_guard for model in models]
+        check = JoinOrderCheck(guards, self.runtime.world.rank)
+        with self.runtime.pace.apart("fabric.join"), closing(check), context:
             yield
-        self._follow_last(models, turns.rounds)
+        self._follow_last(models, check.rounds)
 
     def _follow_last(self, models: Sequence[FabricModule], rounds: int) -> None:
         """Give every rank the optimizers and the loss scale of the one that stepped last, as torch does the modules."""
@@ -301,9 +296,9 @@ class Session:
             stack.callback(self.stop_request.close)
             if self.scaler is not None:
                 stack.callback(self.scaler.close)
-            guards = [guard for each in self.guards if (guard := each()) is not None]
-            for closed in (*guards, *self.first_steps):
-                stack.callback(closed.close)
+            stack.callback(self._bypass.close)
+            if self._training is not None:
+                stack.callback(self._training.close)
             for hook in self._step_hooks:
                 stack.callback(hook.remove)
             stack.callback(self._leave)
@@ -315,11 +310,6 @@ class Session:
         # The rank that hosts the store may have finished and gone.
         with suppress(dist.DistError):
             self.runtime.pace.meet()
-
-    def _watch_first_steps(self, optimizer: Optimizer) -> None:
-        watch = FirstSteps(optimizer, self._optimizers_made, lambda: list(self.modules), self._owns, self.runtime)
-        self._optimizers_made += 1
-        self.first_steps.append(watch)
 
     def _owns(self, parameter: Tensor) -> bool:
         return parameter in self._owned or any(

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DispatchMode",
-    "HookSwitch",
     "OneLevel",
     "abort_process_group",
     "all_gather_into",
@@ -37,6 +36,7 @@ __all__ = [
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
+    "hook_place",
     "in_backward",
     "leave_join",
     "local_tensor",
@@ -90,38 +90,14 @@ def flatten_one_level(tree: Any) -> OneLevel | None:
     return OneLevel(values, lambda new: pytree.tree_unflatten(new, spec))
 
 
-class HookSwitch:
-    """Hooks of modules that are taken off and put back at each forward pass, which costs less than to have them called.
+def hook_place(handle: RemovableHandle) -> OrderedDict[int, Any]:
+    """The hooks among which one hangs, by ``handle.id``, so that it can be taken off and put back in its place.
 
-    A module with a hook takes a longer way through ``nn.Module.__call__``. ``RemovableHandle`` takes a hook off once;
-    where it hangs is known to undocumented attributes only.
+    ``RemovableHandle`` takes a hook off once; where it hangs is known to undocumented attributes only.
     """
-
-    def __init__(self) -> None:
-        self._hooks: list[tuple[OrderedDict[int, Any], int, Any, bool]] = []
-
-    def add(self, handle: RemovableHandle, first: bool = False) -> None:
-        """Take charge of a hook that was just registered; with ``first`` it is put back in front of all others."""
-        hooks = handle.hooks_dict_ref()
-        assert hooks is not None, "its module is alive"
-        self._hooks.append((hooks, handle.id, hooks[handle.id], first))
-
-    def off(self) -> None:
-        """Take all off."""
-        for hooks, number, _, _ in self._hooks:
-            hooks.pop(number, None)
-
-    def on(self) -> None:
-        """Put all back; those that are there stay where they are."""
-        for hooks, number, hook, first in self._hooks:
-            hooks[number] = hook
-            if first:
-                hooks.move_to_end(number, last=False)
-
-    def close(self) -> None:
-        """Take all off for good."""
-        self.off()
-        self._hooks.clear()
+    hooks = handle.hooks_dict_ref()
+    assert hooks is not None, "its module is alive"
+    return hooks
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

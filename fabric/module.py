@@ -1,8 +1,8 @@
-"""What ``setup`` returns for a module: the user's module, reached through the strategy and the precision."""
+"""The module that ``setup`` returns: the user's module, reached through the strategy and the precision."""
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric._torch import HookSwitch, uncompiled
-from fabric.diagnostics.contract import GradientContract
-from fabric.diagnostics.recorder import FlightRecorder
+from fabric._torch import uncompiled
+from fabric.diagnostics.bypass import BypassGuard
+from fabric.diagnostics.contract import GradientContract, Hooks, calls
 from fabric.errors import ArgumentTypeError, UsageError
-from fabric.forward_guard import ForwardGuard
 from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
 
 __all__ = ["FabricModule"]
@@ -27,7 +26,7 @@ Forward = Callable[..., Any]
 class FabricModule(nn.Module):
     """The user's module, with its forward pass under a strategy and a precision.
 
-    The same type under every strategy. Calling it runs the prepared module: gradients are synchronised where the
+    The same type under every strategy. Calling it runs the prepared module: gradients are synchronized where the
     strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
     parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
     ``train``, ``eval``, ``to``. It may be part of another ``nn.Module``; ``torch.compile`` may come before or after.
@@ -37,7 +36,7 @@ class FabricModule(nn.Module):
 
     A method that computes a loss is a forward pass too: those named ``training_step``, ``validation_step``,
     ``test_step`` and ``predict_step`` run through the prepared module, others once they are marked with
-    :meth:`mark_forward_method`. Under a strategy that synchronises in forward, a backward pass through any other
+    :meth:`mark_forward_method`. Under a strategy that synchronizes in forward, a backward pass through any other
     method or a submodule raises a :class:`fabric.errors.UsageError`.
 
     Args:
@@ -45,9 +44,9 @@ class FabricModule(nn.Module):
         prepared: what the strategy made of it.
         precision: dtypes of the forward pass.
         device: device of this process.
-        contract: how the gradients are synchronized.
-        guard: watches the other doors, under a strategy that synchronises in forward.
-        record: where forward passes are noted, if anywhere.
+        contract: how its gradients are synchronized; None for those of a module of this process alone.
+        layers: diagnostics that are called around a forward pass.
+        guard: watches methods that bypass the forward pass, under a strategy that needs it.
     """
 
     def __init__(
@@ -56,20 +55,13 @@ class FabricModule(nn.Module):
         prepared: nn.Module,
         precision: Precision,
         device: torch.device,
-        contract: GradientContract,
-        guard: ForwardGuard | None = None,
-        record: FlightRecorder | None = None,
+        contract: GradientContract | None = None,
+        layers: Sequence[Hooks] = (),
+        guard: BypassGuard | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
-        forward = prepared if contract.casts else _cast_forward(module, prepared, precision, device)
-        # torch puts this in front of the name of what it shards.
-        phase = f"forward of {type(original).__name__.removeprefix('FSDP' if contract.is_sharded else '')}"
-        if guard is not None:
-            # Without a watchdog nobody reads what is noted.
-            forward = guard.front_door(forward, record or FlightRecorder(explain=str), phase)
-        elif record is not None:
-            forward = _recorded_forward(forward, record, phase, contract.part_hooks or HookSwitch())
+        contract = contract or GradientContract(module=original)
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -79,19 +71,34 @@ class FabricModule(nn.Module):
             _fabric_prepared=prepared,
             _fabric_precision=precision,
             _fabric_device=device,
-            _fabric_guard=guard,
             _fabric_contract=contract,
+            _fabric_guard=guard,
             _fabric_marked=set(),
-            _fabric_forward=forward,
+            _fabric_forward=prepared if contract.casts else _cast_forward(original, prepared, precision, device),
+            _fabric_before=calls(layers, "before_forward"),
+            _fabric_after=calls(layers, "after_forward"),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the prepared module."""
-        return self._fabric_forward(*args, **kwargs)
+        # Diagnostics are no part of a graph, and would break it.
+        if not self._fabric_before or torch.compiler.is_dynamo_compiling():
+            return self._fabric_forward(*args, **kwargs)
+        try:
+            for call in self._fabric_before:
+                call()
+            output = self._fabric_forward(*args, **kwargs)
+        except BaseException as error:
+            for call in self._fabric_after:
+                call(None, error)
+            raise
+        for call in self._fabric_after:
+            call(output, None)
+        return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling the module."""
-        return self._fabric_forward(*args, **kwargs)
+        return self(*args, **kwargs)
 
     @property
     def module(self) -> Any:
@@ -154,24 +161,21 @@ class FabricModule(nn.Module):
         self._check_copyable("copy.deepcopy(model)", "a second model, set up with fabric.setup_module(ema_model)")
         module = copy.deepcopy(self._fabric_module, memo)
         prepared = copy.deepcopy(self._fabric_prepared, memo)
-        return self._rebuilt(module, prepared)
+        copied = FabricModule(module, prepared, self._fabric_precision, self._fabric_device)
+        copied._fabric_marked.update(self._fabric_marked)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._check_copyable("pickle of the model", 'fabric.save(path, {"model": model})')
         return _unpickle, (self._fabric_module, self._fabric_precision, self._fabric_device, self._fabric_marked)
 
-    def _rebuilt(self, module: nn.Module, prepared: nn.Module) -> "FabricModule":
-        copied = _without_strategy(module, prepared, self._fabric_precision, self._fabric_device)
-        copied._fabric_marked.update(self._fabric_marked)
-        return copied
-
-    def _check_copyable(self, asked: str, instead: str) -> None:
-        if self._fabric_contract.is_sharded:
+    def _check_copyable(self, request: str, suggestion: str) -> None:
+        if self._fabric_contract.sharded is not None:
             raise UsageError(
-                asked,
-                "its parameters are spread over the ranks, and a copy of this rank's shards is no model",
+                request,
+                "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
                 "copies and pickles of modules that are not sharded",
-                instead,
+                suggestion,
             )
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
@@ -226,24 +230,6 @@ def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> 
     return run
 
 
-def _recorded_forward(forward: Forward, record: FlightRecorder, phase: str, doors: HookSwitch) -> Forward:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # notes are no part of a graph, and would break it
-            return forward(*args, **kwargs)
-        before = record.enter(phase)
-        try:
-            doors.off()
-            return forward(*args, **kwargs)
-        except RuntimeError as error:
-            record.annotate(error)
-            raise
-        finally:
-            doors.on()
-            record.phase = before
-
-    return run
-
-
 @contextmanager
 def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
     """Within, the next call of ``module`` runs ``method``; inside of that, ``forward`` is the module's own again."""
@@ -267,15 +253,7 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
         restore(module)
 
 
-def _without_strategy(
-    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device
-) -> FabricModule:
-    original = uncompiled(module)
-    contract = GradientContract(module=original, parameters=lambda: dict(original.named_parameters()))
-    return FabricModule(module, prepared, precision, device, contract)
-
-
 def _unpickle(module: nn.Module, precision: Precision, device: torch.device, marked: set[str]) -> FabricModule:
-    loaded = _without_strategy(module, module, precision, device)
+    loaded = FabricModule(module, module, precision, device)
     loaded._fabric_marked.update(marked)
     return loaded

@@ -48,9 +48,13 @@ class Pace:
         rank: of this process.
         neighbours: ranks whose place is looked at.
         store: where the ranks leave their places for each other.
+
+    Attributes:
+        watches: whether steps have to be told, since an iteration over a loader has begun.
     """
 
     def __init__(self, rank: int, neighbours: tuple[int, ...], store: JobStore) -> None:
+        self.watches = False
         self._joined, self._generation = "", 0
         self._rank, self._neighbours, self._store = rank, neighbours, store
         self._steps = self._collectives = 0
@@ -71,6 +75,7 @@ class Pace:
             loader, _, number = key.rpartition("/")
             # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
             self._store.set(f"batches/{loader}/{self._rank}", f"{number} {length}".encode())
+            self.watches = not self._joined
             self._latest = _Iteration(loader, int(number), progress, length, list(self._neighbours))
 
     def step(self) -> None:
@@ -137,7 +142,7 @@ class Pace:
                 "one at a time",
                 "with fabric.join([first, second]): for several modules",
             )
-        self._joined = asked
+        self._joined, self.watches = asked, False
         try:
             yield
         finally:

@@ -68,7 +68,7 @@ def test_every_door_synchronises_or_raises() -> None:
     for rank, results in enumerate(run_in_ranks(doors)):
         assert {door for door, result in results.items() if result == "fine"} == fine
         refused = [result for door, result in results.items() if door not in fine]
-        assert all("would not be synchronised" in text and f"on rank {rank}" in text for text in refused)
+        assert all("would not be synchronized" in text and f"on rank {rank}" in text for text in refused)
         assert "model.encoder(...)" in results["submodule"]
         assert "mark_forward_method" in results["method"]
 

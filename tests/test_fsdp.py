@@ -204,7 +204,7 @@ def doors(fabric: Fabric) -> dict[str, str]:
 def test_a_part_called_on_its_own_is_refused_at_the_call() -> None:
     for rank, results in enumerate(in_ranks(doors)):
         assert results.pop("front") == "fine"
-        assert "spread over the ranks" in results.pop("deepcopy")
+        assert "sharded over the ranks" in results.pop("deepcopy")
         assert "fabric.save" in results.pop("pickle")
         for text in results.values():
             assert text.startswith("UsageError: model.")

@@ -9,7 +9,7 @@ PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
 LAYERS = [
     ["errors", "_torch", "_late"],
-    ["tree", "seed", "world", "store", "diagnostics.stacks"],
+    ["tree", "seed", "world", "store", "diagnostics.stacks", "diagnostics.contract"],
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["diagnostics._calls", "diagnostics.recorder", "diagnostics.checker"],
@@ -18,9 +18,7 @@ LAYERS = [
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
-    ["forward_guard"],
     ["module"],
-    ["first_steps", "joining"],
     ["_checks", "_session"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],
@@ -34,7 +32,7 @@ ORDER = {
     "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",
     "deferred": "base recorder",
-    "diagnostics": "stacks _calls recorder checker contract",
+    "diagnostics": "stacks contract _calls recorder checker bypass training_checks",
     "launchers": "_custody _patience _transport base _failures _agent _signals _rank _supervision _fresh inline "
     "_forkserver processes notebook script",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "

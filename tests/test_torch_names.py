@@ -194,17 +194,17 @@ def test_a_graph_knows_the_operations_behind_it():
     assert begin not in _torch.operations_behind(x.exp().sum())
 
 
-def test_hooks_are_taken_off_and_put_back_in_their_places():
+def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     module, called = nn.Identity(), []
-    switch = _torch.HookSwitch()
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
-    switch.add(module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True), first=True)
-    switch.add(module.register_forward_hook(lambda *_: called.append("after")))
-    for turn in (switch.on, switch.off, switch.off, switch.on, switch.close, switch.on):
-        turn()
-        module(1)
-        called.append("|")
-    assert " ".join(called) == "first user's after | user's | user's | first user's after | user's | user's |"
+    handle = module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True)
+    hooks = _torch.hook_place(handle)
+    hook = hooks.pop(handle.id)
+    module(1)
+    hooks[handle.id] = hook
+    hooks.move_to_end(handle.id, last=False)
+    module(1)
+    assert called == ["user's", "first", "user's"]
 
 
 def test_without_dtensors_their_module_is_not_imported():

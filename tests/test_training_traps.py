@@ -77,7 +77,7 @@ def fsdp() -> list[Outcomes]:
 
 @pytest.mark.parametrize("door", ["module", "method", "submodule"])
 def test_ddp_forward_through_another_door_raises(ddp: list[Outcomes], door: str) -> None:
-    assert all("these gradients would not be synchronised" in results[door] for results in ddp)
+    assert all("these gradients would not be synchronized" in results[door] for results in ddp)
 
 
 def test_ddp_no_sync_around_backward_only_raises(ddp: list[Outcomes]) -> None:

@@ -205,7 +205,7 @@ def test_what_joined_ranks_cannot_answer_for_is_refused() -> None:
         assert f"a collective over all ranks inside of fabric.join on rank {rank}" in results["collective"]
         assert "inside of fabric.join" in results["save"]
         assert "without gradients" in results["without gradients"]
-        assert "it is the turn of Net" in results["order"]
+        assert "the next one is Net" in results["order"]
 
 
 def two_forwards_in_turn(fabric: Fabric) -> str:
@@ -221,7 +221,7 @@ def two_forwards_in_turn(fabric: Fabric) -> str:
 
 def test_a_second_forward_pass_before_the_backward_pass_is_refused_in_join() -> None:
     for result in run_in_ranks(two_forwards_in_turn):
-        assert "the backward pass of Net has not been there" in result
+        assert "the backward pass of Net has not been made" in result
 
 
 def join_anyway(fabric: Fabric) -> str:

@@ -5,13 +5,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
+from fabric.diagnostics.contract import Hooks
 from fabric.diagnostics.stacks import location, user_frame
 from fabric.errors import FabricError, UsageError
 
@@ -75,24 +76,42 @@ class FlightRecorder:
         latest: the latest collective that was begun.
     """
 
-    __slots__ = ("_explain", "calls", "counts", "latest", "newest", "phase", "thread")
+    __slots__ = ("_explain", "_outer", "calls", "counts", "latest", "newest", "phase", "thread")
 
     def __init__(self, explain: Callable[[], str] = str) -> None:
         self._explain = explain
         self.thread = threading.get_ident()
         self.phase: str | None = None
+        # The phases that this one is a part of.
+        self._outer: list[str | None] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.newest = ""
         self.calls: dict[int, Entry] = {}
         self.latest: Entry | None = None
 
-    def enter(self, phase: str) -> str | None:
-        """Note that a phase begins; the one that it is a part of, to be put back at its end."""
+    def hooks(self, title: str = "") -> Hooks:
+        """The layer that notes phases: forward passes of the module ``title``, backward passes and optimizer steps."""
+        return Hooks(
+            before_forward=partial(self.enter, f"forward of {title}"),
+            after_forward=self.leave,
+            before_backward=partial(self.enter, "backward"),
+            after_backward=self.leave,
+            before_step=self.enter_step,
+            after_step=self.leave_step,
+        )
+
+    def enter(self, phase: str) -> None:
+        """Note that a phase begins."""
         self.counts[phase] += 1
         # Nothing is a part of a step without a closure: one that is still noted was left by an error.
-        before = None if self.phase is STEP else self.phase
+        self._outer.append(None if self.phase is STEP else self.phase)
         self.phase = self.newest = phase
-        return before
+
+    def leave(self, result: object = None, error: BaseException | None = None) -> None:
+        """Note that the phase is over, and add the report to an error that left it."""
+        if isinstance(error, RuntimeError):
+            self.annotate(error)
+        self.phase = self._outer.pop()
 
     def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that an optimizer begins a step; a hook before it."""
@@ -108,26 +127,14 @@ class FlightRecorder:
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """A context that is a phase; of those in every step, the few lines are written where they are needed."""
-        before = self.enter(phase)
+        """A context that is a phase."""
+        self.enter(phase)
         try:
             yield
-        except RuntimeError as error:
-            self.annotate(error)
+        except BaseException as error:
+            self.leave(None, error)
             raise
-        finally:
-            self.phase = before
-
-    def backward(self, tensor: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """``tensor.backward(*args, **kwargs)`` as a phase."""
-        before = self.enter("backward")
-        try:
-            tensor.backward(*args, **kwargs)
-        except RuntimeError as error:
-            self.annotate(error)
-            raise
-        finally:
-            self.phase = before
+        self.leave()
 
     def annotate(self, error: BaseException) -> None:
         """Add the report to an error that left a phase, where :meth:`explain` has one."""

@@ -215,8 +215,7 @@ class Strategy(ABC):
 
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         """How the gradients of a prepared module are synchronized; what diagnostics read."""
-        module = self._users(prepared)
-        return GradientContract(module=module, parameters=lambda: dict(module.named_parameters()))
+        return GradientContract(module=self._users(prepared))
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""

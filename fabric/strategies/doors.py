@@ -1,54 +1,44 @@
-"""Parts of a sharded model that are called on their own.
+"""What a sharded module does around its own forward pass, whoever calls it."""
 
-[Note: Shards] The parameters of a sharded model are whole only while its own forward pass, or the backward pass after
-it, is running. A part that is called by itself computes with shards, or makes itself a model of its own whose gradients
-the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
-"""
-
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
 
-from fabric._torch import HookSwitch, in_backward, reset_after_error
+from fabric._torch import reset_after_error
 from fabric.errors import UsageError
 
 __all__ = ["Doors"]
 
 
 class Doors:
-    """Refuses calls of the parts of one sharded model outside of its forward and backward pass.
+    """Leaves a sharded module ready for the next forward pass: after an error, and after one without gradients.
 
     Args:
         root: the user's module, sharded already.
-        units: the parts that are units of their own; what is inside of them is not watched.
+        units: the parts that gather their parameters themselves.
         rank: rank of this process, for the error.
-
-    Attributes:
-        hooks: those of the parts, which have nothing to say within a forward pass.
     """
 
     def __init__(self, root: nn.Module, units: Collection[nn.Module], rank: int) -> None:
         self._depth, self._finished, self._usable = 0, True, True
-        self._rank = rank
+        self.units, self._rank = units, rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
             root.register_forward_hook(self._finish),
             root.register_forward_hook(self._leave, always_call=True),
         ]
-        self.hooks = HookSwitch()
-        for path, part in _parts(root, set(units)):
-            # First, before the unit's own hook takes it for the root of a model.
-            self.hooks.add(part.register_forward_pre_hook(self._door(path), prepend=True), first=True)
+
+    def in_forward(self) -> bool:
+        """Whether a forward pass of the module is running."""
+        return self._depth > 0
 
     def close(self) -> None:
         """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self.hooks.close()
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if not self._usable:
@@ -79,31 +69,3 @@ class Doors:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-
-    def _door(self, path: str) -> Any:
-        def check(module: nn.Module, args: Any) -> None:
-            # In the backward pass the user's own activation checkpointing calls parts again.
-            if self._depth or torch.compiler.is_compiling() or in_backward():
-                return
-            raise UsageError(
-                f"{path}(...) on rank {self._rank}",
-                "its parameters are spread over the ranks, and are whole only within a forward pass of the whole model",
-                "model(...), or a method of the model that is marked as a forward pass",
-                'model.mark_forward_method("name_of_method") once, for a method that calls this part',
-            )
-
-        return check
-
-
-def _parts(root: nn.Module, units: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The parts from the root down to the units, each once, with the path that one would write."""
-    seen: set[nn.Module] = {root}
-    inside: tuple[str, ...] = ()
-    for path, part in root.named_modules(remove_duplicate=False):
-        if path.startswith(inside):
-            continue
-        if part in units:
-            inside += (f"{path}.",)
-        if part not in seen:
-            seen.add(part)
-            yield re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"model.{path}"), part

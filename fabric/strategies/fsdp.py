@@ -240,7 +240,7 @@ class FSDPStrategy(ParallelStrategy):
         self._nursery.forget(root)
         for name, parameter in root.named_parameters():
             self._sharded_as[whole[name]] = parameter
-        self._doors[root] = Doors(root, units, self.global_rank)
+        self._doors[root] = Doors(root, frozenset(units), self.global_rank)
         self._synced[root] = True
         return module
 
@@ -326,16 +326,16 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
-        sharded = dict(root.named_parameters())
+        doors = self._doors[root]
         return GradientContract(
             module=root,
-            parameters=lambda: sharded,
             synchronizes=lambda: self._synced[root],
             gradients_differ=True,
             unreduced=partial(unreduced_parameters, root),
-            is_sharded=True,
+            sharded=dict(root.named_parameters()),
+            fsdp_modules=doors.units,
+            in_forward=doors.in_forward,
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
-            part_hooks=self._doors[root].hooks,
         )
 
     @contextmanager

@@ -1,0 +1,330 @@
+"""Calls of parts of a prepared module that bypass its forward pass.
+
+[Note: Bypass] A strategy wraps the forward pass of a module, and only what goes through the *wrapped forward* is
+synchronized. A call of a submodule, of a method that calls one, or of the user's own module is a *bypass call*.
+
+Under DDP a bypass call leaves each rank with its local gradients, silently. So what comes out of it gets a hook, and a
+gradient that arrives there while no forward pass has prepared its synchronization is an error. A bypass call is fine
+beside a wrapped forward, without gradients, and under ``no_backward_sync``.
+
+The wrapped forward is watched as well: torch synchronizes in the first backward pass after a forward pass, so that the
+gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
+model, uses nothing up. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
+costs ten times as much; only where parameters may go unused it takes these. A gradient of which nothing is known may be
+that of a penalty, the same on all ranks: it is an error if the way to it leads through what the wrapped forward
+computed in one of its last thousand passes. A loss older than these is hardly left: its graph is in memory with what it
+saved, and torch itself refuses it once the optimizer has changed that.
+
+A parameter that was frozen when the module was set up is no part of the synchronization. Once it is to be trained, its
+gradients would stay local: the next forward pass with gradients is an error.
+
+Under FSDP parameters are gathered only while a forward pass of the whole module, or the backward pass after it, is
+running. A part that is called by itself computes with shards, or becomes the root of a model of its own whose gradients
+the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
+from typing import Any, NoReturn
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from fabric._torch import hook_place, in_backward, operations_behind, operations_recorded
+from fabric.diagnostics.contract import GradientContract, Hooks
+from fabric.errors import UsageError
+from fabric.pace import Pace
+from fabric.tree import map_tensors
+
+__all__ = ["BypassChecks", "BypassGuard"]
+
+
+class BypassChecks:
+    """The checks of all modules that were set up.
+
+    Args:
+        rank: rank of this process, for errors.
+        pace: told of each forward pass that prepares a synchronization, where there are other ranks.
+    """
+
+    def __init__(self, rank: int, pace: Pace | None) -> None:
+        self._rank, self._pace = rank, pace
+        # No WeakSet: to go through one takes several calls, and it is done in every step.
+        self._guards: list[ref[BypassGuard]] = []
+        self._parts: list[ref[_PartHooks]] = []
+
+    @property
+    def hooks(self) -> Hooks:
+        """The layer around backward passes."""
+        return Hooks(after_backward=self._after_backward) if self._guards else Hooks()
+
+    def watch(self, contract: GradientContract, prepared: nn.Module) -> "tuple[BypassGuard | None, Hooks]":
+        """Watch a prepared module: the guard, where gradients need a wrapped forward, and hooks for forward passes."""
+        if contract.needs_forward:
+            guard = BypassGuard(contract, prepared, self._rank, self._pace)
+            self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
+            return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
+        if contract.sharded is None:
+            return None, Hooks()
+        parts = _PartHooks()
+        for path, part in _callable_parts(contract.module, contract.fsdp_modules.__contains__):
+            # First, before FSDP's own hook takes the part for the root of a model.
+            check = partial(_refuse_call_of_shards, contract.in_forward, path, self._rank)
+            parts.add(part.register_forward_pre_hook(check, prepend=True), first=True)
+        self._parts.append(ref(parts))
+        return None, Hooks(before_forward=parts.off, after_forward=parts.on)
+
+    def left_local(self) -> bool:
+        """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
+        return any(guard.left_local for each in self._guards if (guard := each()) is not None)
+
+    def close(self) -> None:
+        """Take all hooks off again."""
+        for each in (*self._guards, *self._parts):
+            if (watched := each()) is not None:
+                watched.close()
+
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        for each in self._guards:
+            if error is None and (guard := each()) is not None:
+                guard.after_backward(loss)
+
+
+class BypassGuard:
+    """Watches one module whose gradients are synchronized only after a wrapped forward.
+
+    Args:
+        contract: how its gradients are synchronized.
+        prepared: what the strategy made of it.
+        rank: rank of this process, for errors.
+        pace: told of each forward pass that prepares a synchronization, where there are other ranks.
+    """
+
+    def __init__(self, contract: GradientContract, prepared: nn.Module, rank: int, pace: Pace | None) -> None:
+        self.contract, self.prepared, self._rank, self._pace = contract, prepared, rank, pace
+        self.left_local = False
+        self._synchronizes = contract.synchronizes
+        self._depth = self._begin = 0
+        self._trains = self._prepares = False
+        self._sync_prepared = self._reached = self._suspects = False
+        parameters = contract.parameters()
+        # Without other ranks there is nothing to synchronize.
+        self._frozen = {} if pace is None else {name: p for name, p in parameters.items() if not p.requires_grad}
+        # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
+        self._computed: deque[tuple[int, int, bool]] = deque(maxlen=1000)
+        # Weak: the parameters are held by C++, out of sight of the garbage collector.
+        own = ref(self)
+        self._arrived = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
+        trained = [] if contract.expects_unused else [each for each in prepared.parameters() if each.requires_grad]
+        self._on_parameter = trained[0].register_hook(self._arrived) if trained else None
+        self._parts = _PartHooks()
+        title = "model.module"
+        for path, part in ((title, contract.module), *_callable_parts(contract.module, lambda part: True)):
+            if any(True for _ in part.parameters()):
+                self._parts.add(part.register_forward_hook(_PartHook(self, f"{path}(...)")))
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass has prepared a synchronization, and no backward pass has come for it yet."""
+        return self._sync_prepared and not self._reached
+
+    def before_forward(self) -> None:
+        """Note that a wrapped forward begins."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._trains = torch.is_grad_enabled()
+        self._prepares = self._trains and self._synchronizes()
+        self._begin = operations_recorded()
+        for hooks, number, _, _ in self._parts.places:  # PartHooks.off(), without a call in every step
+            hooks.pop(number, None)
+        if self._trains and self._frozen:
+            self._check_frozen()
+        if self._prepares and self._pace is not None and self._pace.watches:
+            self._pace.step()
+
+    def after_forward(self, output: Any, error: BaseException | None) -> None:
+        """Note that it is over."""
+        self._depth -= 1
+        if self._depth:
+            return
+        for hooks, number, hook, _ in self._parts.places:
+            hooks[number] = hook
+        if error is not None:
+            self.contract.explain(error)
+        elif self._trains:
+            self._computed.append((self._begin, operations_recorded(), not self._prepares))
+            self._sync_prepared |= self._prepares
+            if self.contract.expects_unused:
+                _watch(output, self._arrived)
+
+    def after_backward(self, loss: Tensor) -> None:
+        """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
+        suspects, self._suspects = self._suspects, False
+        if self._reached:
+            self._sync_prepared = self._reached = False
+        elif suspects:
+            self._check_computed(loss)
+
+    def watch_output(self, output: Any, call: str) -> None:
+        """Note that ``output`` came out of a call that may have bypassed the wrapped forward."""
+        if not self._depth and torch.is_grad_enabled():
+            _watch(output, partial(self._on_gradient_of_bypass, call))
+
+    def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """A user's method whose results are watched."""
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            self.watch_output(output, f"model.{name}(...)")
+            return output
+
+        return watched
+
+    def close(self) -> None:
+        """Take the hooks off again."""
+        self._parts.close()
+        if self._on_parameter is not None:
+            self._on_parameter.remove()
+
+    def _on_gradient(self) -> None:
+        synchronizes = self._synchronizes()
+        if not self._sync_prepared:
+            self._suspects, self.left_local = synchronizes, self.left_local or not synchronizes
+        elif synchronizes:
+            self._reached, self.left_local = True, False
+        else:
+            raise UsageError(
+                f"backward through {self.contract.title} inside of no_backward_sync on rank {self._rank}",
+                "its forward pass was outside of it, and has prepared a synchronization that takes place all the same",
+                "forward and backward in the same no_backward_sync",
+                "with fabric.no_backward_sync(model): fabric.backward(loss_function(model(batch), target))",
+            )
+
+    def _on_gradient_of_bypass(self, call: str, grad: Tensor) -> None:
+        if self._sync_prepared:
+            return
+        if self._synchronizes():
+            self._refuse_bypass(call)
+        self.left_local = True
+
+    def _check_computed(self, loss: Tensor) -> None:
+        # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
+        passes, begin = [(0, 0, False), *sorted(self._computed)], itemgetter(0)
+        for operation in operations_behind(loss):
+            _, end, is_local = passes[bisect_right(passes, operation, key=begin) - 1]
+            if operation < end and is_local:
+                self._refuse_bypass("model(...) inside no_backward_sync, with backward outside of it")
+            if operation < end:
+                raise UsageError(
+                    f"a second backward pass through {self.contract.title} on rank {self._rank}",
+                    "gradients are synchronized in the first backward pass after a forward pass; these would stay "
+                    "local",
+                    "one backward pass for each forward pass, of all its losses",
+                    "fabric.backward(loss_a + loss_b)",
+                )
+
+    def _refuse_bypass(self, call: str) -> NoReturn:
+        raise UsageError(
+            f"backward through {call} of {self.contract.title} on rank {self._rank}",
+            "these gradients would not be synchronized over the ranks: no forward pass through the module that setup() "
+            "returned prepared it",
+            "a forward pass model(...), or a method marked as one; forward and backward in the same no_backward_sync",
+            'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
+        )
+
+    def _check_frozen(self) -> None:
+        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        if names:
+            raise UsageError(
+                f"a forward pass of {self.contract.title} on rank {self._rank}",
+                "these were frozen when it was set up, and their gradients would not be synchronized: "
+                f"{', '.join(names)}",
+                "parameters that are to be trained at any time require a gradient during setup()",
+                "model.requires_grad_(True) before fabric.setup(model), then parameter.requires_grad_(False) for some, "
+                'with strategy="ddp_find_unused_parameters_true"',
+            )
+
+
+class _PartHooks:
+    """Hooks on parts of a module that are off within a forward pass, since a module without hooks is called faster."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[OrderedDict[int, Any], int, Any, bool]] = []
+
+    def add(self, handle: RemovableHandle, first: bool = False) -> None:
+        """Take charge of a hook that was just registered; with ``first`` it is put back in front of all others."""
+        hooks = hook_place(handle)
+        self.places.append((hooks, handle.id, hooks[handle.id], first))
+
+    def off(self) -> None:
+        for hooks, number, _, _ in self.places:
+            hooks.pop(number, None)
+
+    def on(self, *_: object) -> None:
+        for hooks, number, hook, first in self.places:
+            hooks[number] = hook
+            if first:
+                hooks.move_to_end(number, last=False)
+
+    def close(self) -> None:
+        self.off()
+        self.places.clear()
+
+
+class _PartHook:
+    """A forward hook of one part. A copy or a pickle of the module gets a hook that does nothing in its place."""
+
+    def __init__(self, guard: BypassGuard, call: str) -> None:
+        self._guard, self._call = guard, call
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        # Inside a compiled graph the call was a wrapped forward, or that of a compiled part of the user's own.
+        if not torch.compiler.is_compiling():
+            self._guard.watch_output(output, self._call)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return partial, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    pass
+
+
+def _refuse_call_of_shards(in_forward: Callable[[], bool], path: str, rank: int, module: nn.Module, args: Any) -> None:
+    # In the backward pass the user's own activation checkpointing calls parts again.
+    if in_forward() or torch.compiler.is_compiling() or in_backward():
+        return
+    raise UsageError(
+        f"{path}(...) on rank {rank}",
+        "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
+        "model(...), or a method of the model that is marked as a forward pass",
+        'model.mark_forward_method("name_of_method") once, for a method that calls this part',
+    )
+
+
+def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
+    def watch(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            tensor.register_hook(on_gradient)
+        return tensor
+
+    map_tensors(watch, output)
+
+
+def _callable_parts(
+    module: nn.Module, is_last: Callable[[nn.Module], bool], path: str = "model"
+) -> Iterator[tuple[str, nn.Module]]:
+    """The parts below a module that have parameters and that one would call, but not those below one that is last."""
+    for name, part in module.named_children():
+        inner = f"{path}[{name}]" if name.isdigit() else f"{path}.{name}"
+        is_container = isinstance(part, nn.ModuleList | nn.ModuleDict)
+        if not is_container and any(True for _ in part.parameters()):
+            yield inner, part
+        if is_container or not is_last(part):
+            yield from _callable_parts(part, is_last, inner)
