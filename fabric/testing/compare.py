@@ -1,13 +1,19 @@
-"""Where two collections differ, said so that the reader sees it."""
+"""Compares collections leaf by leaf, and the results of a training step under several strategies."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same", "differences"]
+from fabric._plan import parse_strategy
+from fabric.errors import ConfigurationError
+from fabric.strategies import Strategy
+from fabric.testing.base import name_of
+from fabric.testing.pool import RankPool
+
+__all__ = ["assert_equivalent", "assert_same", "differences"]
 
 _SHOWN = 10
 
@@ -27,8 +33,64 @@ def assert_same(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 
     __tracebackhide__ = True  # pytest shows the line of the test
     found = list(differences(actual, expected, rtol=rtol, atol=atol))
     if found:
-        rest = [f"... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        raise AssertionError("\n".join([f"{len(found)} difference(s)", *found[:_SHOWN], *rest]))
+        raise AssertionError("\n".join([f"{len(found)} difference(s)", *_first(found)]))
+
+
+def assert_equivalent(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    strategies: Sequence[Strategy | str] = ("single_device", "ddp", "fsdp"),
+    world_sizes: Sequence[int] = (1, 2),
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    timeout: float = 120.0,
+    **options: Any,
+) -> None:
+    """Run a training step under several strategies and numbers of ranks, and compare all results with the first.
+
+    ``step_fn(fabric, *args)`` builds its model from a fixed seed, sets it up, takes its rank's share of a global batch,
+    and returns what should not depend on who computed it: a loss that was reduced over ranks, a gradient norm, a whole
+    state dict.
+
+    Args:
+        step_fn: the step; it is sent to the ranks as by :meth:`fabric.testing.RankPool.run`.
+        *args: what it is called with after the fabric.
+        strategies: names or strategies. Those of a single process run on one rank only.
+        world_sizes: numbers of ranks.
+        rtol: relative tolerance; the order of summation differs between numbers of ranks.
+        atol: absolute tolerance.
+        timeout: seconds that one run may take.
+        **options: of :class:`fabric.Fabric`, such as ``precision="64-true"``.
+
+    Raises:
+        AssertionError: some results differ from those of the first strategy on the first number of ranks; the text
+            names strategy, rank and leaf, with both values.
+        ConfigurationError: fewer than two runs to compare.
+        RankFailedError: the step failed.
+    """
+    runs = [(s, size) for size in world_sizes for s in strategies if size == 1 or _is_parallel(s)]
+    if len(runs) < 2:
+        raise ConfigurationError(
+            f"assert_equivalent(..., strategies={list(strategies)}, world_sizes={list(world_sizes)})",
+            f"that makes {len(runs)} run(s); it takes two, and strategies of a single process run on one rank only",
+        )
+    names = [f"{s if isinstance(s, str) else s.name} on {size} rank(s)" for s, size in runs]
+    results: list[list[Any]] = []
+    for strategy, size in runs:
+        with RankPool(size, timeout=timeout, strategy=strategy, **options) as pool:
+            results.append(pool.run(step_fn, *args))
+    lines = [f"{name_of(step_fn)} differs from what it gives under {names[0]}:"]
+    for name, by_rank in zip(names, results, strict=True):
+        for rank, result in enumerate(by_rank):
+            found = list(differences(result, results[0][0], rtol=rtol, atol=atol))
+            lines += ["\n    ".join([f"{name}, rank {rank}:", *_first(found)])] if found else []
+    if len(lines) > 1:
+        raise AssertionError("\n  ".join(lines))
+
+
+def _is_parallel(strategy: Strategy | str) -> bool:
+    found = parse_strategy(strategy)
+    return found is None or found.connects_processes
 
 
 def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> Iterator[str]:
@@ -96,6 +158,10 @@ def _close(actual: Tensor, expected: Tensor, rtol: float, atol: float) -> Tensor
 
 def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def _first(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"... and {len(lines) - _SHOWN} more"]
 
 
 def _shown(value: Any) -> str:

@@ -24,8 +24,7 @@ except ImportError as error:
     raise MissingDependencyError(
         "import fabric.testing.generators",
         "hypothesis is not installed",
-        "worlds and oracles, which need none",
-        'pip install "torch-fabric[testing]"',
+        suggestion='pip install "torch-fabric[testing]"',
     ) from error
 
 __all__ = [
@@ -170,12 +169,8 @@ def per_rank_tensors(
     """
     common = draw(_strategy(shape, _SHAPES[ragged]))
     kind, layouts = draw(_strategy(dtype)), _strategy(layout, _ANY_LAYOUT)
-
-    def of_one_rank() -> Tensor:
-        own = (draw(_LENGTHS), *common[1:]) if ragged else common
-        return draw(_tensors(kind, own, draw(layouts), exact))
-
-    return PerRank([of_one_rank() for _ in range(size)])
+    own = [(draw(_LENGTHS), *common[1:]) if ragged else common for _ in range(size)]
+    return PerRank([draw(_tensors(kind, shape, draw(layouts), exact)) for shape in own])
 
 
 @st.composite
@@ -200,8 +195,8 @@ def per_rank_trees(
         max_leaves: about how many leaves.
         exact: whether sums are exact.
     """
-    blueprint = draw(_blueprints(reduce_op, with_numbers, max_leaves, exact))
-    return PerRank([_filled(draw, blueprint) for _ in range(size)])
+    tree = draw(_trees_of_strategies(reduce_op, with_numbers, max_leaves, exact))
+    return PerRank([_draw_leaves(draw, tree) for _ in range(size)])
 
 
 def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
@@ -214,7 +209,7 @@ _ANY_LAYOUT, _LENGTHS = st.sampled_from(LAYOUTS), st.integers(0, 3)
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another place in memory, where that can be; elements between them are poison.
+    """The same values in another place in memory, where that can be; elements between them hold a fill value.
 
     Args:
         tensor: any tensor.
@@ -223,12 +218,12 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
             stride of 0, which takes the values of the first row.
     """
     if layout == "strided":
-        base = _poison((*tensor.shape, 2), tensor)
+        base = _fill_value((*tensor.shape, 2), tensor)
         return base[..., 0].copy_(tensor)
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "offset":
-        return _poison((tensor.numel() + 1,), tensor)[1:].view(tensor.shape).copy_(tensor)
+        return _fill_value((tensor.numel() + 1,), tensor)[1:].view(tensor.shape).copy_(tensor)
     if layout == "expanded" and tensor.dim() > 0 and tensor.shape[0] > 1:
         return tensor[:1].expand(tensor.shape)
     return tensor
@@ -255,7 +250,9 @@ def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrate
 
 
 @functools.lru_cache
-def _blueprints(reduce_op: str | None, with_numbers: bool, max_leaves: int, exact: bool) -> st.SearchStrategy[Any]:
+def _trees_of_strategies(
+    reduce_op: str | None, with_numbers: bool, max_leaves: int, exact: bool
+) -> st.SearchStrategy[Any]:
     """Collections with strategies for values in the place of leaves."""
     leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact)
     kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
@@ -264,15 +261,15 @@ def _blueprints(reduce_op: str | None, with_numbers: bool, max_leaves: int, exac
     return trees(leaves, max_leaves)
 
 
-def _filled(draw: Callable[[st.SearchStrategy[Any]], Any], blueprint: Any) -> Any:
-    if isinstance(blueprint, st.SearchStrategy):
-        return draw(blueprint)
-    if isinstance(blueprint, dict):
-        return {key: _filled(draw, blueprint[key]) for key in draw(st.permutations(list(blueprint)))}
-    if isinstance(blueprint, Record):
-        return Record(_filled(draw, blueprint.left), _filled(draw, blueprint.right))
-    parts = [_filled(draw, part) for part in blueprint]
-    return Pair(*parts) if isinstance(blueprint, Pair) else type(blueprint)(parts)
+def _draw_leaves(draw: Callable[[st.SearchStrategy[Any]], Any], tree: Any) -> Any:
+    if isinstance(tree, st.SearchStrategy):
+        return draw(tree)
+    if isinstance(tree, dict):
+        return {key: _draw_leaves(draw, tree[key]) for key in draw(st.permutations(list(tree)))}
+    if isinstance(tree, Record):
+        return Record(_draw_leaves(draw, tree.left), _draw_leaves(draw, tree.right))
+    parts = [_draw_leaves(draw, part) for part in tree]
+    return Pair(*parts) if isinstance(tree, Pair) else type(tree)(parts)
 
 
 @functools.cache
@@ -295,5 +292,5 @@ def _strategy(value: Any, default: Any = None) -> st.SearchStrategy[Any]:
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
-def _poison(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def _fill_value(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.full(shape, 1 if like.dtype is torch.bool else 77, dtype=like.dtype)

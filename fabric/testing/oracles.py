@@ -10,13 +10,14 @@ back as the rank passed them. Integers wrap around as they do in their dtype. Te
 :func:`gradients`.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fabric.tree import flatten, unflatten
 
 __all__ = [
     "all_gather",
@@ -130,16 +131,10 @@ def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequen
 
 def _zip(function: Callable[[Any, list[Any]], Any], own: Any, trees: Sequence[Any]) -> Any:
     """The structure of ``own`` with ``function(leaf of own, the leaves of all trees there)`` in place of each leaf."""
-    if isinstance(own, dict):
-        return {key: _zip(function, value, [tree[key] for tree in trees]) for key, value in own.items()}
-    if isinstance(own, list | tuple):
-        parts = [_zip(function, value, [tree[i] for tree in trees]) for i, value in enumerate(own)]
-        return type(own)(*parts) if hasattr(own, "_fields") else type(own)(parts)
-    if dataclasses.is_dataclass(own) and not isinstance(own, type):
-        names = [field.name for field in dataclasses.fields(own)]
-        parts = {n: _zip(function, getattr(own, n), [getattr(tree, n) for tree in trees]) for n in names}
-        return dataclasses.replace(own, **parts)
-    return function(own, list(trees)) if isinstance(own, Tensor) or type(own) in _NUMBERS else own
+    leaves, structure = flatten(own)
+    rows = zip(leaves, *(flatten(tree)[0] for tree in trees), strict=True)
+    carried = (Tensor, *_NUMBERS)
+    return unflatten(structure, [function(leaf, row) if isinstance(leaf, carried) else leaf for leaf, *row in rows])
 
 
 def _reduced(leaves: list[Any], reduce_op: str) -> Any:
