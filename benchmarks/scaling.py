@@ -69,6 +69,9 @@ class Cost(NamedTuple):
     keys: int
 
 
+Results = dict[int, dict[str, dict[str, Cost]]]  # by world, kind, and "raw" or "ours"
+
+
 class Block(nn.Module):
     """One residual layer of two matrices; no part is called twice, which CommDebugMode does not follow."""
 
@@ -114,28 +117,33 @@ def _size(argument: Any) -> int:
     return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
-def measure(world: int, layers: int, rounds: int, deadline: float = DEADLINE) -> dict[str, dict[str, Cost]]:
-    """Costs by kind, of "raw" and "ours", measured in a new process.
+def measure(worlds: Sequence[int], layers: int, rounds: int, deadline: float = DEADLINE) -> Results:
+    """Measure in a new process, which poses as rank 0 of one world after the other.
 
     Raises ``CalledProcessError`` or ``TimeoutExpired``.
     """
-    place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(NODE)}
-    # Nothing listens there: the process group is made before fabric looks for one.
-    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "benchmarks.scaling", "--job", json.dumps([world, layers, rounds])]
+    command = [sys.executable, "-m", "benchmarks.scaling", "--job", json.dumps([worlds, layers, rounds])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **place}, stdout=subprocess.PIPE, check=True, timeout=deadline, text=True
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=deadline, text=True
     )
-    found = json.loads(done.stdout)
-    return {kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in found.items()}
+    return {
+        world: {kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in kinds.items()}
+        for world, kinds in zip(worlds, json.loads(done.stdout), strict=True)
+    }
 
 
-def run_job(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
-    """Pose as rank 0 of a world; ours and raw torch's take turns."""
+def run_job(worlds: Sequence[int], layers: int, rounds: int) -> list[dict[str, dict[str, Cost]]]:
+    """Pose as rank 0 of each world."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
     # CommDebugMode watches the modules' inputs, and a batch has no gradients.
     warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)
+    return [measure_world(world, layers, rounds) for world in worlds]
+
+
+def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
+    """Costs by kind, of "raw" and "ours", which take turns."""
     makers: dict[str, Callable[..., Any]] = {"raw": set_up_raw, "ours": set_up_ours}
     result: dict[str, dict[str, Cost]] = {}
     for kind in KINDS:
@@ -164,6 +172,10 @@ def run_job(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
 @contextmanager
 def posing(world: int) -> Any:
     """Within, this process is rank 0 of a process group of that size that talks to nobody; yields its store."""
+    place = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": NODE}
+    # Nothing listens there: the process group is made before fabric looks for one.
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in place.items()})
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=world)
     try:
@@ -244,9 +256,10 @@ def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
 def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
     """Bytes of Python objects that setting up leaves; the least of several times, since caches fill now and then."""
     found = []
+    gc.collect()
+    gc.freeze()  # what torch has loaded need not be gone through again each time
     for _ in range(3):
         with posing(world):
-            gc.collect()
             tracemalloc.start()
             try:
                 with set_up(make, kind, layers):
@@ -254,10 +267,12 @@ def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
                     found.append(tracemalloc.get_traced_memory()[0])
             finally:
                 tracemalloc.stop()
+        gc.collect()
+    gc.unfreeze()
     return min(found)
 
 
-def broken(results: dict[int, dict[str, dict[str, Cost]]]) -> Iterable[str]:
+def broken(results: Results) -> Iterable[str]:
     """What is not as it should be."""
     smallest = results[min(results)]
     for world, costs in results.items():
@@ -291,7 +306,7 @@ def per_step(cost: Cost) -> int:
     return sum(cost.collectives[-1].values())
 
 
-def plot(results: dict[int, dict[str, dict[str, Cost]]], path: Path) -> None:
+def plot(results: Results, path: Path) -> None:
     """Draw how setup, collectives and our memory grow."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
@@ -325,11 +340,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| strategy | processes | setup, ms of the processor: raw | ours | collectives a step: raw | ours ", end="")
     print("| bytes a step: raw | ours | Python memory, KiB: raw | ours beyond | our keys in the store |")
     print("|---|" + "--:|" * 10)
-    results = {}
-    for world in QUICK_WORLDS if args.quick else WORLDS:
-        results[world] = measure(world, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else ROUNDS)
-        for kind, cost in results[world].items():
-            print(row(world, kind, cost), flush=True)
+    results = measure(QUICK_WORLDS, QUICK_LAYERS, 1) if args.quick else measure(WORLDS, LAYERS, ROUNDS)
+    for world, costs in results.items():
+        for kind, cost in costs.items():
+            print(row(world, kind, cost))
     if args.plot is not None:
         plot(results, args.plot)
     failures = list(broken(results))

@@ -51,13 +51,14 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
 def leaves_nothing_behind() -> Iterator[None]:
     """A test that leaves a process, an environment variable or a process group behind fails."""
     variables = _variables()
-    before = set(psutil.Process().children(recursive=True))
+    before = set(psutil.pids())
     yield
     assert not torch.distributed.is_initialized(), "a process group was left behind"
     assert _variables() == variables, "an environment variable was left behind"
-    left = [
-        process for process in set(psutil.Process().children(recursive=True)) - before if not _is_warm_server(process)
-    ]
+    # Whose children the new processes are is costly to find out, and after most tests there are none.
+    new = set(psutil.pids()) - before
+    ours = psutil.Process().children(recursive=True) if new else []
+    left = [process for process in ours if process.pid in new and not _is_warm_server(process)]
     _, alive = psutil.wait_procs(left, timeout=5)
     assert not alive, f"processes were left behind: {alive}"
 

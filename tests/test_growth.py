@@ -1,7 +1,5 @@
 """How cost grows with the number of processes: a process that poses as rank 0 of worlds of 8 and of 512."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
 from benchmarks.scaling import KINDS, Cost, broken, measure, per_step
@@ -12,9 +10,7 @@ COST = Cost(seconds=1.0, collectives=[{"all_reduce": 1}], bytes=[64], held=1000,
 
 @pytest.mark.timeout(150)
 def test_a_step_costs_what_raw_torch_costs_and_nothing_of_ours_grows_with_the_world() -> None:
-    with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda world: measure(world, layers=2, rounds=1, deadline=120), WORLDS)
-        costs = dict(zip(WORLDS, found, strict=True))
+    costs = measure(WORLDS, layers=2, rounds=1, deadline=120)
     assert list(broken(costs)) == []
     # Each of the blocks and the root: gathered for the forward pass, the blocks again for the backward pass, reduced.
     assert [per_step(costs[512][kind]["ours"]) for kind in KINDS] == [1, 8, 11]
