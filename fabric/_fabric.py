@@ -29,7 +29,7 @@ from fabric.data import FabricDataLoader
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.initialization import created_on
-from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, leave_with_an_error, refuse_while_importing_main
+from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, exit_with_late_error, refuse_while_importing_main
 from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
@@ -1072,7 +1072,7 @@ class Fabric:
         try:
             self.teardown()
         except BaseException:
-            leave_with_an_error()
+            exit_with_late_error()
             raise
 
 

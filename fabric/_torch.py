@@ -1,12 +1,10 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
-import signal
-import subprocess
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,11 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import LogsSpecs
 
 __all__ = [
     "DispatchMode",
@@ -30,9 +23,6 @@ __all__ = [
     "backoff_or_grow",
     "compiled_in_place",
     "default_store",
-    "elastic_agent",
-    "elastic_processes",
-    "elastic_restarts",
     "flatten_one_level",
     "foreach_multiply",
     "full_tensor",
@@ -271,53 +261,6 @@ def reset_after_error(module: Any) -> bool:
     if reset is not None:
         reset()
     return reset is not None
-
-
-def elastic_agent(
-    spec: "WorkerSpec",
-    logs: "LogsSpecs",
-    before_look: Callable[["LocalElasticAgent"], None],
-    before_end: Callable[["LocalElasticAgent", signal.Signals], None],
-) -> "LocalElasticAgent":
-    """torch's elastic agent, which has something done before each look at its ranks, and before it kills them.
-
-    torch has no public name for either moment; its own way to end ranks is to wait half a minute for each attempt.
-
-    Args:
-        spec: what to run.
-        logs: where its output goes.
-        before_look: called with the agent.
-        before_end: called with the agent and the signal that the ranks are to be ended by; there may be none.
-    """
-    # Takes as long to import as the rest of this package.
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    class Agent(LocalElasticAgent):
-        def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride] - its type is lost in a decorator
-            self, worker_group: Any
-        ) -> Any:
-            before_look(self)
-            return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue] - likewise
-
-        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-            before_end(self, death_sig)
-            super()._shutdown(signal.SIGKILL, 1)
-
-    return Agent(spec, logs)
-
-
-def elastic_processes(agent: "LocalElasticAgent") -> dict[int, subprocess.Popen[Any]]:
-    """The processes of an elastic agent by global rank, ended ones too; empty before they start."""
-    context: Any = agent._pcontext
-    if context is None:
-        return {}
-    ranks = {worker.local_rank: worker.global_rank for worker in agent.get_worker_group().workers}
-    return {ranks[local]: handler.proc for local, handler in context.subprocess_handlers.items()}
-
-
-def elastic_restarts(agent: "LocalElasticAgent") -> int:
-    """How often an elastic agent has started its ranks again."""
-    return agent.get_worker_group().spec.max_restarts - agent._remaining_restarts
 
 
 def operator_schema(operator: Any) -> Any:

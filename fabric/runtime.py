@@ -13,7 +13,7 @@ from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.recorder import Check, FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError, UsageError
-from fabric.launchers import RunDirectory
+from fabric.launchers import ControlThread
 from fabric.pace import Pace
 from fabric.precision import Precision
 from fabric.store import JobStore
@@ -217,7 +217,7 @@ class Runtime:
             ) from error
         store = dist.PrefixStore("watchdog", own)
         store.set_timeout(_ANSWER)
-        directory = RunDirectory.of_world(self.world)
+        control = ControlThread.of_this_process()
         return Watchdog(
             store,
             self.world.rank,
@@ -225,8 +225,8 @@ class Runtime:
             threshold=self._threshold,
             timeout=self._timeout,
             is_asynchronous=device.type != "cpu",
-            requests=int if directory is None else directory.reports_asked,
-            where="" if directory is None else str(directory.path),
+            requests=int if control is None else control.reports_requested,
+            where="" if control is None else control.config.supervisor,
         )
 
     def _unwatch(self) -> None:

@@ -21,10 +21,8 @@ class World:
         address: host on which rank 0 can be reached.
         port: port of the rendezvous store there, 1 to 65535; ``None`` when ``store`` is given or nothing has to be
             found.
-        store: where the processes meet when fabric started them, as ``file:///path`` (a private
+        store: where the processes connect when fabric started them, as ``file:///path`` (a private
             :class:`torch.distributed.FileStore`); ``None`` under another launcher.
-        directory: where the processes of this node leave notes for the ``fabric run`` that started them, one of
-            several machines; with ``store`` they are left beside that.
     """
 
     rank: int = 0
@@ -35,7 +33,6 @@ class World:
     address: str = "127.0.0.1"
     port: int | None = None
     store: str | None = None
-    directory: str | None = None
 
     def __post_init__(self) -> None:
         # Every other node holds at least one process, and so does every rank before this one on this node.
@@ -100,7 +97,6 @@ class World:
             address=read(env, "MASTER_ADDR") or "127.0.0.1",
             port=read_port(env),
             store=read(env, "FABRIC_STORE"),
-            directory=read(env, "FABRIC_DIRECTORY"),
         )
 
     def to_env(self) -> dict[str, str]:
@@ -117,8 +113,6 @@ class World:
             env["MASTER_PORT"] = str(self.port)
         if self.store is not None:
             env["FABRIC_STORE"] = self.store
-        if self.directory is not None:
-            env["FABRIC_DIRECTORY"] = self.directory
         return env
 
 

@@ -107,7 +107,7 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
     assert run.returncode == 1
     lines = run.stderr.strip().splitlines()
     assert lines[-1] == "ValueError: the cause"
-    first = lines.index("rank 1 of 2 failed with exit code 1")
+    first = lines.index("rank 1 of 2 failed (exit code 1)")
     assert "runpy" not in "".join(lines[first:])
     assert len(lines) - first < 10
 
@@ -116,7 +116,7 @@ def test_the_exit_code_of_the_script_is_passed_on(tmp_path, fabric_run):
     name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()")
     run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
     assert run.returncode == 3
-    assert "rank 1 of 2 failed with exit code 3" in run.stderr
+    assert "rank 1 of 2 exited with exit code 3" in run.stderr
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -129,14 +130,16 @@ def test_settings_of_the_user_win(launcher, monkeypatch):
     assert (result["interface"], result["omp"]) == ("eth7", "3")
 
 
-def test_the_run_directory_is_private_and_goes_away(launcher):
-    def look():
-        directory = Path(os.environ["FABRIC_STORE"].removeprefix("file://")).parent
-        return str(directory), directory.stat().st_mode & 0o777
+def test_the_store_is_in_no_folder_and_goes_away(launcher, monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
-    directory, mode = launcher.launch(look, (), {}, TWO)
-    assert mode == 0o700
-    assert not Path(directory).exists()
+    def look():
+        store = Path(os.environ["FABRIC_STORE"].removeprefix("file://"))
+        return store, store.exists(), os.listdir(tmp_path)
+
+    store, existed, files = launcher.launch(look, (), {}, TWO)
+    assert (existed, files) == (True, [])
+    assert not store.exists()
 
 
 def test_output_of_ranks_goes_where_that_of_the_parent_goes(forkserver, capfd):

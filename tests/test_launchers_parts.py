@@ -11,32 +11,13 @@ import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec, is_interactive, is_notebook, notebook_start_method
-from fabric.launchers._failures import RunDirectory, is_consequence
-from fabric.launchers._transport import pack_call
-from fabric.launchers.base import interpreter_options, rank_variables
-from fabric.launchers.script import rerun_command
+from fabric.launchers.base import rank_variables
+from fabric.launchers.rank import is_secondary
+from fabric.launchers.script import Script
+from fabric.launchers.serialize import dump_call
 
 SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.mark.parametrize(
-    ("line", "options", "rest"),
-    [
-        ("python train.py -m --x", "", "train.py -m --x"),
-        ("python -u -W error -Xdev train.py", "-u -W error -X dev", "train.py"),
-        ("python -uWerror -m pkg.mod --lr 1", "-u -W error", "-m pkg.mod --lr 1"),
-        ("python -OOmpkg a", "-OO", "-m pkg a"),
-        ("python -i train.py", "-", "train.py"),
-        ("python -Im pkg", "-I", "-m pkg"),
-        ("python --check-hash-based-pycs always -B train.py", "--check-hash-based-pycs always -B", "train.py"),
-        ("python -c print()", "", "-c print()"),
-        ("python -", "", "-"),
-        ("python", "", ""),
-    ],
-)
-def test_a_command_line_splits_into_options_and_the_rest(line, options, rest):
-    assert interpreter_options(line.split()) == ([o for o in options.split() if o != "-"], rest.split())
 
 
 def module(file, spec=None):
@@ -47,24 +28,41 @@ def module(file, spec=None):
 
 
 @pytest.mark.parametrize(
-    ("main", "argv", "orig_argv", "expected"),
+    ("main", "name", "is_module"),
     [
-        (module("/w/a.py"), ["a.py"], ["python", "-u", "/w/a.py", "--x"], ["-u", "/w/a.py", "--x"]),
-        (module("/w/m.py", "pkg.mod"), ["/w/m.py"], ["python", "-m", "pkg.mod", "1"], ["-m", "pkg.mod", "1"]),
-        (module("/w/__main__.py", "pkg.__main__"), ["/w"], ["python", "-m", "pkg", "1"], ["-m", "pkg", "1"]),
-        (module("/w/a.zip/__main__.py", "__main__"), ["a.zip"], ["python", "/w/a.zip", "1"], ["/w/a.zip", "1"]),
-        (module("/w/a.py"), ["a.py", "--y"], ["python", "/debugger", "--port", "1", "a.py", "--y"], ["/w/a.py", "--y"]),
+        (module("/w/a.py"), "/w/a.py", False),
+        (module("/w/m.py", "pkg.mod"), "pkg.mod", True),
+        (module("/w/__main__.py", "pkg.__main__"), "pkg", True),
+        (module("/w/a.zip/__main__.py", "__main__"), "/w/a.zip", False),
     ],
-    ids=["script", "module", "package", "zip", "debugger"],
+    ids=["script", "module", "package", "zip"],
 )
-def test_the_command_that_started_a_script_is_found(main, argv, orig_argv, expected):
-    command = rerun_command(main, argv=argv, orig_argv=orig_argv, interactive=False)
-    assert command == [sys.executable, *expected]
+def test_the_script_of_a_process_is_found(main, name, is_module):
+    script = Script.of_this_process(main, arguments=["a", "--x"], interactive=False)
+    assert (script.name, script.is_module, script.arguments) == (name, is_module, ["a", "--x"])
 
 
 def test_prompts_and_notebooks_cannot_be_run_again():
     with pytest.raises(ConfigurationError, match="notebook or a prompt"):
-        rerun_command(module("/w/a.py"), orig_argv=["python"], interactive=True)
+        Script.of_this_process(module("/w/a.py"), interactive=True)
+
+
+OPTIONS = """
+import sys
+from fabric.launchers import LAUNCHERS, LaunchSpec
+print(sys.flags.optimize, sys.warnoptions, sys.flags.dev_mode, sys.stdout.write_through, sys.argv[1:], flush=True)
+del sys.argv[1:]
+LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=1)) if "RANK" not in __import__("os").environ else 0
+"""
+
+
+def test_ranks_get_the_options_and_the_arguments_of_the_command_line(tmp_path):
+    (tmp_path / "options.py").write_text(OPTIONS)
+    command = [sys.executable, "-uO", "-W", "error", "-Xdev", "options.py", "-m", "--x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(set(done.stdout.splitlines())) == 1
+    assert done.stdout.count("1 ['default', 'error'] True True ['-m', '--x']") == 2
 
 
 def test_code_on_the_command_line_cannot_be_run_again():
@@ -130,24 +128,19 @@ def raised(error, during=None):
         (raised(ValueError("bad loss"), during=ConnectionError("gone")), True),
     ],
 )
-def test_consequences_of_another_failure_are_told_from_causes(error, expected):
-    assert is_consequence(error) is expected
-
-
-def test_a_signal_that_cannot_be_noted_is_no_error(tmp_path):
-    (tmp_path / "file").touch()
-    RunDirectory(tmp_path / "file").say_heard(0, 15)
+def test_secondary_failures_are_told_from_causes(error, expected):
+    assert is_secondary(error) is expected
 
 
 def test_a_function_of_a_module_travels_by_name():
-    packed, needs_main = pack_call((torch.ones, (2,), {}), main_is_importable=False, by_value=False)
+    packed, needs_main = dump_call((torch.ones, (2,), {}), main_is_importable=False, by_value=False)
     assert not needs_main
     assert len(packed) < 200
 
 
 def test_a_closure_without_cloudpickle_names_the_installation():
     with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[notebook\]"'):
-        pack_call((lambda: None, (), {}), main_is_importable=True, by_value=False)
+        dump_call((lambda: None, (), {}), main_is_importable=True, by_value=False)
 
 
 def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
@@ -156,9 +149,9 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
     function = main.typed
     try:
         with pytest.raises(MissingDependencyError, match="typed"):
-            pack_call((function, (), {}), main_is_importable=False, by_value=False)
-        assert pack_call((function, (), {}), main_is_importable=True, by_value=False)[1]
-        assert not pack_call((function, (), {}), main_is_importable=False, by_value=True)[1]
+            dump_call((function, (), {}), main_is_importable=False, by_value=False)
+        assert dump_call((function, (), {}), main_is_importable=True, by_value=False)[1]
+        assert not dump_call((function, (), {}), main_is_importable=False, by_value=True)[1]
     finally:
         del main.typed
 
@@ -166,7 +159,7 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
 @pytest.mark.parametrize("by_value", [False, True])
 def test_an_argument_that_cannot_travel_is_named(by_value):
     with pytest.raises(ArgumentTypeError, match=r"kwargs\['data'\]\[2\] is a generator"):
-        pack_call((print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True, by_value=by_value)
+        dump_call((print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True, by_value=by_value)
 
 
 def test_a_notebook_gets_the_start_method_that_is_safe_there():

@@ -1,22 +1,23 @@
 """What SIGTERM and SIGINT do to a rank's main thread, and how long fabric itself waits when a job ends."""
 
+import ctypes
 import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 
-import psutil
 import pytest
 
 from fabric.errors import RankFailedError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.launchers._patience import ASK, COLLECT, HEAR, INTERRUPT, WIND_DOWN, await_ends
+from fabric.launchers.supervisor import COLLECT, DESCRIBE, END, INTERRUPT
 
 TAKEN_BY_ANOTHER_THREAD = """
 import signal, threading
-from fabric.launchers._signals import raise_on_signals
+from fabric.launchers.signals import raise_on_signals
 raise_on_signals(True, print)
 # Its handler runs in C there; nothing interrupts the wait of the main thread.
 threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.{number})).start()
@@ -27,7 +28,7 @@ finally:
 """
 FORKED = """
 import os, signal, threading, time
-from fabric.launchers._signals import raise_on_signals
+from fabric.launchers.signals import raise_on_signals
 raise_on_signals(True, print)
 child = os.fork()
 if child == 0:
@@ -62,40 +63,52 @@ def test_a_signal_to_a_process_that_a_rank_forked_is_not_one_to_the_rank():
 
 def test_what_fabric_itself_waits_for_leaves_time_within_five_seconds():
     poll = 0.1
-    assert poll + COLLECT + ASK + WIND_DOWN <= 3.5
+    assert poll + COLLECT + DESCRIBE + END <= 3.5
     assert poll + INTERRUPT <= 3.5
 
 
+def sleep_with_the_lock():
+    ctypes.PyDLL(None).sleep(60)
+
+
+def compute_with_the_lock():
+    sum(range(10**15))
+
+
+def clean_up():
+    try:
+        threading.Event().wait()
+    finally:
+        time.sleep(60)
+
+
+def seconds_until_it_is_given_up(state):
+    """How long a launch takes in which rank 1 fails while rank 0 is in this state."""
+
+    def action():
+        if os.environ["RANK"] == "1":
+            raise ValueError("the cause")
+        state()
+
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="the cause"):
+        LAUNCHERS["fork"].launch(action, (), {}, LaunchSpec(num_processes=2))
+    return time.monotonic() - began
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is unknown who computes")
-@pytest.mark.parametrize(
-    ("code", "heard", "patience"),
-    [("time.sleep(60)", False, HEAR), ("time.sleep(60)", True, 2 * HEAR), ("while True: pass", False, 2 * HEAR)],
-    ids=["deaf", "has heard", "computes"],
-)
-def test_only_a_rank_that_has_heard_or_computes_is_waited_for(code, heard, patience):
-    waited = []
-
-    def pause(seconds):
-        waited.append(seconds)
-        return threading.Event().wait(seconds)
-
-    program = [sys.executable, "-c", f"import time; print('ready', flush=True)\n{code}"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        while psutil.Process(process.pid).status() != ("sleeping" if "sleep" in code else "running"):
-            pass
-        await_ends(lambda: {0: process.pid}, lambda _: heard, pause, 2 * HEAR)
-        process.kill()
-    assert sum(waited) == pytest.approx(patience, abs=0.1)
+def test_only_a_rank_that_responds_or_computes_has_its_grace_period():
+    unresponsive = seconds_until_it_is_given_up(sleep_with_the_lock)
+    assert unresponsive < seconds_until_it_is_given_up(compute_with_the_lock) - 0.5
+    assert unresponsive < seconds_until_it_is_given_up(clean_up) - 0.3
 
 
 ENDS = """
 import atexit, threading, time
-from fabric.launchers._rank import leave
+from fabric.launchers.process_exit import exit_process
 atexit.register(print, "handler")
 threading.Timer(0.2, print, ["thread"]).start()
-leave(3)
+exit_process(3)
 """
 
 
@@ -106,7 +119,7 @@ def test_a_rank_that_leaves_without_tearing_down_waits_for_threads_and_runs_its_
 
 FILES = """
 import gc, io, os
-from fabric.launchers._rank import leave
+from fabric.launchers.process_exit import exit_process
 text, data, both = open("text", "w"), open("data", "wb"), open("both", "w+b")
 full, raw = open("/dev/full", "w"), open("raw", "wb", buffering=0)
 closed, detached = open("closed", "w"), open("detached", "w")
@@ -117,7 +130,7 @@ for file in (data, both, raw):
 closed.close()
 detached.detach()
 gc.freeze()
-leave(3)
+exit_process(3)
 """
 
 
@@ -141,7 +154,8 @@ def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_
 )
 def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(code, stream, expected):
     made = {"None": "None", "closed": "sys.__stdout__; sys.stdout.close()", "full": "open('/dev/full', 'w'); print(1)"}
-    done = run(f"import sys; from fabric.launchers._rank import leave; sys.stdout = {made[stream]}; leave({code})")
+    imports = "import sys; from fabric.launchers.process_exit import exit_process"
+    done = run(f"{imports}; sys.stdout = {made[stream]}; exit_process({code})")
     assert (done.stderr, done.returncode) == ("", expected)
 
 

@@ -33,11 +33,11 @@ ORDER = {
     "data": "prefetch state sharding gathering loader",
     "deferred": "base recorder",
     "diagnostics": "stacks contract _calls recorder checker bypass training_checks",
-    "launchers": "_custody _patience _transport base _failures _agent _signals _rank _supervision _fresh inline "
-    "_forkserver processes notebook script",
+    "launchers": "process_exit serialize signals base rank stop_request supervisor child forkserver function notebook "
+    "script",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "
     "single_device fsdp",
-    "testing": "oracles base generators _worker threads pool compare conformance plugin",
+    "testing": "oracles base generators threads pool compare conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 POSITION = {

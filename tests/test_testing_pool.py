@@ -93,7 +93,7 @@ def fail(fabric: Fabric, how: str) -> None:
     [
         ("raise", "raised ValueError: one is wrong", 1),
         ("kill", "was killed by SIGKILL", -signal.SIGKILL),
-        ("exit", "left with exit code 3", 3),
+        ("exit", "exited with exit code 3", 3),
         ("hang", "did not return within 0.5 s", -signal.SIGKILL),
     ],
 )
@@ -121,7 +121,7 @@ def test_the_error_of_a_hang_says_where_each_rank_was(pool: RankPool) -> None:
     assert "in fail" in text
     assert "in barrier" in text
     assert "rank 0 did not return" in text
-    assert "_forkserver" not in text
+    assert "forkserver" not in text
 
 
 def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(pool: RankPool) -> None:
@@ -160,7 +160,7 @@ def test_a_closed_pool_leaves_nothing_behind_and_refuses_calls() -> None:
     with RankPool(1) as pool:
         [(pid, store)] = pool.run(lambda fabric: (os.getpid(), os.environ["FABRIC_STORE"]))
     assert not psutil.pid_exists(pid)
-    assert not Path(store.removeprefix("file://")).parent.exists()
+    assert not Path(store.removeprefix("file://")).exists()
     with pytest.raises(UsageError, match="closed"):
         pool.run(total, 1)
     pool.close()

@@ -1,6 +1,5 @@
 """What fabric relies on in names of torch that are private or were renamed."""
 
-import os
 import subprocess
 import sys
 from collections import OrderedDict, namedtuple
@@ -302,53 +301,3 @@ def test_a_storage_keeps_its_key_which_a_reference_reserves():
     del tensor
     assert reference.expired()
     assert key not in [_torch.storage_key(torch.empty(3, device="meta").untyped_storage()) for _ in range(9)]
-
-
-ELASTIC = """
-import sys
-from pathlib import Path
-from torch.distributed.elastic.agent.server import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from fabric import _torch
-
-def look(agent):
-    [process] = _torch.elastic_processes(agent).values()
-    if process.poll() is not None:
-        print("looks at", process.poll(), "after", _torch.elastic_restarts(agent), "restarts")
-
-def end(agent, number):
-    print("ends", list(_torch.elastic_processes(agent)), number.name)
-
-folder = Path(sys.argv[1])
-place = RendezvousParameters(
-    "c10d", str(folder / "store"), "test", min_nodes=1, max_nodes=1, local_addr="127.0.0.1", store_type="file"
-)
-spec = WorkerSpec(
-    "role", local_world_size=1, rdzv_handler=get_rendezvous_handler(place), entrypoint=sys.executable,
-    args=("-c", "raise SystemExit(3)"), max_restarts=1, monitor_interval=0.1, local_addr="127.0.0.1",
-)
-agent = _torch.elastic_agent(spec, DefaultLogsSpecs(log_dir=str(folder)), look, end)
-print(_torch.elastic_processes(agent))
-print({rank: failure.exitcode for rank, failure in agent.run().failures.items()})
-"""
-
-
-@pytest.mark.timeout(60)
-def test_the_elastic_agent_asks_before_it_looks_and_before_it_kills(tmp_path):
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    command = [sys.executable, "-c", ELASTIC, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert (lines[0], lines[-1]) == ("{}", "{0: 3}")
-    assert lines[1:3] == ["looks at 3 after 0 restarts", "ends [0] SIGTERM"]
-    assert "looks at 3 after 1 restarts" in lines
-
-
-def test_every_name_has_a_test():
-    names = [name for name in _torch.__all__ if name not in ("DispatchMode", "OneLevel", "operator_schema")]
-    with open(__file__) as file:
-        text = file.read()
-    assert [name for name in names if f"_torch.{name}(" not in text] == []

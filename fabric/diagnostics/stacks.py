@@ -28,7 +28,9 @@ _FABRIC = str(Path(__file__).parents[1]) + os.sep
 # Frames of these are not where the user called.
 _NOT_USERS = (_FABRIC, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 # From here outwards there is what brought the process into existence.
-_LAUNCH = re.compile(rf'File "{re.escape(_FABRIC)}(launchers/|_fabric\.py", line \d+ in _run_in_rank$)')
+_LAUNCH = re.compile(
+    rf'File "(<frozen runpy>"|{re.escape(_FABRIC)}(launchers/|_fabric\.py", line \d+ in _run_in_rank$))'
+)
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]

@@ -1,32 +1,30 @@
-"""How the processes of a job come to exist: one class per way."""
+"""Launchers: how the processes of a job are started and supervised."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fabric.launchers._failures import RunDirectory
-from fabric.launchers._fresh import refuse_while_importing_main
-from fabric.launchers._rank import leave_with_an_error, record_failures
-from fabric.launchers._signals import StopRequest
-from fabric.launchers.base import Launcher, LaunchSpec
-from fabric.launchers.inline import InlineLauncher
+from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec
+from fabric.launchers.child import refuse_while_importing_main
+from fabric.launchers.function import ProcessLauncher
 from fabric.launchers.notebook import is_interactive, is_notebook, notebook_start_method
-from fabric.launchers.processes import ProcessLauncher
+from fabric.launchers.process_exit import exit_with_late_error
+from fabric.launchers.rank import ControlThread
 from fabric.launchers.script import ScriptLauncher
+from fabric.launchers.stop_request import StopRequest
 
 __all__ = [
     "LAUNCHERS",
+    "ControlThread",
     "InlineLauncher",
     "LaunchSpec",
     "Launcher",
     "ProcessLauncher",
-    "RunDirectory",
     "ScriptLauncher",
     "StopRequest",
+    "exit_with_late_error",
     "is_interactive",
     "is_notebook",
-    "leave_with_an_error",
     "notebook_start_method",
-    "record_failures",
     "refuse_while_importing_main",
 ]
 

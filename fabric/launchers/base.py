@@ -1,29 +1,29 @@
-"""What every launcher is, and all that it is told about a job."""
+"""The interface of launchers, what a launch consists of, and the launcher that starts nothing."""
 
 import os
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from fabric.errors import ConfigurationError
+from fabric.world import World
 
-__all__ = ["LaunchSpec", "Launcher", "available_cores", "interpreter_options", "rank_variables"]
+__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "available_cores", "rank_variables", "single_node_worlds"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSpec:
-    """How many processes a launcher makes on this node, and what it brings back from them.
+    """How many processes a launcher starts on this node, and which results it returns.
 
-    A launcher makes the processes of a single-node job only; those of several nodes come from ``torchrun``,
+    A launcher starts the processes of a single-node job only; those of several nodes come from ``torchrun``,
     ``fabric run`` or SLURM.
 
     Attributes:
         num_processes: number of processes, at least 1.
         device_type: type of the devices they will use, such as ``"cpu"`` or ``"cuda"``; some start methods are unsafe
             with some devices.
-        results: ``"first"`` brings back what rank 0 returned, ``"all"`` a list by rank, ``"none"`` nothing (None).
+        results: ``"first"`` is what rank 0 returned, ``"all"`` a list by rank, ``"none"`` None.
 
     Raises:
         ConfigurationError: a value outside of what is listed here.
@@ -43,12 +43,12 @@ class LaunchSpec:
             )
 
     def wants_result_of(self, rank: int) -> bool:
-        """Whether what this rank returns has to come back."""
+        """Whether what this rank returns is sent back."""
         return self.results == "all" or (self.results == "first" and rank == 0)
 
 
 class Launcher(ABC):
-    """Brings the processes of a job into existence and runs a function in each of them.
+    """Starts the processes of a job and runs a function in each of them.
 
     Attributes:
         name: the name under which the launcher is selected.
@@ -76,6 +76,26 @@ class Launcher(ABC):
         """
 
 
+class InlineLauncher(Launcher):
+    """Runs a function in this process: the only one of its job, or one that somebody else made."""
+
+    name = "inline"
+
+    def check(self, spec: LaunchSpec) -> None:
+        """Accept everything: there is nothing to start."""
+
+    def launch(
+        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+    ) -> Any:
+        """Run ``fn(*args, **kwargs)`` here and return its result untouched; without ``fn`` return None."""
+        return None if fn is None else fn(*args, **kwargs)
+
+
+def single_node_worlds(size: int) -> list[World]:
+    """The places of the processes of a job on one machine."""
+    return [World(rank=rank, local_rank=rank, world_size=size, local_world_size=size) for rank in range(size)]
+
+
 def available_cores() -> int:
     """Number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -84,7 +104,7 @@ def available_cores() -> int:
 
 
 def rank_variables(environ: Mapping[str, str], num_processes: int, cores: int, platform: str) -> dict[str, str]:
-    """What a rank of a single-node job finds in its environment besides its place; what the user set wins.
+    """The environment variables of a rank on a single node besides its place; what the user set wins.
 
     Args:
         environ: the environment of the launching process.
@@ -99,40 +119,3 @@ def rank_variables(environ: Mapping[str, str], num_processes: int, cores: int, p
         "GLOO_SOCKET_IFNAME": "lo0" if platform == "darwin" else "lo",
     }
     return {name: environ.get(name) or value for name, value in variables.items()}
-
-
-def interpreter_options(orig_argv: Sequence[str] = tuple(sys.orig_argv)) -> tuple[list[str], list[str]]:
-    """Split the command line of an interpreter into its options and the rest.
-
-    Args:
-        orig_argv: as in ``sys.orig_argv``: the interpreter, its options, then a script or ``-m module`` or ``-c code``.
-
-    Returns:
-        The options (``-i`` left out: a child must end by itself), and the rest, which starts with the script, ``-m``,
-        ``-c`` or ``-``, or is empty.
-    """
-    options: list[str] = []
-    arguments = list(orig_argv[1:])
-    while arguments and arguments[0].startswith("-") and arguments[0] != "-":
-        argument = arguments.pop(0)
-        if argument.startswith("--"):
-            options.append(argument)
-            if argument == "--check-hash-based-pycs" and arguments:
-                options.append(arguments.pop(0))
-            continue
-        flags, letter, value = _split_cluster(argument)
-        if flags:
-            options.append("-" + flags)
-        if letter and letter in "mc":
-            return options, [f"-{letter}", *([value] if value else []), *arguments]
-        if letter:
-            options += [f"-{letter}", value or arguments.pop(0)]
-    return options, arguments
-
-
-def _split_cluster(argument: str) -> tuple[str, str, str]:
-    """``"-uWerror"`` is the flags ``"u"``, the letter ``"W"`` that takes a value, and that value."""
-    for position, letter in enumerate(argument[1:], start=1):
-        if letter in "WXmc":
-            return argument[1:position].replace("i", ""), letter, argument[position + 1 :]
-    return argument[1:].replace("i", ""), "", ""

@@ -7,7 +7,7 @@ import sys
 from typing import Literal
 
 from fabric.errors import ConfigurationError
-from fabric.launchers.processes import initialised_backend
+from fabric.launchers.function import initialised_backend
 
 __all__ = ["is_interactive", "is_notebook", "notebook_start_method"]
 

@@ -1,24 +1,26 @@
-"""The launcher that runs the script again, once for every rank."""
+"""The launcher that runs the script again, once for every rank, and the supervision of scripts for ``fabric run``."""
 
-import contextlib
-import multiprocessing
+import io
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers._fresh import refuse_while_importing_main
-from fabric.launchers._rank import LIFELINE, lifeline_variable
-from fabric.launchers._supervision import Crew, JobInterrupted, Member, exit_status
-from fabric.launchers.base import Launcher, LaunchSpec, available_cores, interpreter_options, rank_variables
+from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables, single_node_worlds
+from fabric.launchers.child import refuse_while_importing_main, start_interpreter
 from fabric.launchers.notebook import is_interactive
+from fabric.launchers.rank import RankConfig
+from fabric.launchers.supervisor import JobInterrupted, Process, Supervisor, exit_status
 from fabric.world import World
 
-__all__ = ["ScriptLauncher", "rerun_command"]
+__all__ = ["Script", "ScriptLauncher", "run_script"]
 
 
 def _start_directory() -> str | None:
@@ -28,12 +30,87 @@ def _start_directory() -> str | None:
         return None
 
 
-# Read before the script has a chance to change it: a relative path on the command line means this directory.
-_START_DIRECTORY = _start_directory()
+# Read before the script has a chance to change them: they are those of the command line.
+_START_DIRECTORY, _START_ARGUMENTS = _start_directory(), tuple(sys.argv)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Script:
+    """A script with its arguments, which a rank runs as the interpreter would.
+
+    Attributes:
+        name: path of a script, a folder or an archive; or, of a module, its name.
+        is_module: whether it is a module's.
+        arguments: its ``sys.argv``, the name of the script first.
+        directory: where it starts.
+        extends_path: whether the interpreter puts the place of the script in front of ``sys.path``.
+    """
+
+    name: str
+    is_module: bool
+    arguments: Sequence[str]
+    directory: str | None = _START_DIRECTORY
+    extends_path: bool = not sys.flags.safe_path
+    skips_teardown = False
+
+    @classmethod
+    def of_this_process(
+        cls, main: ModuleType | None = None, *, arguments: Sequence[str] | None = None, interactive: bool | None = None
+    ) -> "Script":
+        """The script that this process runs.
+
+        Args:
+            main: the module ``__main__``.
+            arguments: as in ``sys.argv``.
+            interactive: whether this is a prompt or a notebook.
+
+        Raises:
+            ConfigurationError: there is no script that could be run again.
+        """
+        main = sys.modules["__main__"] if main is None else main
+        interactive = is_interactive() if interactive is None else interactive
+        arguments = _START_ARGUMENTS if arguments is None else arguments
+        file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+        if interactive or file in (None, "<stdin>"):
+            raise ConfigurationError(
+                "the launcher 'popen', which runs the script again in every rank",
+                "this is a notebook or a prompt" if interactive else "the code came from `python -c` or standard input",
+                "popen: `python script.py`, `python -m module`; otherwise a function in launch(), with 'forkserver', "
+                "'spawn' or 'fork'",
+                'Fabric(..., launcher="forkserver").launch(train)',
+            )
+        if spec is None:
+            return cls(name=file, is_module=False, arguments=arguments)
+        if spec.name == "__main__":
+            # A directory or a zip archive with a __main__.py.
+            return cls(name=str(Path(file).parent), is_module=False, arguments=arguments)
+        return cls(name=spec.name.removesuffix(".__main__"), is_module=True, arguments=arguments)
+
+    def load(self) -> Callable[[], None]:
+        """Make this process one that runs the script."""
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # Whole lines, at once: a rank that is killed flushes nothing, and pieces of lines would mix with others'.
+            sys.stdout.reconfigure(line_buffering=True)
+        sys.argv[:] = self.arguments
+        if self.extends_path and self.is_module:
+            sys.path.insert(0, os.getcwd())
+        elif self.extends_path and os.path.isfile(self.name):
+            sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+        return self._run
+
+    def _run(self) -> None:
+        try:
+            if self.is_module:
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(os.path.abspath(self.name), run_name="__main__")
+        except SystemExit as leaving:
+            if leaving.code:
+                raise
 
 
 class ScriptLauncher(Launcher):
-    """Runs the command that started this process again, once for every rank; this process only supervises.
+    """Runs the script that this process runs again, once for every rank; this process only supervises.
 
     Every rank is a child. Rank 0 inherits the standard input, the others read nothing; all write to the standard output
     and error of this process.
@@ -57,107 +134,54 @@ class ScriptLauncher(Launcher):
                 "one launch per job",
                 "unset FABRIC_STORE, RANK and WORLD_SIZE to start a job of its own from within a rank",
             )
-        rerun_command()
+        Script.of_this_process()
 
     def launch(
         self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
     ) -> NoReturn:
-        """Run the script in ``spec.num_processes`` processes, wait for them, and leave this one. Never returns.
+        """Run the script in ``spec.num_processes`` processes, wait for them, and exit. Never returns.
 
-        ``fn`` runs in the ranks, when they come to the same line.
+        ``fn`` runs in the ranks, when they reach the same line.
 
         Raises:
-            SystemExit: code 0 when all ranks ended with 0; otherwise the exit code of the rank that failed first, 128
-                + n for signal n, after one report on standard error.
+            SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        try:
-            with Crew(answering=False) as crew:
-                _start(crew, spec)
-                crew.run()
-        except JobInterrupted as interruption:
-            raise SystemExit(128 + interruption.number) from None
-        except RankFailedError as error:
-            sys.stdout.flush()
-            print(f"\n{error}", file=sys.stderr, flush=True)
-            raise SystemExit(exit_status(error.exit_code)) from None
-        raise SystemExit(0)
+        variables = rank_variables(os.environ, spec.num_processes, available_cores(), sys.platform)
+        code, _ = run_script(Script.of_this_process(), single_node_worlds(spec.num_processes), variables)
+        raise SystemExit(code)
 
 
-def rerun_command(
-    main: ModuleType | None = None,
-    *,
-    argv: Sequence[str] | None = None,
-    orig_argv: Sequence[str] | None = None,
-    interactive: bool | None = None,
-) -> list[str]:
-    """The command that starts this script again, with the same interpreter, options and arguments.
+def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str]) -> tuple[int, bool]:
+    """Run a script in one process for each of these places, and wait for them.
 
     Args:
-        main: the module ``__main__``.
-        argv: as in ``sys.argv``.
-        orig_argv: as in ``sys.orig_argv``.
-        interactive: whether this is a prompt or a notebook.
+        script: the script.
+        worlds: the places of this machine's ranks. Without a port they connect through a store of this process.
+        variables: what the ranks find in their environment besides that of this process and their place.
 
-    Raises:
-        ConfigurationError: there is no script that could be run again.
+    Returns:
+        The exit code for this process: 0 when all ranks ended with 0; that of the rank that failed first, 128 + n for
+        signal n, after one report on standard error; 128 + n if signal n interrupted this process. And whether one did.
     """
-    main = sys.modules["__main__"] if main is None else main
-    argv = sys.argv if argv is None else argv
-    orig_argv = sys.orig_argv if orig_argv is None else orig_argv
-    interactive = is_interactive() if interactive is None else interactive
-    options, started = interpreter_options(orig_argv)
-    file = getattr(main, "__file__", None)
-    if interactive or file is None or started[:1] in (["-c"], ["-"]):
-        raise ConfigurationError(
-            "the launcher 'popen', which runs the script again in every rank",
-            "this is a notebook or a prompt" if interactive else "the code came from `python -c` or standard input",
-            "popen: `python script.py`, `python -m module`; otherwise a function in launch(), with 'forkserver', "
-            "'spawn' or 'fork'",
-            'Fabric(..., launcher="forkserver").launch(train)',
-        )
-    target = _target(main, file)
-    # Not sys.argv, which the script may have emptied; but a debugger's own command line would run the debugger again.
-    own = started[: len(target)] == target or (len(target) == 1 and started and _same_file(started[0], target[0]))
-    return [sys.executable, *options, *target, *(started[len(target) :] if own else argv[1:])]
 
+    def start(control: Connection, config: RankConfig) -> Process:
+        stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
+        shown = [script.name, *script.arguments[1:]]
+        main = "fabric.launchers.rank:main"
+        return start_interpreter(main, control.fileno(), shown, cwd=script.directory, stdin=stdin)
 
-def _target(main: ModuleType, file: str) -> list[str]:
-    spec = getattr(main, "__spec__", None)
-    if spec is None:
-        return [file]
-    if spec.name == "__main__":
-        # A directory or a zip archive with a __main__.py.
-        return [str(Path(file).parent)]
-    return ["-m", spec.name.removesuffix(".__main__")]
-
-
-def _same_file(one: str, other: str) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(_START_DIRECTORY or "", one).resolve() == Path(_START_DIRECTORY or "", other).resolve()
-    return False
-
-
-def _start(crew: Crew, spec: LaunchSpec) -> None:
-    command = rerun_command()
-    variables = rank_variables(os.environ, spec.num_processes, available_cores(), sys.platform)
-    with crew.starting():
-        for rank in range(spec.num_processes):
-            world = World(
-                rank=rank,
-                local_rank=rank,
-                world_size=spec.num_processes,
-                local_world_size=spec.num_processes,
-                store=crew.directory.store,
-            )
-            theirs, lifeline = multiprocessing.Pipe(duplex=False)
-            seat = {LIFELINE: lifeline_variable(theirs.fileno(), crew.interruptible)}
-            with theirs:
-                process = subprocess.Popen(
-                    command,
-                    env={**os.environ, **variables, **world.to_env(), **seat},
-                    cwd=_START_DIRECTORY,
-                    stdin=None if rank == 0 else subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                )
-            crew.members.append(Member(rank, process, lifeline))
+    try:
+        with Supervisor(needs_results=False) as job:
+            with job.starting():
+                for world in worlds:
+                    job.start(start, world, variables)
+            job.send_payload(script)
+            job.run()
+    except JobInterrupted as interruption:
+        return 128 + interruption.number, True
+    except RankFailedError as error:
+        sys.stdout.flush()
+        print(f"\n{error}", file=sys.stderr, flush=True)
+        return exit_status(error.exit_code), False
+    return 0, False

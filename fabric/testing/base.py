@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
-from fabric.launchers._failures import is_consequence
+from fabric.launchers.rank import is_secondary
 from fabric.tree import map_tensors
 
 __all__ = [
@@ -122,7 +122,7 @@ def raised(rank: int, error: BaseException) -> Report:
         rank=rank,
         did="raised " + traceback.format_exception_only(error)[-1].partition("\n")[0],
         failed=True,
-        suspicion=2 if is_consequence(error) else 0,
+        suspicion=2 if is_secondary(error) else 0,
         text="".join(traceback.format_exception(error)),
         error=error,
     )

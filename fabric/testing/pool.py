@@ -1,43 +1,40 @@
 """Ranks that stay: real processes with a real process group, for thousands of short calls.
 
-[Note: One pool, many crews] The processes of a pool are a *crew*. After a call in which a rank failed nobody knows what
-the other ranks have sent to it, so the crew is ended, and the next call starts another. Forking one from the warm
-server takes about a tenth of a second, which hypothesis can afford for every step of its shrinking.
+[Note: The processes of a pool] After a call in which a rank failed nobody knows what the other ranks have sent to it,
+so all are ended, and the next call starts others. Forking one from the warm server takes about a tenth of a second,
+which hypothesis can afford for every step of its shrinking.
 """
 
+import faulthandler
 import os
 import pickle
 import signal
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import takewhile
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import Any, Self
 
 from fabric._fabric import Fabric
 from fabric.errors import UsageError
-from fabric.launchers._custody import DirectoryGuard
-from fabric.launchers._failures import RunDirectory
-from fabric.launchers._forkserver import UNKNOWN_EXIT_CODE, fork_server
-from fabric.launchers._fresh import Orders
-from fabric.launchers._supervision import Member, describe_exit, explain_exit
-from fabric.launchers._transport import Call, has_cloudpickle, load_result, pack_call
-from fabric.launchers.processes import seat_of
-from fabric.testing._worker import THIS_FILE, Reply, serve, stack_file
-from fabric.testing.base import Report, check_call, check_world, failure, name_of
+from fabric.launchers.base import available_cores, rank_variables, single_node_worlds
+from fabric.launchers.child import CallPayload
+from fabric.launchers.forkserver import UNKNOWN_EXIT_CODE, fork_server
+from fabric.launchers.rank import ControlThread
+from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load_result
+from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit, explain_exit
+from fabric.seed import seed_everything
+from fabric.testing.base import Report, check_call, check_world, failure, name_of, own_part, raised
 
 __all__ = ["RankPool"]
 
-# Seconds: for a crew to connect; for the other ranks to answer once one has failed; for a process to leave or be
-# reaped; for a rank that hangs to write where it does.
-_START, _COLLECT, _LEAVE, _STACK = 120.0, 0.15, 5.0, 0.5
+# Seconds: for the ranks to connect; for the other ranks to answer once one has failed; to exit by themselves; for a
+# rank that hangs to write where it does.
+_START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
 # In the innermost frame of a rank that waits for others; the second is checked mode.
 _WHERE_RANKS_WAIT = (os.path.join("torch", "distributed", ""), os.path.join("fabric", "communicators", ""))
 
@@ -45,9 +42,9 @@ _WHERE_RANKS_WAIT = (os.path.join("torch", "distributed", ""), os.path.join("fab
 class RankPool:
     """A world of processes on this machine, connected by gloo on loopback; see ``[Note: Worlds]``.
 
-    The processes are forked from a warm one at the first call and kept. Functions travel by value with ``cloudpickle``,
-    closures, lambdas and those of a test module included. Every call begins with the same random state on all ranks.
-    Between calls a rank keeps only what its modules keep, and its fabric.
+    The processes are forked from a warm one at the first call and kept. Functions are sent by value with
+    ``cloudpickle``, closures, lambdas and those of a test module included. Every call begins with the same random state
+    on all ranks. Between calls a rank keeps only what its modules keep, and its fabric.
 
     Args:
         world_size: number of ranks, one process each.
@@ -64,7 +61,7 @@ class RankPool:
         self.size, self.timeout = world_size, timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
-        self._crew: _Crew | None = None
+        self._job: Supervisor | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -92,27 +89,26 @@ class RankPool:
         """
         check_call(fn, [*args, *kwargs.values()], self.size)
         # With the module path of this moment, which test runners extend as they go.
-        message = pickle.dumps((sys.path, _pack((fn, args, kwargs))))
+        message = pickle.dumps((sys.path, _dump((fn, args, kwargs))))
         with self._lock:
             if self._closed:
-                asked = f"{self!r}.run({name_of(fn)})"
-                raise UsageError(asked, "the pool has been closed", "calls before close()", repr(self))
-            limit = self.timeout if timeout is None else timeout
+                request = f"{self!r}.run({name_of(fn)})"
+                raise UsageError(request, "the pool has been closed", "calls before close()", repr(self))
             try:
-                if self._crew is not None and self._crew.has_lost_its_server():
-                    self._end_crew(grace=0.0)
-                if self._crew is None:
-                    self._crew = _Crew(self.size, self._fabric)
-                return self._crew.call(message, name_of(fn), limit)
+                job = self._started()
+                for rank in job.ranks:
+                    del rank.messages["reply"]
+                    rank.send("call", message)
+                return _results(job, name_of(fn), self.timeout if timeout is None else timeout)
             except BaseException:
-                self._end_crew(grace=0.0)
+                self._end(0.0)
                 raise
 
     def close(self) -> None:
         """End the processes; calling it again does nothing."""
         with self._lock:
             self._closed = True
-            self._end_crew(grace=1.0)
+            self._end(_EXIT)
 
     def __enter__(self) -> Self:
         return self
@@ -120,134 +116,84 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end_crew(self, grace: float) -> None:
-        crew, self._crew = self._crew, None
-        if crew is not None:
-            crew.end(grace)
+    def _started(self) -> Supervisor:
+        # That the server is gone, and the ranks with it, is no failure of a call.
+        if self._job is not None and any(
+            rank.poll() and rank.exit_code == UNKNOWN_EXIT_CODE for rank in self._job.ranks
+        ):
+            self._end(0.0)
+        if self._job is None:
+            self._job = job = Supervisor(needs_results=True)
+            # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
+            self._close = weakref.finalize(self, _close, os.getpid(), job)
+            variables = rank_variables(os.environ, self.size, available_cores(), sys.platform)
+            for world in single_node_worlds(self.size):
+                # Ctrl-C is for this process alone, whose run() ends the ranks.
+                job.start(fork_server(os.getpid()).start_rank, world, variables, interruptible=False)
+            job.send_payload(CallPayload.of_this_process((_serve, (self._fabric,), {})))
+            _results(job, "the start of the pool", _START)
+        return self._job
+
+    def _end(self, grace: float) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            for rank in job.ranks:
+                rank.send("call", None)
+            job.collect_until(grace)
+            self._close()
 
 
-class _Crew:
-    """The processes between one failure and the next."""
+def _close(owner: int, job: Supervisor) -> None:
+    """End the processes. A forked copy of the owner has no business here."""
+    if os.getpid() == owner:
+        job.close()
 
-    def __init__(self, size: int, fabric: Fabric) -> None:
-        self._directory = RunDirectory.create()
-        guard = DirectoryGuard(self._directory.path)
-        self._members: list[Member] = []
-        # A pool that is dropped, or still open when the interpreter leaves, ends its processes too.
-        self._end = weakref.finalize(self, _end, os.getpid(), self._members, self._directory, guard)
-        for rank in range(size):
-            theirs, lifeline = Pipe(duplex=False)
-            answers, sending = Pipe(duplex=True)
-            with theirs, sending:
-                process = fork_server(os.getpid()).start_rank(theirs, sending)
-            self._members.append(Member(rank, process, lifeline, answers))
-        for member in self._members:
-            # Ctrl-C is for this process alone, whose run() ends the ranks.
-            seat = seat_of(member.rank, size, self._directory, answers=True, interruptible=False)
-            call, _ = pack_call((serve, (fabric, seat.world, self._directory), {}), main_is_importable=False)
-            member.order(Orders.like_this_process(seat=seat, main=None, call=call, converses=True))
-        self._results("the start of the pool", _START)
 
-    def has_lost_its_server(self) -> bool:
-        """Whether the ranks have ended with the fork server, which no call is to blame for."""
-        return any(member.poll() and member.exit_code == UNKNOWN_EXIT_CODE for member in self._members)
+def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
+    """What the ranks have answered by the time limit, or shortly after one has failed."""
+    job.collect_until(limit, lambda: all(map(_has_answered, job.ranks)) or any(map(_has_failed, job.ranks)))
+    failed = any(map(_has_failed, job.ranks))
+    if failed:
+        job.collect_until(_COLLECT, lambda: all(map(_has_answered, job.ranks)))
+    elif all(map(_has_answered, job.ranks)):
+        return [load_result(rank.messages["reply"][1]) for rank in job.ranks]
+    raise failure(name, [_report(job, rank, failed, limit) for rank in job.ranks])
 
-    def call(self, message: bytes, name: str, limit: float) -> list[Any]:
-        """Have every rank make a call, and return the results by rank."""
-        for member in self._members:
-            # One that has died since the last call is found by the end of its pipe.
-            with suppress(OSError):
-                _pipe(member).send_bytes(message)
-        return self._results(name, limit)
 
-    def end(self, grace: float) -> None:
-        """End the processes, at once or after so many seconds to leave by themselves."""
-        for member in self._members:
-            _pipe(member).close()
-        _wait_until(lambda: all(member.poll() for member in self._members), grace)
-        self._end()
+def _has_answered(rank: RankProcess) -> bool:
+    return "reply" in rank.messages or rank.poll()
 
-    def _results(self, name: str, limit: float) -> list[Any]:
-        replies = self._replies(limit)
-        failed = any(report.failed for report, _ in replies.values())
-        if len(replies) == len(self._members) and not failed:
-            return [load_result(replies[member.rank][1]) for member in self._members]
-        reports = []
-        for member in self._members:
-            if member.rank in replies:
-                report, payload = replies[member.rank]
-                reports.append(replace(report, error=_load_error(payload)) if report.failed else report)
-            else:
-                still = Report(rank=member.rank, did="was still in the call")
-                reports.append(still if failed else self._stuck(member, limit))
-        raise failure(name, reports)
 
-    def _replies(self, limit: float) -> dict[int, Reply]:
-        """What the ranks have answered by the time limit, or shortly after one has failed."""
-        replies: dict[int, Reply] = {}
-        waiting: dict[Any, Member] = {_pipe(member): member for member in self._members}
-        deadline = time.monotonic() + limit
-        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for pipe in ready:
-                member = waiting.pop(pipe)
-                replies[member.rank] = reply = self._reply(member)
-                if reply[0].failed:
-                    deadline = min(deadline, time.monotonic() + _COLLECT)
-        return replies
+def _has_failed(rank: RankProcess) -> bool:
+    return rank.messages["reply"][0].failed if "reply" in rank.messages else rank.poll()
 
-    def _reply(self, member: Member) -> Reply:
-        """What a rank has answered; of one that has ended how it did."""
-        with suppress(EOFError, OSError):
-            return load_result(_pipe(member).recv_bytes())
-        _wait_until(member.poll, _LEAVE)
-        code = 1 if member.exit_code is None else member.exit_code
-        did = "; ".join(part for part in (describe_exit(code), explain_exit(code)) if part)
-        text = self._directory.read_crash(member.rank)
-        return Report(rank=member.rank, did=did, failed=True, exit_code=code, text=text), b""
 
-    def _stuck(self, member: Member, limit: float) -> Report:
-        stack = self._stack(member)
-        # The innermost frame comes first.
-        innermost = stack.partition("\n")[2].partition("\n")[0]
-        waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
-        did, code = f"did not return within {limit:g} s", -signal.SIGKILL
-        return Report(rank=member.rank, did=did, failed=True, suspicion=int(waits), exit_code=code, text=stack)
+def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> Report:
+    """How the call went on this rank, where another one has ``failed`` or none has."""
+    if "reply" in rank.messages:
+        report, payload = rank.messages["reply"]
+        return replace(report, error=_load_error(payload)) if report.failed else report
+    if rank.exit_code is not None:
+        did = "; ".join(part for part in (describe_exit(rank.exit_code), explain_exit(rank.exit_code)) if part)
+        return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.stack.read())
+    if failed:
+        return Report(rank=rank.rank, did="was still in the call")
+    stack = _stack(job, rank)
+    # The innermost frame comes first.
+    innermost = stack.partition("\n")[2].partition("\n")[0]
+    waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
+    did, code = f"did not return within {limit:g} s", -signal.SIGKILL
+    return Report(rank=rank.rank, did=did, failed=True, suspicion=int(waits), exit_code=code, text=stack)
 
-    def _stack(self, member: Member) -> str:
-        """Where a rank is just now, the innermost frame first."""
-        file = stack_file(self._directory, member.rank)
-        if file.exists():
-            member.send(signal.SIGUSR1)
-            # It is written line by line, from the innermost frame to those of the worker, which tell nothing.
-            _wait_until(lambda: THIS_FILE in file.read_text(errors="replace"), _STACK)
-            lines = file.read_text(errors="replace").splitlines()
-            return "\n".join(takewhile(lambda line: THIS_FILE not in line, lines))
+
+def _stack(job: Supervisor, rank: RankProcess) -> str:
+    """Where a rank is just now, the innermost frame first."""
+    if "serving" not in rank.messages:
         return ""
-
-
-def _end(owner: int, members: list[Member], directory: RunDirectory, guard: DirectoryGuard) -> None:
-    """Kill what still runs, and wait until it is gone. A forked copy of the owner has no business here."""
-    if os.getpid() != owner:
-        return
-    for member in members:
-        member.send(signal.SIGKILL)
-    _wait_until(lambda: all(member.poll() for member in members), _LEAVE)
-    for member in members:
-        member.lifeline.close()
-        _pipe(member).close()
-    directory.remove()
-    guard.close()
-
-
-def _wait_until(condition: Callable[[], bool], limit: float) -> None:
-    deadline = time.monotonic() + limit
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.002)
-
-
-def _pipe(member: Member) -> Connection:
-    assert member.answers is not None
-    return member.answers
+    rank.kill(signal.SIGUSR1)
+    # It is written line by line, from the innermost frame to those of the pool, which tell nothing.
+    job.collect_until(_STACK, lambda: __file__ in rank.stack.read())
+    return "\n".join(takewhile(lambda line: __file__ not in line, rank.stack.read().splitlines()))
 
 
 def _load_error(payload: bytes) -> BaseException | None:
@@ -257,21 +203,54 @@ def _load_error(payload: bytes) -> BaseException | None:
         return None
 
 
-def _pack(call: Call) -> bytes:
+def _serve(fabric: Fabric) -> None:
+    """Be a rank of a pool: connect, then make one call after another until the pool is closed."""
+    control = ControlThread.of_this_process()
+    assert control is not None, "a pool starts ranks"
+    world = control.config.world
+    # The handler is faulthandler's, in C, and so works when the main thread waits in a collective. The file stays open.
+    stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+    control.send("serving")
+    if has_cloudpickle():
+        import cloudpickle  # noqa: F401 (optional; here, so that the first call need not wait for it)
+    fabric._enter_rank(world)
+    control.send("reply", (Report(rank=world.rank), dump_result(None)))
+    while (message := control.calls.get()) is not None:
+        control.send("reply", _answer(fabric, world.rank, message))
+
+
+def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
+    """How a call went on this rank, and the pickled result or error; empty for an error that cannot be pickled."""
+    try:
+        sys.path[:], call = load_result(message)
+        fn, args, kwargs = load_result(call)
+        # Whatever was called before, a call draws the same numbers; a failing example could not be repeated otherwise.
+        seed_everything(0)
+        result = fn(fabric, *(own_part(arg, rank) for arg in args), **{k: own_part(v, rank) for k, v in kwargs.items()})
+        return Report(rank=rank), dump_result(result)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
+        report = raised(rank, error)
+        try:
+            payload = dump_result(report.error)
+        except Exception:  # noqa: BLE001 (an error that cannot be pickled is sent as its text alone)
+            payload = b""
+        return replace(report, error=None), payload
+
+
+def _dump(call: Call) -> bytes:
     """Pickle a call; functions of test code by value, since a rank need not import it, and a test runner may have
     loaded it in a way of its own.
     """
-    module = sys.modules.get(_module_name(call[0]))
+    function = getattr(call[0], "func", call[0])  # functools.partial
+    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
-        return pack_call(call, main_is_importable=False)[0]
+        return dump_call(call, main_is_importable=False)[0]
     with _by_value(module):
-        return pack_call(call, main_is_importable=False, by_name=False)[0]
-
-
-def _module_name(fn: Any) -> str:
-    fn = getattr(fn, "func", fn)  # functools.partial
-    return getattr(fn, "__module__", None) or type(fn).__module__
+        return dump_call(call, main_is_importable=False, by_name=False)[0]
 
 
 @contextmanager

@@ -69,7 +69,9 @@ class Job:
         self.output: list[str] = []
         self.ranks: list[psutil.Process] = []
         try:
-            self.ranks = [psutil.Process(int(self.line("ready").split()[2])) for _ in range(2)]
+            for _ in range(2):
+                with contextlib.suppress(psutil.NoSuchProcess):  # the fault came quickly
+                    self.ranks.append(psutil.Process(int(self.line("ready").split()[2])))
         except BaseException:
             self.__exit__()
             raise

@@ -18,7 +18,7 @@ EXPECTED = {
     "raises_beside_a_lock": (1, "failed", "ValueError: the loss is not a number"),
     "raises_and_tears_down": (1, "failed", "ValueError: the loss is not a number"),
     "exits": (3, "exit code 3", ""),
-    "returns": (1, "left", ""),
+    "returns": (1, "exited with exit code 0", ""),
     "killed": (128 + 9, "was killed by SIGKILL", ""),
     "segfaults": (128 + 11, "was killed by SIGSEGV", ""),
     "out_of_memory": (1, "failed", "MemoryError"),

@@ -1,4 +1,4 @@
-"""How a call travels to the ranks, and what it returned travels back: pickled, by value."""
+"""Pickles a call for the ranks, and what it returned for the launching process, by value."""
 
 import copyreg
 import importlib.util
@@ -12,33 +12,19 @@ from typing import Any
 
 from fabric.errors import ArgumentTypeError, MissingDependencyError
 
-__all__ = ["Call", "dump_result", "load_result", "main_source", "pack_call"]
+__all__ = ["Call", "dump_call", "dump_result", "has_cloudpickle", "load_result"]
 
 Call = tuple[Callable[..., Any], Sequence[Any], Mapping[str, Any]]
 
 
-def main_source() -> tuple[str, str] | None:
-    """Where a fresh process finds the module ``__main__``: ``("module", name)``, ``("path", file)`` or None.
-
-    None in an interactive session or a notebook, and for ``python -m package``, whose code is not a library.
-    """
-    main = sys.modules["__main__"]
-    spec = getattr(main, "__spec__", None)
-    if spec is not None:
-        is_entry_point = spec.name == "__main__" or spec.name.endswith(".__main__")
-        return None if is_entry_point else ("module", spec.name)
-    path = getattr(main, "__file__", None)
-    return None if path is None else ("path", path)
-
-
-def pack_call(
+def dump_call(
     call: Call, *, main_is_importable: bool, by_value: bool | None = None, by_name: bool = True
 ) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
-    What lives in importable modules travels by name, and so does what a script defines: the ranks import the script, as
-    with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and what a
-    notebook defines travel by value when ``cloudpickle`` is installed.
+    What lives in importable modules is pickled by name, and so is what a script defines: the ranks import the script,
+    as with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and what a
+    notebook defines are pickled by value when ``cloudpickle`` is installed.
 
     Args:
         call: function, positional and keyword arguments.
@@ -50,21 +36,19 @@ def pack_call(
         The bytes, and whether ``__main__`` has to be imported before they are loaded.
 
     Raises:
-        MissingDependencyError: a function has to travel by value and ``cloudpickle`` is not installed.
+        MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not installed.
         ArgumentTypeError: a part of the call cannot be pickled; the text names it.
     """
     by_value = has_cloudpickle() if by_value is None else by_value
     plain = _attempt(pickle.dumps, call) if by_name else None
-    # Anything that travels by name holds the name of its module, so without this text nothing refers to __main__.
-    if isinstance(plain, bytes) and b"__main__" not in plain:
-        return plain, False
-    if isinstance(plain, bytes) and main_is_importable:
-        return plain, True
-    if by_value:
-        packed = _attempt(_cloudpickle().dumps, call)
-        if isinstance(packed, bytes):
-            return packed, False
-    raise _refusal(call, by_value)
+    # Anything that is pickled by name holds the name of its module: without this text nothing refers to __main__.
+    if isinstance(plain, bytes) and (main_is_importable or b"__main__" not in plain):
+        return plain, b"__main__" in plain
+    dump = _cloudpickle().dumps if by_value else pickle.dumps
+    packed = _attempt(dump, call)
+    if isinstance(packed, bytes) and by_value:
+        return packed, False
+    raise _refusal(call, dump, by_value)
 
 
 def dump_result(value: Any) -> bytes:
@@ -78,7 +62,7 @@ def dump_result(value: Any) -> bytes:
         return payload
     name, part, error = _culprit("result", value, _dump_by_value)
     raise ArgumentTypeError(
-        "what the function returned in a rank has to travel to the launching process",
+        "what the function returned in a rank has to reach the launching process",
         f"{name} is a {type(part).__qualname__}, which cannot be pickled: {error}",
         "numbers, texts, tensors, state dicts, and collections of them",
         "return the values that you need; or None, or launch(..., return_result=False)",
@@ -91,7 +75,7 @@ def load_result(payload: bytes) -> Any:
 
 
 def has_cloudpickle() -> bool:
-    """Whether functions can travel by value."""
+    """Whether functions can be pickled by value."""
     return importlib.util.find_spec("cloudpickle") is not None
 
 
@@ -109,12 +93,12 @@ def _attempt(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
 
 
 def _dump_by_value(value: Any) -> bytes:
-    plain = _attempt(lambda value: _dump_with(pickle.Pickler, value), value)
-    if isinstance(plain, bytes):
-        return plain
-    if not has_cloudpickle():
-        raise plain
-    return _dump_with(_cloudpickle().Pickler, value)
+    try:
+        return _dump_with(pickle.Pickler, value)
+    except Exception:
+        if not has_cloudpickle():
+            raise
+        return _dump_with(_cloudpickle().Pickler, value)
 
 
 def _dump_with(pickler_type: Any, value: Any) -> bytes:
@@ -141,32 +125,28 @@ def _tensor_reducers() -> dict[type, Callable[[Any], Any]]:
     return {torch.Tensor: tensor, torch.nn.Parameter: parameter}
 
 
-def _refusal(call: Call, by_value: bool) -> Exception:
+def _refusal(call: Call, dump: Callable[[Any], bytes], by_value: bool) -> Exception:
     fn, args, kwargs = call
-    parts: dict[str, Any] = {"fn": fn}
-    parts |= {f"args[{index}]": value for index, value in enumerate(args)}
+    parts = {"fn": fn, **{f"args[{index}]": value for index, value in enumerate(args)}}
     parts |= {f"kwargs[{name!r}]": value for name, value in kwargs.items()}
-    dump = _cloudpickle().dumps if by_value else pickle.dumps
-    refused = (
-        name
-        for name, value in parts.items()
-        if isinstance(_attempt(dump, value), Exception) or (not by_value and _needs_value(value))
-    )
-    name = next(refused, "fn")
-    value = parts[name]
-    if not by_value and _needs_value(value):
-        return MissingDependencyError(
-            f"launch({getattr(value, '__qualname__', name)})",
-            f"{name} is defined inside a function, in a notebook or at a prompt, where another process cannot import "
-            "it; it has to travel by value, and cloudpickle is not installed",
-            "a function at the top level of a module, or any function once cloudpickle is there",
-            'pip install "torch-fabric[notebook]"',
-        )
+    for name, value in parts.items():
+        if not by_value and _needs_value(value):
+            return MissingDependencyError(
+                f"launch({getattr(value, '__qualname__', name)})",
+                f"{name} is defined inside a function, in a notebook or at a prompt, where another process cannot "
+                "import it; it has to be pickled by value, and cloudpickle is not installed",
+                "a function at the top level of a module, or any function once cloudpickle is there",
+                'pip install "torch-fabric[notebook]"',
+            )
+        if isinstance(_attempt(dump, value), Exception):
+            break
+    else:
+        name, value = "fn", fn
     where, part, error = _culprit(name, value, dump)
     return ArgumentTypeError(
         f"launch({getattr(fn, '__qualname__', fn)}, ...)",
         f"{where} is a {type(part).__qualname__}, which cannot be pickled: {error}",
-        "arguments that can travel to another process",
+        "arguments that can be sent to another process",
         "build it inside the function, or use the start method 'fork', which inherits it",
     )
 
