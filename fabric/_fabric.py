@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from fabric import _checks, collectives
+from fabric import collectives
 from fabric._plan import Plan, resolve
-from fabric._session import Session
+from fabric._session import Session, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -49,9 +49,6 @@ _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
 
-# What belongs to one process and does not travel to the ranks.
-_OF_THIS_PROCESS = frozenset(["_session", "_closed"])
-
 
 class _Options(TypedDict, total=False):
     use_distributed_sampler: bool
@@ -61,14 +58,20 @@ class _Options(TypedDict, total=False):
 
 
 class Fabric:
-    """Grows a hand-written PyTorch loop from one device to many.
+    """Runs a hand-written PyTorch loop on one device or on many.
 
-    Every argument has a default that suits the machine: the script of one device runs on many unchanged.
+    Every argument has a default that suits the machine: a script for one device runs on many unchanged.
+
+    [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
+    same order. A group is what :meth:`new_group` returns, a process group of torch, or None for the whole job. The
+    ``data`` of a collective is any collection of tensors and Python numbers with the same structure, dtypes and shapes
+    on every process; it is not changed, and the same types of collections come back. What cannot be sent or reduced
+    raises a :class:`fabric.errors.ConfigurationError` that names the leaf.
 
     Args:
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
             ``fabric.accelerators``, an :class:`fabric.accelerators.Accelerator`, or ``"auto"`` for what is there.
-        strategy: ``"ddp"`` and its kin (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
+        strategy: ``"ddp"`` and its variants (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
             ``"single_device"``, the name of an entry point in the group ``fabric.strategies``, a
             :class:`fabric.strategies.Strategy`, or ``"auto"``: a single device for one process, DDP for several.
         devices: how many, or which: ``2``, ``"2"``, ``[0, 2]``, ``"0,2"``, ``-1`` for all, or ``"auto"``. On the CPU
@@ -77,15 +80,15 @@ class Fabric:
         precision: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``, one
             of the aliases ``64``, ``32``, ``16``, ``"bf16"``, or None for ``"32-true"``.
         environment: where a process learns its rank; None detects torchrun, SLURM and MPI, ``"none"`` detects nothing.
-        launcher: how processes come to exist: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
+        launcher: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
             :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
-        check_collectives: whether the ranks compare every collective before anything moves, so that one that differs
-            or is missing raises :class:`fabric.errors.CollectiveMismatchError` with the lines where each rank called;
-            the environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
+        check_collectives: whether the ranks compare every collective before they make it, so that one that differs or
+            is missing raises :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called; the
+            environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
         timeout: how long a collective may wait for other ranks before it raises, in seconds or as a timedelta; None is
             the strategy's, half an hour. The error says where each rank is.
-        watchdog: how long a rank waits before the first one prints which ranks have come, which have not, and the
-            stacks of those, in seconds or as a timedelta; 0 for never. With one process there is nothing to watch.
+        watchdog: how long a rank waits before the first one prints which ranks are missing, and their stacks, in
+            seconds or as a timedelta; 0 for never. With one process there is nothing to watch.
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
@@ -125,13 +128,11 @@ class Fabric:
             timeout=timeout,
             watchdog=watchdog,
         )
-        self._origin = _origin(self._plan)
-        self._callbacks = _checks.as_list(callbacks)
-        self._loggers = _checks.as_list(loggers)
-        _checks.check_loggers(self._loggers)
+        self._callbacks, self._loggers = _as_list(callbacks), _as_list(loggers)
         self._check_training = check_training
         self._seed: dict[str, Any] | None = None
-        self._enter_process()
+        self._session: Session | None = None
+        self._closed = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A subclass's own ``run`` is launched in every process of the job when it is called."""
@@ -198,21 +199,7 @@ class Fabric:
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        plan = self._plan
-        lines = [
-            f"accelerator  {plan.accelerator.name}, {', '.join(map(str, plan.devices))}",
-            f"strategy     {plan.strategy.name} ({type(plan.strategy).__name__})",
-            f"precision    {plan.precision.name}",
-            f"processes    {plan.world_size} on {plan.num_nodes} node(s), by {self._origin}",
-        ]
-        if plan.world is not None:
-            lines.append(f"this one     rank {plan.world.rank}, local rank {plan.world.local_rank}")
-        if plan.check_collectives:
-            lines.append("collectives  checked")
-        if plan.strategy.drives_all_devices:
-            lines.append(f"replicas     {len(plan.devices)} of each module, in this process")
-        if self._session is not None:
-            lines += self._session.describe()
+        lines = self._plan.describe() + ([] if self._session is None else self._session.describe())
         return "\n".join(lines)
 
     # -- the life of a job ----------------------------------------------------------------------------------------
@@ -226,7 +213,7 @@ class Fabric:
         return_all: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Bring the processes of the job into existence and connect them.
+        """Start the processes of the job and connect them.
 
         On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started. With the
         start method ``popen`` the script is run again in every process: in the process that launches, this call does
@@ -236,8 +223,8 @@ class Fabric:
         Args:
             function: what every process runs; under ``popen`` and where nothing is started it may be left out.
             *args: its arguments after the fabric.
-            return_result: whether the result comes back.
-            return_all: whether all results come back, as a list by rank.
+            return_result: whether the result is returned.
+            return_all: whether all results are returned, as a list by rank.
             **kwargs: its keyword arguments.
 
         Returns:
@@ -249,10 +236,16 @@ class Fabric:
         """
         refuse_while_importing_main()
         plan = self._plan
-        needs_function = plan.world is None and plan.launcher.runs_function
-        _checks.check_function(function, bool(args or kwargs), needs_function, plan.launcher.name)
         if self._closed:
-            _checks.refuse_after_teardown("launch()")
+            raise self._not_running("launch()")
+        needs_function = args or kwargs or (plan.world is None and plan.launcher.runs_function)
+        if not callable(function) and (function is not None or needs_function):
+            raise UsageError(
+                f"fabric.launch({'' if function is None else repr(function)})",
+                f"start method {plan.launcher.name!r} has no function to run in each process with these arguments",
+                "a function that takes the fabric as its first argument; or none, and no arguments, under 'popen'",
+                "fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
+            )
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
@@ -272,11 +265,7 @@ class Fabric:
         return result if return_result else None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process.
-
-        Raises:
-            UsageError: this class has no ``run`` of its own.
-        """
+        """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process."""
         raise UsageError(
             f"{type(self).__name__}.run()",
             "there is no loop in it",
@@ -306,7 +295,13 @@ class Fabric:
             if exception is not None and self._session is not None:
                 self.strategy.on_exception(exception)
         finally:
-            self._close_after(exception)
+            try:
+                self.teardown()
+            except CheckpointError as error:
+                if exception is None:
+                    raise
+                # A background save often fails because of what happened, and must not take its place.
+                exception.add_note(f"Besides: {error}")
 
     # -- setting up -----------------------------------------------------------------------------------------------
 
@@ -341,16 +336,16 @@ class Fabric:
 
         Returns:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
+
+        Raises:
+            UsageError: something is set up already, or an optimizer has no parameter of a module that is.
         """
         session = self._running("setup")
-        _checks.check_module(module, session.originals)
-        _checks.check_optimizers(optimizers, session.optimizers, [module])
-        _checks.check_scheduler(scheduler, optimizers)
-        self.strategy.check_setup(module, optimizers)
+        session.check_setup(module, optimizers, scheduler)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
-        rest = (*optimizers, *(() if scheduler is None else (scheduler,)))
-        return (model, *rest) if rest else model
+        results = (model, *optimizers, *(() if scheduler is None else (scheduler,)))
+        return results[0] if len(results) == 1 else results
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
@@ -362,15 +357,9 @@ class Fabric:
     @overload
     def setup_optimizers(self, *optimizers: Optimizer, scheduler: Any = None) -> Any: ...
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
-        """Set up optimizers of modules that are set up already; see :meth:`setup`.
-
-        Returns:
-            The optimizer, or the tuple of them and the scheduler if there is one.
-        """
+        """Set up optimizers of modules that are set up already; returns them, and the scheduler. See :meth:`setup`."""
         session = self._running("setup_optimizers")
-        _checks.check_optimizers(optimizers, session.optimizers, list(session.originals))
-        _checks.check_scheduler(scheduler, optimizers)
-        self.strategy.check_setup(None, optimizers)
+        session.check_setup(None, optimizers, scheduler)
         session.setup_optimizers(optimizers)
         results = (*optimizers, *(() if scheduler is None else (scheduler,)))
         return results[0] if len(results) == 1 else results
@@ -391,16 +380,15 @@ class Fabric:
         overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> Any:
-        """Give each process its share of the data, on its device.
+        """Shard the data of loaders over the processes, and move batches to their devices.
 
         Args:
             *loaders: the loaders; they are left as they are, what is returned is built around copies.
             use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
             move_to_device: whether batches move to this process's device.
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
-                still computes the step before; the values are the same. The host's memory of a batch must not be
-                written to afterwards, and what worker processes hand over must be on the CPU. On other devices it has
-                no effect.
+                still computes the step before. The host's memory of a batch must not be written to afterwards, and
+                worker processes must return CPU tensors. On other devices it has no effect.
             uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
                 ``"drop"`` leaves some out.
 
@@ -474,7 +462,7 @@ class Fabric:
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 
-        Collective where the strategy synchronises gradients.
+        Collective where the strategy synchronizes gradients.
 
         Args:
             tensor: the loss, of shape ``()`` unless a gradient is passed.
@@ -482,12 +470,8 @@ class Fabric:
             **kwargs: passed to ``Tensor.backward``.
 
         Raises:
-            ArgumentTypeError: it is no tensor.
-            ConfigurationError: it requires no gradient.
-            UsageError: gradients would not be synchronised, see :class:`fabric.module.FabricModule`.
+            UsageError: gradients would not be synchronized, see :class:`fabric.module.FabricModule`.
         """
-        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
-            _checks.refuse_backward(tensor)
         session = self._session
         if session is None:
             tensor.backward(*args, **kwargs)
@@ -520,8 +504,8 @@ class Fabric:
     ) -> Tensor:
         """Clip the gradients of an optimizer's parameters in place, by value or by their total norm.
 
-        Under loss scaling they are unscaled first, and a norm that is not finite is no error, since the step is
-        skipped. Collective where gradients are sharded.
+        Collective where gradients are sharded. Under loss scaling they are unscaled first, and a norm that is not
+        finite is no error, since the step is skipped.
 
         Args:
             module: the set-up module that the parameters belong to.
@@ -539,11 +523,9 @@ class Fabric:
             NonFiniteGradientError: see ``error_if_nonfinite``.
         """
         check_clipping(clip_val, max_norm, norm_type)
-        _checks.check_set_up("clip_gradients", module, "fabric.clip_gradients(model, optimizer, max_norm=1.0)")
+        [model] = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
-        if optimizer not in session.optimizers:
-            _checks.refuse_clipping(optimizer)
-        session.check_belongs(module, optimizer)
+        session.check_clipping(model, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         with session.phase("clip_gradients"):
             return clip_gradients(
@@ -557,30 +539,27 @@ class Fabric:
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
     ) -> AbstractContextManager[Any]:
-        """A context without synchronisation of gradients, for all micro-batches of an accumulation but the last.
+        """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to hold both the forward and the backward pass, and restores the state before it at the end.
+        It has to cover both the forward and the backward pass. The state before is restored at the end, also when
+        contexts are nested or left by an exception.
 
         Args:
             module: one set-up module or several.
-            enabled: whether to skip the synchronisation.
+            enabled: whether to skip the synchronization.
         """
-        modules = [module] if isinstance(module, nn.Module) or not isinstance(module, Sequence) else module
-        instead = "with fabric.no_backward_sync(model, enabled=accumulating):"
-        prepared = [_checks.check_set_up("no_backward_sync", one, instead)._fabric_prepared for one in modules]
-        if len(prepared) == 1:
-            return self.strategy.no_backward_sync(prepared[0], enabled)
-        return self._running("no_backward_sync").without_sync(prepared, enabled)
+        models = set_up_modules("no_backward_sync", module)
+        return self._running("no_backward_sync").without_sync([model._fabric_prepared for model in models], enabled)
 
     def join(
         self, module: FabricModule | Sequence[FabricModule], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
         """A context for a training loop in which processes may have different numbers of batches, under DDP.
 
-        A process that has run out of batches waits at the end of the block and answers for the others' collectives,
-        with gradients of zero. Afterwards every process has the modules, their optimizers and the loss scale of one
-        that stepped last; schedulers are left as they are. Collective: every process enters it, and leaves it once all
-        are at its end. With one process it does nothing.
+        Collective: every process enters it, and leaves it once all have finished. A process without further batches
+        answers the others' collectives with gradients of zero. Afterwards every process has the modules, their
+        optimizers and the loss scale of one that stepped last; schedulers are left as they are. With one process it
+        does nothing.
 
         Args:
             module: the set-up module that is trained, or several, whose forward and backward passes then follow each
@@ -592,20 +571,18 @@ class Fabric:
             UsageError: a collective of the whole job, or a forward pass without gradients, inside of the block; or a
                 strategy that cannot do it, such as FSDP, whose shards every process has to gather.
         """
-        modules = [module] if isinstance(module, nn.Module) or not isinstance(module, Sequence) else module
-        instead = "with fabric.join(model): for batch in loader: ..."
-        models = [_checks.check_set_up("join", one, instead) for one in modules]
+        models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
 
     # -- between processes ----------------------------------------------------------------------------------------
 
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
-        """Reduce every tensor and number of a collection over processes; nothing is changed in place.
+        """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
-        Collective over the group. Sum and mean are differentiable. See :func:`fabric.collectives.all_reduce`.
+        Sum and mean are differentiable.
 
         Args:
-            data: any collection of tensors and Python numbers, the same structure and shapes on all processes.
+            data: any collection of tensors and Python numbers.
             group: the processes; None for all of the job.
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
@@ -613,53 +590,40 @@ class Fabric:
 
         Returns:
             The same collection; tensors as new tensors on their device, numbers as numbers.
-
-        Raises:
-            ConfigurationError: an unknown reduction, or one without meaning for a leaf, which is named.
         """
         return collectives.all_reduce(self._communicator("all_reduce", group), data, Reduce(reduce_op))
 
     def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
-        """Reduce every tensor of a collection over processes, of which each keeps its own row.
+        """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
-        Collective over the group. Sum and mean are differentiable. See :func:`fabric.collectives.reduce_scatter`.
+        Sum and mean are differentiable.
 
         Args:
-            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes, the same on all
-                of them. Python numbers have no rows and are refused.
-            group: the processes; None for all of the job.
+            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes.
+            group: as for :meth:`all_reduce`.
             reduce_op: as for :meth:`all_reduce`.
 
         Returns:
-            The same collection, with tensors of shape ``s``: what :meth:`all_reduce` would have in row ``rank``.
-
-        Raises:
-            ConfigurationError: as for :meth:`all_reduce`; or a leaf has not ``size`` rows.
+            The same collection, with tensors of shape ``s``: row ``rank`` of what :meth:`all_reduce` returns.
         """
         return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
     def all_gather(
         self, data: Any, group: Group = None, sync_grads: bool = False, ragged: bool = False, concat: bool = False
     ) -> Any:
-        """Collect every tensor and number of a collection from all processes, in the order of ranks.
-
-        Collective over the group.
+        """Collect every tensor and number from all processes, by rank. Collective, see [Note: Collectives].
 
         Args:
-            data: any collection, the same structure and shapes on all processes.
-            group: the processes; None for all of the job.
+            data: any collection of tensors and Python numbers.
+            group: as for :meth:`all_reduce`.
             sync_grads: whether gradients flow back to the process that a part came from.
-            ragged: whether the length of tensors along dim 0 may be another on each process.
+            ragged: whether the length of tensors along dim 0 may differ between processes.
             concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
 
         Returns:
             The same collection: tensors of shape ``s`` as ``(size, *s)``, on one process too; numbers as lists. With
             ``ragged`` tensors of shape ``(n, *s)`` as the list of ``size`` tensors, with ``concat`` as one of shape
             ``(n_0 + n_1 + ..., *s)``.
-
-        Raises:
-            ConfigurationError: a leaf cannot travel; with ``ragged`` or ``concat`` processes differ in more than
-                lengths, which raises on all of them.
         """
         communicator = self._communicator("all_gather", group)
         if ragged or concat:
@@ -669,8 +633,8 @@ class Fabric:
     def gather_for_metrics(self, data: Any) -> Any:
         """Collect what was computed from a batch from all processes, each sample once, in the order of the data.
 
-        Collective. Called in the body of a loop over a set-up loader. An evaluation over n samples counts n: what was
-        repeated so that all processes get equally many (``uneven="pad"``) is dropped again.
+        Collective. Called in the body of a loop over a set-up loader. An evaluation over n samples counts n: samples
+        that were repeated so that all processes get equally many (``uneven="pad"``) are removed again.
 
         Args:
             data: any collection of tensors whose dim 0 counts the samples of this process's batch. Without automatic
@@ -678,85 +642,61 @@ class Fabric:
 
         Returns:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
-            order in which the loader's sampler, or batch sampler, yielded the m samples of this round.
+            order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
 
         Raises:
-            UsageError: this is no loop over a set-up loader, or nobody but the loader knows which samples it repeated.
+            UsageError: no loop over a set-up loader is active, or only the loader knows which samples it repeated.
             ConfigurationError: dim 0 of a tensor is not the number of samples; or a leaf is a Python number.
         """
         return self._running("gather_for_metrics").gather_batch(data)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
-        """Send row i of every tensor of a collection to process i. Differentiable.
-
-        Collective over the group. See :func:`fabric.collectives.all_to_all`.
+        """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
         Args:
-            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes, the same on all
-                of them. Python numbers have no rows and are refused.
-            group: the processes; None for all of the job.
+            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes.
+            group: as for :meth:`all_reduce`.
 
         Returns:
             The same collection, with tensors of the same shape, whose row j came from process j.
-
-        Raises:
-            ConfigurationError: a leaf has not ``size`` rows, or cannot travel.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
     def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
-        """Send any object from one process to all; tensors in it travel as tensors.
-
-        Collective over the group. Differentiable: see :func:`fabric.collectives.broadcast`.
+        """Send any object from one process to all; tensors in it are sent as tensors. Collective and differentiable.
 
         Args:
-            obj: the object; only that of rank ``src`` counts, the others may pass None.
+            obj: the object; only that of rank ``src`` counts, the others may pass None. Its leaves can be pickled.
             src: rank of the sender in the group.
-            group: the processes; None for all of the job.
-
-        Raises:
-            ConfigurationError: there is no such rank, or a tensor cannot travel.
-            ArgumentTypeError: a leaf does not pickle.
+            group: as for :meth:`all_reduce`.
         """
         self._running("broadcast")
         # Strategies of others need not know groups.
         return self.strategy.broadcast(obj, src) if group is None else self.strategy.broadcast(obj, src, group)
 
     def scatter(self, parts: Sequence[Any] | None = None, src: int = 0, group: Group = None) -> Any:
-        """Hand out one object or collection to each process.
-
-        Collective over the group. See :func:`fabric.collectives.scatter`.
+        """Send one object or collection to each process. Collective.
 
         Args:
             parts: on rank ``src`` one for each rank; shapes and kinds may differ. Ignored elsewhere.
             src: rank of the sender in the group.
-            group: the processes; None for all of the job.
+            group: as for :meth:`all_reduce`.
 
         Returns:
             This process's part, detached; tensors that were on an accelerator are on this process's device.
-
-        Raises:
-            ConfigurationError: there is no such rank, not one part for each, or a tensor that cannot travel.
-            ArgumentTypeError: ``parts`` is no sequence, or a leaf does not pickle.
         """
         return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
 
     def gather(self, obj: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
-        """Collect one object or collection from each process on one of them.
-
-        Collective over the group. See :func:`fabric.collectives.gather`.
+        """Collect one object or collection from each process on one of them. Collective.
 
         Args:
             obj: any object; shapes and kinds may differ between processes.
             dst: rank of the receiver in the group.
-            group: the processes; None for all of the job.
+            group: as for :meth:`all_reduce`.
 
         Returns:
             On rank ``dst`` the list by rank, detached; None elsewhere.
-
-        Raises:
-            ConfigurationError: there is no such rank, or a tensor cannot travel.
-            ArgumentTypeError: a leaf does not pickle.
         """
         return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
 
@@ -768,11 +708,7 @@ class Fabric:
         Args:
             obj: any object.
             dst: rank of the receiver in the group.
-            group: the processes; None for all of the job.
-
-        Raises:
-            ConfigurationError: ``dst`` is no other rank, or a tensor cannot travel.
-            ArgumentTypeError: a leaf does not pickle.
+            group: as for :meth:`all_reduce`.
         """
         collectives.send(self._communicator("send", group), obj, dst)
 
@@ -781,21 +717,15 @@ class Fabric:
 
         Args:
             src: rank of the sender in the group.
-            group: the processes; None for all of the job.
+            group: as for :meth:`all_reduce`.
 
         Returns:
             The object, detached; tensors that were on an accelerator are on this process's device.
-
-        Raises:
-            ConfigurationError: ``src`` is no other rank. What the sender could not send raises here, too.
         """
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
-        """Wait until every process is here; ``name`` appears in the error when one does not come.
-
-        Collective over the group.
-        """
+        """Wait until every process calls it; ``name`` appears in the error when one does not. Collective."""
         self._running("barrier")
         # Strategies of others need not know groups.
         self.strategy.barrier(name) if group is None else self.strategy.barrier(name, group)
@@ -811,9 +741,6 @@ class Fabric:
         Returns:
             The group, true; on a process that is not a member a :class:`fabric.communicators.NonMember`, false, with
             which every collective raises. So ``if group:`` before the collectives of the members.
-
-        Raises:
-            ConfigurationError: these are not different ranks of the job.
         """
         return collectives.new_group(self._communicator("new_group"), ranks)
 
@@ -824,25 +751,25 @@ class Fabric:
 
     @property
     def should_stop(self) -> bool:
-        """Whether any process of the job has got SIGTERM, so that it is time to save and leave. Collective.
+        """Whether any process of the job has received SIGTERM, so that it is time to save and stop. Collective.
 
-        The same on every process. The first question, which belongs before the loop or into its first step, changes
-        what SIGTERM means in this process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it
-        on gives the ranks 30 s instead of 3. ``teardown`` changes it back.
+        The same on every process. The first call, which belongs before the loop or into its first step, changes what
+        SIGTERM means in this process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on
+        gives the ranks 30 s instead of 3. ``teardown`` changes it back.
 
         Raises:
-            UsageError: first asked in another thread than the main one.
+            UsageError: first called in another thread than the main one.
         """
         received = self._running("should_stop").stop_request.received()
         return self.strategy.reduce_boolean_decision(received, all=False)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """A context in which the first process goes ahead and the others wait for it to finish; for downloads.
+        """A context in which the first process goes first and the others wait until it is done; for downloads.
 
         Collective. When the first process raises, the others raise a :class:`fabric.errors.UsageError` that names it.
 
         Args:
-            local: the first process of each node goes ahead, for files that nodes do not share.
+            local: the first process of each node goes first, for files that nodes do not share.
         """
         return self._running("rank_zero_first").rank_zero_first(local)
 
@@ -961,10 +888,8 @@ class Fabric:
         """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
         for callback in self._callbacks:
             hook = getattr(callback, hook_name, None)
-            if hook is None:
-                continue
-            _checks.check_hook(callback, hook_name, hook)
-            hook(*args, **kwargs)
+            if hook is not None:
+                hook(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
@@ -1011,18 +936,9 @@ class Fabric:
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        # What travels to a rank: the plan and what a subclass keeps, without what belongs to the process that launches.
-        state = {name: value for name, value in self.__dict__.items() if name not in _OF_THIS_PROCESS}
-        return {**state, "_plan": replace(self._plan, launcher=InlineLauncher())}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._enter_process()
-
-    def _enter_process(self) -> None:
-        """Start with nothing, as a Fabric that was just made, or has just come to a rank."""
-        self._session: Session | None = None
-        self._closed = False
+        # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
+        plan = replace(self._plan, launcher=InlineLauncher())
+        return {**self.__dict__, "_plan": plan, "_session": None, "_closed": False}
 
     def _enter_rank(self, world: World) -> None:
         """Take a place in the job, in a process that was just made for it."""
@@ -1031,39 +947,37 @@ class Fabric:
         if self._seed is not None:
             self.seed_everything(**self._seed)
 
-    def _running(self, asked: str) -> Session:
+    def _running(self, call: str) -> Session:
         """The session, begun now if this process is the whole job or was made by a launcher and calls ``launch``."""
         if self._session is not None:
             return self._session
         world = self._plan.world
-        if self._closed:
-            _checks.refuse_after_teardown(asked)
-        if world is None or (world.world_size > 1 and asked != "launch"):
-            _checks.refuse_before_launch(asked, self.world_size)
+        if self._closed or world is None or (world.world_size > 1 and call != "launch"):
+            raise self._not_running(call)
         self._session = Session(self._plan, world, check_training=self._check_training)
         atexit.register(self._at_exit)
         return self._session
 
-    def _communicator(self, asked: str, group: Group = None) -> Communicator:
-        self._running(asked)
+    def _not_running(self, call: str) -> UsageError:
+        if self._closed:
+            problem, expected, suggestion = "teardown() has closed this Fabric", "calls before it", "a new Fabric(...)"
+        else:
+            problem = f"this Fabric is for {self.world_size} processes, and they do not exist before launch()"
+            expected = "everything that needs a device or other ranks, after fabric.launch()"
+            suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
+        return UsageError(f"fabric.{call}", problem, expected, suggestion)
+
+    def _communicator(self, call: str, group: Group = None) -> Communicator:
+        self._running(call)
         return self.strategy.communicator(group)
 
-    def _world(self, asked: str) -> World:
+    def _world(self, call: str) -> World:
         if self._plan.world is None:
-            _checks.refuse_before_launch(asked, self.world_size)
+            raise self._not_running(call)
         return self._plan.world
 
     def _is_first(self) -> bool:
         return self._plan.world is None or self._plan.world.rank == 0
-
-    def _close_after(self, exception: BaseException | None) -> None:
-        try:
-            self.teardown()
-        except CheckpointError as error:
-            if exception is None:
-                raise
-            # A save that was under way; it often fails because of what happened, and must not take its place.
-            exception.add_note(f"Besides: {error}")
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting where this one will never come.
@@ -1076,10 +990,11 @@ class Fabric:
             raise
 
 
-def _origin(plan: Plan) -> str:
-    if plan.environment is not None:
-        return plan.environment.name
-    return plan.launcher.name if plan.world is None else "this script"
+def _as_list(objects: Any) -> list[Any]:
+    """``callbacks`` or ``loggers`` as a list: None, one object, or several."""
+    if objects is None:
+        return []
+    return list(objects) if isinstance(objects, list | tuple) else [objects]
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -71,6 +71,7 @@ class Plan:
         environment: what made the processes, where something did.
         world: the place of this process; None when the processes are still to be made.
         launcher: how processes are started.
+        started_by: the name of what starts the processes of this job.
         check_collectives: whether the ranks compare each collective before they make it.
         timeout: how long a collective may wait.
         watchdog: how long a rank waits before a report is printed; zero for never.
@@ -84,6 +85,7 @@ class Plan:
     environment: Environment | None
     world: World | None
     launcher: Launcher
+    started_by: str = "this script"
     check_collectives: bool = False
     timeout: timedelta = DEFAULT_TIMEOUT
     watchdog: timedelta = DEFAULT_WATCHDOG
@@ -98,6 +100,22 @@ class Plan:
         """Number of processes of the job."""
         # Nodes may hold different numbers of processes, which the launcher that made them knows.
         return self.processes_per_node * self.num_nodes if self.world is None else self.world.world_size
+
+    def describe(self) -> list[str]:
+        """What was resolved, a line each."""
+        lines = [
+            f"accelerator  {self.accelerator.name}, {', '.join(map(str, self.devices))}",
+            f"strategy     {self.strategy.name} ({type(self.strategy).__name__})",
+            f"precision    {self.precision.name}",
+            f"processes    {self.world_size} on {self.num_nodes} node(s), by {self.started_by}",
+        ]
+        if self.world is not None:
+            lines.append(f"this one     rank {self.world.rank}, local rank {self.world.local_rank}")
+        if self.check_collectives:
+            lines.append("collectives  checked")
+        if self.strategy.drives_all_devices:
+            lines.append(f"replicas     {len(self.devices)} of each module, in this process")
+        return lines
 
 
 def resolve(
@@ -148,6 +166,7 @@ def resolve(
     if world is None and (one_process or len(where) * nodes == 1):
         world = World()
     spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
+    chosen_launcher = _choose_launcher(launcher, chosen, spec, world, found, by_name=isinstance(strategy, str))
     return Plan(
         accelerator=hardware,
         devices=where,
@@ -156,7 +175,8 @@ def resolve(
         strategy=chosen,
         environment=None if found is None else found[0],
         world=world,
-        launcher=_choose_launcher(launcher, chosen, spec, world, found, by_name=isinstance(strategy, str)),
+        launcher=chosen_launcher,
+        started_by=found[0].name if found else chosen_launcher.name if world is None else "this script",
         check_collectives=check_collectives or _parse_switch(CHECK, env.get(CHECK, "")),
         timeout=waits or DEFAULT_TIMEOUT,
         watchdog=_parse_duration("watchdog", watchdog),

@@ -1,6 +1,6 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,7 +21,7 @@ from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.contract import calls
 from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, TrainingChecks
-from fabric.errors import UsageError
+from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
@@ -31,7 +31,7 @@ from fabric.world import World
 if TYPE_CHECKING:
     from fabric.checkpoint.agreed import JobCheckpoint
 
-__all__ = ["Session", "prepared_module"]
+__all__ = ["Session", "prepared_module", "set_up_modules"]
 
 
 class Session:
@@ -70,11 +70,10 @@ class Session:
             self.scaler = LossScaler(self.runtime.device, agree=agree)
         self._gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
-        # Dictionaries, since describe() needs the order.
+        # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
-        self.optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
-        self._pairs: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self._active_iterators: list[ActiveIterator] = []
         self._loaders_made = 0
         self._bypass = BypassChecks(world.rank, self.runtime.pace if world.world_size > 1 else None)
@@ -94,6 +93,21 @@ class Session:
         self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
         self._saves = BackgroundSaves(self.runtime.background)
+
+    def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer], scheduler: Any) -> None:
+        """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
+        modules = list(self.originals) if module is None else [module]
+        given = [*([] if module is None else [uncompiled(module)]), *optimizers]
+        _check_updates(optimizers, modules)
+        _check_new(given, [*self.originals, *self.optimizers])
+        if scheduler is not None and getattr(scheduler, "optimizer", None) not in optimizers:
+            raise ArgumentTypeError(
+                f"scheduler={type(scheduler).__name__}",
+                "it is no scheduler of an optimizer that is set up with it",
+                "a scheduler of torch.optim.lr_scheduler for one of the optimizers in the same call",
+                "fabric.setup(model, optimizer, scheduler=StepLR(optimizer, 10))",
+            )
+        self.strategy.check_setup(module, optimizers)
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
@@ -129,7 +143,7 @@ class Session:
                 self._training.watch(optimizer)
             if self.scaler is not None:
                 self.scaler.register(optimizer)
-            self.optimizers[optimizer] = None
+            self.optimizers[optimizer] = WeakSet()
 
     def setup_loader(
         self,
@@ -168,20 +182,23 @@ class Session:
         """A part of the program in which torch may issue collectives by itself."""
         return nullcontext() if self.recorder is None else self.recorder.during(name)
 
-    def check_belongs(self, module: FabricModule, optimizer: Optimizer) -> None:
-        """Raise unless the optimizer updates parameters of the module; each pair is looked at once."""
-        pairs = self._pairs.setdefault(optimizer, WeakSet())
-        if module in pairs:
+    def check_clipping(self, module: FabricModule, optimizer: Optimizer) -> None:
+        """Raise unless the optimizer is set up and updates parameters of the module; each pair is checked once."""
+        if module in self.optimizers.get(optimizer, ()):
             return
-        parameters = {id(parameter) for parameter in module.parameters()}
-        if not any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"]):
-            raise UsageError(
-                f"clip_gradients({type(module.module).__name__}, {type(optimizer).__name__})",
-                "none of the optimizer's parameters belongs to this module",
-                "a module together with the optimizer of its parameters",
-                "fabric.clip_gradients(model, optimizer, max_norm=1.0) with the pair that setup() returned",
-            )
-        pairs.add(module)
+        if optimizer not in self.optimizers:
+            problem = "this optimizer has not been set up"
+        elif not _updates(optimizer, {id(parameter) for parameter in module.parameters()}):
+            problem = "none of the optimizer's parameters belongs to this module"
+        else:
+            self.optimizers[optimizer].add(module)
+            return
+        raise UsageError(
+            f"clip_gradients({type(module.module).__name__}, {type(optimizer).__name__})",
+            problem,
+            "a module together with the optimizer of its parameters, both set up",
+            "fabric.clip_gradients(model, optimizer, max_norm=1.0) with the pair that setup() returned",
+        )
 
     def _arrange_backward(self) -> None:
         """Bind what is called around backward passes; see ``[Note: Hooks]``."""
@@ -221,11 +238,7 @@ class Session:
         last = all_reduce(communicator, rounds * world.world_size + world.rank, Reduce.MAX)
         source = last % world.world_size
         own = {id(parameter) for model in models for parameter in model.parameters()}
-        stepped: list[Any] = [
-            optimizer
-            for optimizer in self.optimizers
-            if any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
-        ]
+        stepped: list[Any] = [optimizer for optimizer in self.optimizers if _updates(optimizer, own)]
         stepped += [] if self.scaler is None else [self.scaler]
         states = broadcast(communicator, [each.state_dict() for each in stepped], source, self.runtime.device)
         if world.rank != source:
@@ -258,27 +271,9 @@ class Session:
             self.scaler,
         )
 
-    @contextmanager
-    def rank_zero_first(self, local: bool) -> Iterator[None]:
-        """Within, the first process of the job, or of each node, goes ahead and tells the others how it went."""
-        communicator, rank = self._first_to_last(local), self.runtime.world.rank
-        if communicator.rank > 0:
-            failure = communicator.broadcast_object(None, 0)
-            if failure is not None:
-                raise UsageError(
-                    f"rank_zero_first() on rank {rank}",
-                    f"the first process raised {failure}",
-                    "a block that the first process finishes",
-                    "see the error of the first process",
-                )
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
-            raise
-        communicator.broadcast_object(None, 0)
+    def rank_zero_first(self, local: bool) -> AbstractContextManager[None]:
+        """See ``Fabric.rank_zero_first``."""
+        return _rank_zero_first(self._node_communicator() if local else self.runtime.communicator)
 
     def describe(self) -> list[str]:
         """What was set up, a line each."""
@@ -316,10 +311,10 @@ class Session:
             parameter is own for module in self.originals for own in module.parameters()
         )
 
-    def _first_to_last(self, local: bool) -> Communicator:
-        """All processes of the job or, if ``local``, of this node. Collective when first asked for one of several."""
+    def _node_communicator(self) -> Communicator:
+        """All processes of this node. Collective when first called on several nodes."""
         communicator, world = self.runtime.communicator, self.runtime.world
-        if not local or world.num_nodes == 1:
+        if world.num_nodes == 1:
             return communicator
         if self._node_group is None:
             nodes = communicator.gather_objects(world.node_rank)
@@ -336,6 +331,22 @@ class Session:
         return all_reduce(self.runtime.communicator, found, Reduce.MAX)
 
 
+def set_up_modules(method: str, modules: Any) -> list[FabricModule]:
+    """One module or several that ``setup`` returned, without what ``torch.compile`` put around them since."""
+    found = []
+    for module in modules if isinstance(modules, list | tuple) else [modules]:
+        inner = uncompiled(module) if isinstance(module, nn.Module) else module
+        if not isinstance(inner, FabricModule):
+            raise ArgumentTypeError(
+                f"{method} with {type(module).__name__}",
+                "it is no module that setup() returned",
+                "the result of fabric.setup(...) or fabric.setup_module(...)",
+                f"model = fabric.setup(model), and fabric.{method}(model, ...)",
+            )
+        found.append(inner)
+    return found
+
+
 def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
     inner = uncompiled(module)
@@ -345,3 +356,51 @@ def prepared_module(module: nn.Module) -> nn.Module:
 def _prepared_name(model: FabricModule) -> str:
     prepared = prepared_module(model)
     return "itself" if prepared is model.module else type(prepared).__name__
+
+
+def _check_new(given: Sequence[Any], known: Sequence[Any]) -> None:
+    """Raise for a module or an optimizer that is set up already, or given twice."""
+    for index, one in enumerate(given):
+        if isinstance(one, FabricModule) or any(one is other for other in (*known, *given[:index])):
+            raise UsageError(
+                f"setup of {type(one.module if isinstance(one, FabricModule) else one).__name__}",
+                "it has been set up already",
+                "one setup for each module and each optimizer",
+                "model, optimizer = fabric.setup(model, optimizer) once, and these results from then on",
+            )
+
+
+def _check_updates(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> None:
+    """Raise for an optimizer that updates no parameter of these modules."""
+    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
+    for optimizer in optimizers:
+        if not _updates(optimizer, parameters):
+            raise UsageError(
+                f"setup of {type(optimizer).__name__}",
+                "none of its parameters belongs to a module that is set up",
+                "the module first, or both together; and an optimizer made from that module's parameters",
+                "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))",
+            )
+
+
+def _updates(optimizer: Optimizer, parameters: Collection[int]) -> bool:
+    """Whether any parameter of the optimizer is among these, given by their ids."""
+    return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
+
+
+@contextmanager
+def _rank_zero_first(communicator: Communicator) -> Iterator[None]:
+    """Within, rank 0 goes first and tells the others how it ended."""
+    if communicator.rank > 0:
+        failure = communicator.broadcast_object(None, 0)
+        if failure is not None:
+            problem = f"the first process raised {failure}"
+            raise UsageError(f"rank_zero_first() on rank {communicator.rank}", problem, "a block that it finishes")
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
+        raise
+    communicator.broadcast_object(None, 0)

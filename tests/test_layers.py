@@ -19,7 +19,7 @@ LAYERS = [
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
     ["module"],
-    ["_checks", "_session"],
+    ["_session"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],
     ["__main__"],
