@@ -1,8 +1,8 @@
 """Ranks that are threads of this process: no transport, milliseconds to start, for code that only needs the semantics.
 
-[Note: The board] What a rank passes to a collective it posts on a board, under the group, the number of the call in
-that group and its rank; then it takes what the others posted there. The ranks so meet without a process group, every
-reduction runs in the order of ranks, and a rank that has left is known at once to those that wait for it.
+[Note: The mailbox] What a rank passes to a collective it puts into a mailbox, under the group, the number of the call
+in that group and its rank; then it takes what the others put there. There is no process group, every reduction runs in
+the order of ranks, and a rank that has returned is known at once to those that wait for it.
 """
 
 import copy
@@ -28,7 +28,7 @@ from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
 
-_LEAVE = 0.2  # seconds for threads to notice that the call is over
+_EXIT = 0.2  # seconds for threads to notice that the call is over
 
 
 class ThreadedWorld:
@@ -55,25 +55,43 @@ class ThreadedWorld:
         """Call ``fn(fabric, *args, **kwargs)`` on every rank; as :meth:`fabric.testing.RankPool.run`."""
         check_call(fn, [*args, *kwargs.values()], self.size)
         limit = self.timeout if timeout is None else timeout
-        board, store = _Board(), dist.HashStore()
-        ranks = [_Rank(rank, self.size, board, store, self._options) for rank in range(self.size)]
-        for rank in ranks:
-            own = [copy.deepcopy(own_part(value, rank.rank)) for value in args]
-            rank.start(fn, own, {k: copy.deepcopy(own_part(value, rank.rank)) for k, value in kwargs.items()})
+        mailbox, store = _Mailbox(), dist.HashStore()
+        results: list[Any] = [None] * self.size
+        reports: dict[int, Report] = {}
+
+        def call(rank: int, args: list[Any], kwargs: dict[str, Any]) -> None:
+            report = Report(rank=rank)
+            try:
+                with self._fabric(rank, mailbox, store) as fabric:
+                    results[rank] = fn(fabric, *args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
+                report = raised(rank, error)
+            reports.setdefault(rank, report)
+            mailbox.leave(rank, report.did)
+
+        threads = []
+        for rank in range(self.size):
+            own = [copy.deepcopy(own_part(value, rank)) for value in args]
+            named = {name: copy.deepcopy(own_part(value, rank)) for name, value in kwargs.items()}
+            # A daemon, so that a rank that hangs does not keep the interpreter.
+            threads.append(threading.Thread(target=call, args=(rank, own, named), name=f"rank-{rank}", daemon=True))
+        for thread in threads:
+            thread.start()
         deadline = time.monotonic() + limit
-        for rank in ranks:
-            rank.thread.join(max(0.0, deadline - time.monotonic()))
-        late = [rank.stuck(limit) for rank in ranks if rank.thread.is_alive()]
-        board.abandon(f"the call did not end within {limit:g} s")
-        for rank in ranks:
-            rank.thread.join(_LEAVE)
-        by_rank = {report.rank: report for report in [*(rank.report for rank in ranks), *late]}
-        if any(report.failed for report in by_rank.values()):
-            raise failure(name_of(fn), [by_rank[rank] for rank in range(self.size)])
-        return [rank.result for rank in ranks]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        for rank, thread in enumerate(threads):
+            if thread.is_alive():
+                reports.setdefault(rank, _stuck(rank, thread, limit, mailbox.is_waiting(rank)))
+        mailbox.cancel(f"the call did not end within {limit:g} s")
+        for thread in threads:
+            thread.join(_EXIT)
+        if any(report.failed for report in reports.values()):
+            raise failure(name_of(fn), [reports[rank] for rank in range(self.size)])
+        return results
 
     def close(self) -> None:
-        """Nothing: the threads end with each call."""
+        """Does nothing: the threads end with each call."""
 
     def __enter__(self) -> Self:
         return self
@@ -81,48 +99,24 @@ class ThreadedWorld:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-class _Rank:
-    """One thread, and how its call went."""
-
-    def __init__(self, rank: int, size: int, board: "_Board", store: dist.Store, options: dict[str, Any]) -> None:
-        self.rank, self.result = rank, None
-        self.report = Report(rank=rank)
-        self._world = World(rank=rank, local_rank=rank, world_size=size, local_world_size=size)
-        self._board, self._options = board, options
-        self._strategy = ThreadedStrategy(ThreadCommunicator(board, rank, range(size)), store)
-
-    def start(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        # A daemon, so that a rank that hangs does not keep the interpreter.
-        name = f"fabric-rank-{self.rank}"
-        self.thread = threading.Thread(target=self._work, args=(fn, args, kwargs), name=name, daemon=True)
-        self.thread.start()
-
-    def stuck(self, limit: float) -> Report:
-        """The report of a rank that is still running."""
-        frame = sys._current_frames().get(self.thread.ident or 0)
-        waits = self._board.is_waiting(self.rank)
-        text = "" if frame is None else _own_stack(traceback.extract_stack(frame))
-        did = f"did not return within {limit:g} s"
-        return Report(rank=self.rank, did=did, failed=True, suspicion=int(waits), text=text)
-
-    def _work(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        try:
-            options = {"accelerator": "cpu", "devices": self._world.world_size, **self._options}
-            fabric = Fabric(strategy=self._strategy, environment="none", launcher="forkserver", **options)
-            fabric._enter_rank(self._world)
-            with fabric:
-                self.result = fn(fabric, *args, **kwargs)
-        except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
-            self.report = raised(self.rank, error)
-        finally:
-            self._board.leave(self.rank, self.report.did)
+    def _fabric(self, rank: int, mailbox: "_Mailbox", store: dist.Store) -> Fabric:
+        strategy = ThreadedStrategy(ThreadCommunicator(mailbox, rank, range(self.size)), store)
+        options = {"accelerator": "cpu", "devices": self.size, **self._options}
+        fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
+        fabric._enter_rank(World(rank=rank, local_rank=rank, world_size=self.size, local_world_size=self.size))
+        return fabric
 
 
-def _own_stack(frames: traceback.StackSummary) -> str:
-    """From where the user's function begins."""
-    first = max(index for index, frame in enumerate(frames) if frame.name == _Rank._work.__name__) + 1
-    return "".join(["it was here, most recent call last\n", *traceback.format_list(frames[first:])])
+def _stuck(rank: int, thread: threading.Thread, limit: float, waits: bool) -> Report:
+    """The report of a rank that is still running."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    frames = [] if frame is None else traceback.extract_stack(frame)
+    own = [index for index, frame in enumerate(frames) if frame.filename == __file__]
+    # From where the user's function begins.
+    lines = traceback.format_list(frames[own[0] + 1 :] if own else frames)
+    text = "".join(["it was here, most recent call last\n", *lines])
+    did = f"did not return within {limit:g} s"
+    return Report(rank=rank, did=did, failed=True, suspicion=int(waits), text=text)
 
 
 class ThreadedStrategy(Strategy):
@@ -134,8 +128,6 @@ class ThreadedStrategy(Strategy):
     """
 
     name = "threads"
-    connects_processes = False
-    drives_all_devices = False
 
     def __init__(self, communicator: Communicator, store: dist.Store) -> None:
         super().__init__()
@@ -156,66 +148,66 @@ class ThreadedStrategy(Strategy):
         """
         raise UsageError(
             f"setup_module({type(module).__name__}) in a ThreadedWorld",
-            "its ranks are threads, which synchronise no gradients",
+            "its ranks are threads, which synchronize no gradients",
             "collectives and data",
             f"RankPool({self.world_size}), which runs the same function in processes",
         )
 
 
-class _LeftAlone(UsageError, ConnectionError):
-    """Another rank will not come, which is that rank's failure."""
+class _PeerLost(UsageError, ConnectionError):
+    """Another rank will not make this call, which is that rank's failure."""
 
 
-class _Board:
+class _Mailbox:
     """Where the ranks of one call leave values for each other; see the note at the top."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._posts: dict[Hashable, list[Any]] = {}
-        self._gone: dict[int, str] = {}
+        self._changed = threading.Condition()
+        self._values: dict[Hashable, list[Any]] = {}
+        self._left: dict[int, str] = {}
         self._waiting: set[int] = set()
-        self._over = ""
+        self._cancelled = ""
 
-    def post(self, key: Hashable, value: Any, readers: int) -> None:
+    def put(self, key: Hashable, value: Any, readers: int) -> None:
         """Leave a value that so many ranks will take."""
-        with self._condition:
-            self._posts[key] = [value, readers]
-            self._condition.notify_all()
+        with self._changed:
+            self._values[key] = [value, readers]
+            self._changed.notify_all()
 
-    def take(self, key: Hashable, author: int, reader: int, asked: str) -> Any:
-        """Wait for the value that another rank posts."""
-        with self._condition:
+    def take(self, key: Hashable, author: int, reader: int, request: str) -> Any:
+        """Wait for the value that another rank puts there."""
+        with self._changed:
             self._waiting.add(reader)
-            self._condition.wait_for(lambda: key in self._posts or author in self._gone or self._over)
+            self._changed.wait_for(lambda: key in self._values or author in self._left or self._cancelled)
             self._waiting.discard(reader)
-            if key not in self._posts:
-                raise _LeftAlone(
-                    f"{asked} on rank {reader}",
-                    self._over or f"rank {author} {self._gone[author]} and did not call it",
+            if key not in self._values:
+                raise _PeerLost(
+                    f"{request} on rank {reader}",
+                    self._cancelled or f"rank {author} {self._left[author]} and did not call it",
                     "the same calls on all ranks, in the same order",
                     "look for a branch on the rank before this call",
                 )
-            post = self._posts[key]
-            post[1] -= 1
-            if post[1] == 0:
-                del self._posts[key]
-            return post[0]
+            entry = self._values[key]
+            entry[1] -= 1
+            if entry[1] == 0:
+                del self._values[key]
+            return entry[0]
 
     def leave(self, rank: int, did: str) -> None:
-        """A rank posts nothing more."""
-        with self._condition:
-            self._gone[rank] = did
-            self._condition.notify_all()
+        """Note that a rank makes no more calls."""
+        with self._changed:
+            self._left[rank] = did
+            self._changed.notify_all()
 
-    def abandon(self, reason: str) -> None:
-        """Send all away who still wait."""
-        with self._condition:
-            self._over = reason
-            self._condition.notify_all()
+    def cancel(self, reason: str) -> None:
+        """Raise in all ranks that still wait."""
+        with self._changed:
+            self._cancelled = reason
+            self._changed.notify_all()
 
     def is_waiting(self, rank: int) -> bool:
         """Whether a rank waits for another just now."""
-        with self._condition:
+        with self._changed:
             return rank in self._waiting
 
 
@@ -226,14 +218,14 @@ class ThreadCommunicator(Communicator):
     :class:`fabric.errors.CollectiveMismatchError`.
 
     Args:
-        board: where they meet.
+        mailbox: what they exchange values through.
         rank: rank of this thread in the world.
         ranks: ranks of the members in the world, ascending.
         name: the same on all members, and of no other group.
     """
 
-    def __init__(self, board: _Board, rank: int, ranks: Sequence[int], name: Hashable = "world") -> None:
-        self._board, self._own, self._ranks, self._name = board, rank, list(ranks), name
+    def __init__(self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world") -> None:
+        self._mailbox, self._own, self._ranks, self._name = mailbox, rank, list(ranks), name
         self.rank, self.size, self.device = self._ranks.index(rank), len(self._ranks), torch.device("cpu")
         self._calls = 0
         self._messages: dict[tuple[int, int], int] = {}
@@ -272,7 +264,7 @@ class ThreadCommunicator(Communicator):
         if self.rank not in members:
             return None
         group = self._name, self._calls
-        return ThreadCommunicator(self._board, self._own, [self._ranks[rank] for rank in members], group)
+        return ThreadCommunicator(self._mailbox, self._own, [self._ranks[rank] for rank in members], group)
 
     @override
     def close(self) -> None:
@@ -282,24 +274,24 @@ class ThreadCommunicator(Communicator):
         """What every rank passes to this call, in rank order."""
         self._calls += 1
         key = (self._name, self._calls)
-        self._board.post((*key, self._own), (call, value), self.size)
-        posts = [self._board.take((*key, rank), rank, self._own, call) for rank in self._ranks]
-        if len({called for called, _ in posts}) > 1:
+        self._mailbox.put((*key, self._own), (call, value), self.size)
+        calls = [self._mailbox.take((*key, rank), rank, self._own, call) for rank in self._ranks]
+        if len({other for other, _ in calls}) > 1:
             raise CollectiveMismatchError(
                 f"{call} on rank {self._own}",
-                "; ".join(f"rank {rank} calls {called}" for rank, (called, _) in zip(self._ranks, posts, strict=True)),
+                "; ".join(f"rank {rank} calls {other}" for rank, (other, _) in zip(self._ranks, calls, strict=True)),
                 "the same call on all ranks, with equal shapes and dtypes",
                 "look for a branch on the rank before this call",
             )
-        return [value for _, value in posts]
+        return [value for _, value in calls]
 
     def _message(self, pair: tuple[int, int], buffer: Tensor) -> Tensor:
         number = self._messages[pair] = self._messages.get(pair, 0) + 1
         key = (self._name, "message", *pair, number)
         if self.rank == pair[0]:
-            self._board.post(key, buffer.clone(), 1)
+            self._mailbox.put(key, buffer.clone(), 1)
             return buffer
-        return buffer.copy_(self._board.take(key, self._ranks[pair[0]], self._own, f"recv(src={pair[0]})"))
+        return buffer.copy_(self._mailbox.take(key, self._ranks[pair[0]], self._own, f"recv(src={pair[0]})"))
 
 
 def _called(collective: Collective) -> str:
