@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._plan import Plan
 from fabric._torch import uncompiled
-from fabric.checkpoint.background import BackgroundSaves
+from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
@@ -29,7 +29,7 @@ from fabric.scaling import LossScaler
 from fabric.world import World
 
 if TYPE_CHECKING:
-    from fabric.checkpoint.agreed import JobCheckpoint
+    from fabric.checkpoint.save_load import CheckpointCoordinator
 
 __all__ = ["Session", "prepared_module", "set_up_modules"]
 
@@ -92,7 +92,7 @@ class Session:
         # Sharded parameters take turns with whole ones in the module: what was there at setup counts.
         self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
-        self._saves = BackgroundSaves(self.runtime.background)
+        self._saves = AsyncSaver(self.runtime.background)
 
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer], scheduler: Any) -> None:
         """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
@@ -245,19 +245,21 @@ class Session:
             for each, state in zip(stepped, states, strict=True):
                 each.load_state_dict(state)
 
-    def checkpoint(self) -> "JobCheckpoint":
+    def checkpoint(self) -> "CheckpointCoordinator":
         """The way to and from the disk."""
         # A tenth of the package, which nothing needs before the first save.
-        from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
-        from fabric.checkpoint.agreed import JobCheckpoint
+        from fabric.checkpoint.save_load import CheckpointCoordinator
         from fabric.checkpoint.state import Access
 
         strategy = self.strategy
-        own = ShardedCheckpoint() if strategy.saves_shards else FullCheckpoint()
-        return JobCheckpoint(
+        if strategy.saves_shards:
+            from fabric.checkpoint.sharded import ShardedCheckpoint as Format  # takes a second to import
+        else:
+            from fabric.checkpoint.file import FullCheckpoint as Format
+        return CheckpointCoordinator(
             self.runtime.communicator,
             self._saves,
-            own if strategy.checkpoint_io is None else strategy.checkpoint_io,
+            Format() if strategy.checkpoint_io is None else strategy.checkpoint_io,
             Access(
                 lambda module: strategy.get_module_state_dict(prepared_module(module)),
                 lambda module, *rest: strategy.load_module_state_dict(prepared_module(module), *rest),

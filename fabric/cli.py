@@ -106,7 +106,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def _consolidate(options: argparse.Namespace) -> int:
     """``fabric consolidate``."""
-    from fabric.checkpoint.consolidate import consolidate, progress_line
+    from fabric.checkpoint.export import consolidate, progress_line
 
     progress = progress_line("fabric consolidate", sys.stderr)
     output = consolidate(options.directory, options.output, key=options.key, progress=progress)

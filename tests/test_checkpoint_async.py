@@ -16,8 +16,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
-from fabric.checkpoint.background import BackgroundSaves
-from fabric.checkpoint.snapshot import SnapshotBuffers
+from fabric.checkpoint.async_save import AsyncSaver, StagingBuffers
 from fabric.communicators.local import LocalCommunicator
 from fabric.errors import CheckpointError
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
@@ -56,9 +55,9 @@ class GatedShards(ShardedCheckpoint):
 
     gate: threading.Event
 
-    def save(self, state: Mapping[str, Any], path: Path, communicator: Any = None) -> None:
+    def save(self, state: Mapping[str, Any], path: Path, communicator: Any = None, per_rank: Any = None) -> None:
         assert self.gate.wait(60)
-        ShardedCheckpoint.save(self, state, path, communicator)
+        ShardedCheckpoint.save(self, state, path, communicator, per_rank)
 
 
 def single(io: Any = None) -> Fabric:
@@ -253,7 +252,7 @@ def test_every_rank_raises_what_goes_wrong_on_one(tmp_path: Path) -> None:
     assert value == value_too == "1"
 
 
-def test_a_snapshot_is_the_state_and_does_not_change_with_it() -> None:
+def test_a_staged_copy_is_the_state_and_does_not_change_with_it() -> None:
     base = torch.arange(12.0).reshape(3, 4)
     parameter = nn.Parameter(torch.ones(2))
     module = OrderedDict[str, Any](weight=base, tied=base, view=base[:, 1])
@@ -267,7 +266,7 @@ def test_a_snapshot_is_the_state_and_does_not_change_with_it() -> None:
         "leaf": torch.ones(1, requires_grad=True),
     }
     state = {"model": module, "parameter": parameter, "kinds": kinds, "plain": [1, (2, {3}), b"4", torch.float16]}
-    taken = SnapshotBuffers().take(state)
+    taken = StagingBuffers().copy(state)
     base.zero_()
     assert type(taken["model"]) is OrderedDict
     assert vars(taken["model"]) == vars(module)
@@ -282,11 +281,11 @@ def test_a_snapshot_is_the_state_and_does_not_change_with_it() -> None:
     assert not taken["model"]["view"].any()
 
 
-def test_the_memory_of_a_snapshot_is_kept_for_the_next_one_of_the_same_size() -> None:
-    buffers = SnapshotBuffers()
+def test_the_memory_of_a_staged_copy_is_kept_for_the_next_one_of_the_same_size() -> None:
+    buffers = StagingBuffers()
 
     def places(*sizes: int) -> set[int]:
-        taken = buffers.take({"x": [torch.ones(size) for size in sizes]})
+        taken = buffers.copy({"x": [torch.ones(size) for size in sizes]})
         return {tensor.data_ptr() for tensor in taken["x"]}
 
     first = places(1000, 1000, 3000)
@@ -294,9 +293,9 @@ def test_the_memory_of_a_snapshot_is_kept_for_the_next_one_of_the_same_size() ->
     assert len(first & places(1000, 2000, 3000)) == 2
 
 
-def test_a_snapshot_is_freed_without_the_garbage_collector() -> None:
+def test_a_staged_copy_is_freed_without_the_garbage_collector() -> None:
     tensor = torch.ones(2)
-    taken = SnapshotBuffers().take({"x": tensor})
+    taken = StagingBuffers().copy({"x": tensor})
     watched = weakref.ref(tensor), weakref.ref(taken["x"])
     gc.disable()
     try:
@@ -308,8 +307,8 @@ def test_a_snapshot_is_freed_without_the_garbage_collector() -> None:
 
 def test_what_cannot_be_copied_is_an_error_of_the_call_and_nothing_is_under_way(tmp_path: Path) -> None:
     alone = LocalCommunicator(torch.device("cpu"))
-    saves = BackgroundSaves(lambda: alone)
+    saves = AsyncSaver(lambda: alone)
     with pytest.raises(RuntimeError, match="meta"):
         saves.begin(alone, "save", tmp_path, {"x": torch.empty(2, device="meta")}, lambda state, group: None)
-    saves.settle(alone)
+    saves.join(alone)
     saves.close()

@@ -1,5 +1,6 @@
 """Whatever the file system refuses, the checkpoint that was there stays, the call raises, and nothing is left over."""
 
+import gc
 import resource
 import shutil
 import subprocess
@@ -46,6 +47,7 @@ def save_beyond_the_limit(fabric: Fabric, path: Path, sizes: list[int]) -> list[
     for size in sizes:
         for async_ in (False, True):
             fabric.barrier()
+            gc.collect()  # a store in a file is not to be closed under the limit
             with limited(size if fabric.global_rank == 0 else resource.RLIM_INFINITY):
                 if async_:
                     pending = fabric.save(path, {"x": torch.zeros(100_000), "step": 1}, async_=True)
@@ -70,7 +72,7 @@ def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_old_checkpoint(
         assert "what was there before is untouched" in text
     assert all("it failed on rank 0 of 2" in text for text in second)
     assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
-    assert path.is_file() or len(list(path.iterdir())) == 2
+    assert path.is_file() or {entry.name.partition("-")[0] for entry in path.iterdir()} == {"index.json", "rank"}
 
 
 REFUSALS = """
@@ -143,7 +145,7 @@ def test_a_damaged_checkpoint_is_named_and_nothing_of_it_is_in_the_module(io: An
         net = Net()
         model = fabric.setup(net)
         fabric.save(path, {"model": model})
-        damaged = path if path.is_file() else next(path.glob("data-*/__0_0*"))
+        damaged = path if path.is_file() else next(path.glob("rank-00000-*.safetensors"))
         content = bytearray(damaged.read_bytes())
         place = content.index(net.head.weight.detach().numpy().tobytes())
         content[place] ^= 1

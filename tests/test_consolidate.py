@@ -12,15 +12,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fabric import Fabric
-from fabric.checkpoint import FullCheckpoint
-from fabric.checkpoint.consolidate import consolidate
-from fabric.checkpoint.sharded import ShardedCheckpoint
-from fabric.checkpoint.state import with_metadata
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.checkpoint.export import consolidate
+from fabric.checkpoint.state import read_metadata, with_metadata
 from fabric.cli import main
-from fabric.errors import CheckpointError, ConfigurationError, MissingDependencyError
+from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state
+from fabric.tree import map_tensors
 from tests.ranks import run_in_ranks
-from tests.test_checkpoint_sharded import assert_same, save_sharded
+from tests.test_checkpoint_sharded import FSDP, assert_same, save_sharded
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -64,10 +64,11 @@ def test_tied_weights_are_in_the_file_once(path):
 
 
 def test_what_ranks_saved_in_shards_is_whole_in_the_file(path, capsys):
-    saved = run_in_ranks(save_sharded, path)[0]
+    saved = run_in_ranks(save_sharded, path, **FSDP)[0]
     assert main(["consolidate", str(path), "-o", str(path.parent / "deep" / "one.pt")]) == 0
     loaded = FullCheckpoint().load(path.parent / "deep" / "one.pt")
-    assert_same({name: loaded[name] for name in saved}, saved)
+    assert_same({name: map_tensors(torch.clone, loaded[name]) for name in saved}, saved)
+    assert len(read_metadata(loaded)["rng"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "read 0.0 of 0.0 MB" in shown.err
@@ -99,8 +100,8 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from fabric.checkpoint.consolidate import consolidate
-from fabric.checkpoint.sharded import ShardedCheckpoint
+from fabric.checkpoint.export import consolidate
+from fabric.checkpoint import ShardedCheckpoint
 import torch.distributed.checkpoint
 def own_memory():
     return {line.split()[0]: int(line.split()[1]) for line in open("/proc/self/status") if "kB" in line}["RssAnon:"]
@@ -140,7 +141,8 @@ def test_memory_is_that_of_a_few_tensors_and_not_of_the_checkpoint(path):
 def test_safetensors_hold_the_weights_of_the_model(path, state):
     save(state, path)
     output = consolidate(path, path.parent / "weights.safetensors")
-    assert_same(load_file(output), {name: state["model"][name] for name in sorted(state["model"])})
+    found = load_file(output)
+    assert_same({name: found[name] for name in state["model"]}, state["model"])
     assert sorted(os.listdir(path.parent)) == ["step-100", "weights.safetensors"]
 
 
@@ -158,7 +160,7 @@ def test_the_model_is_chosen_by_key_where_there_are_several(path, state):
     assert output.stat().st_size < 1000
 
 
-def test_safetensors_without_the_library_names_the_command_that_installs_it(path, state):
+def test_safetensors_are_written_without_the_library(path, state):
     save(state, path)
     code = (
         "import sys; sys.modules['safetensors'] = None; from fabric.cli import main;"
@@ -167,9 +169,8 @@ def test_safetensors_without_the_library_names_the_command_that_installs_it(path
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ONE_THREAD
     )
-    assert done.returncode == 2
-    assert 'pip install "torch-fabric[safetensors]"' in done.stderr
-    assert issubclass(MissingDependencyError, ImportError)
+    assert done.returncode == 0, done.stderr
+    assert set(load_file(path.parent / "w.safetensors")) == {"encoder", "decoder", "half"}
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def test_damage_leaves_the_file_of_an_earlier_run(path, state):
     save(state, path)
     output = consolidate(path)
     before = output.read_bytes()
-    (shards,) = path.glob("data-*/*.distcp")
+    (shards,) = path.glob("*.safetensors")
     shards.write_bytes(shards.read_bytes()[: shards.stat().st_size // 2])
     with pytest.raises(CheckpointError, match="damaged"):
         consolidate(path)

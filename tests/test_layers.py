@@ -26,8 +26,7 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "checkpoint": "base snapshot failures plain commit fit directory state full skeleton unison background dcp sharded "
-    "agreed consolidate",
+    "checkpoint": "base state validate atomic file async_save sharded save_load export",
     "collectives": "autograd buckets objects ops",
     "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",

@@ -36,7 +36,7 @@ CORE = [
     "collectives/buckets",
     "communicators",
     "data/loader",
-    "checkpoint/agreed",
+    "checkpoint/save_load",
 ]
 
 PACKAGE = Path(fabric.__file__).parent

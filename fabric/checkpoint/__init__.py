@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from fabric._late import late
-from fabric.checkpoint.background import PendingSave
+from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.base import CheckpointIO
 
 if TYPE_CHECKING:
-    from fabric.checkpoint.full import FullCheckpoint
+    from fabric.checkpoint.file import FullCheckpoint
     from fabric.checkpoint.sharded import ShardedCheckpoint
 
 __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
 
-__getattr__, __dir__ = late(__name__, {"FullCheckpoint": "full", "ShardedCheckpoint": "sharded"})
+__getattr__, __dir__ = late(__name__, {"FullCheckpoint": "file", "ShardedCheckpoint": "sharded"})

@@ -1,10 +1,23 @@
-"""What a checkpoint format has to offer."""
+"""What a checkpoint format offers, and the errors that all formats share."""
 
-from collections.abc import Mapping
+import difflib
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["CheckpointIO"]
+from fabric.errors import CheckpointError
+
+__all__ = ["DAMAGE", "CheckpointIO", "damaged", "first_line", "listed", "nearby", "newer"]
+
+DAMAGE = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, AssertionError, OSError,
+          MemoryError, OverflowError, struct.error, zipfile.BadZipFile, zlib.error, pickle.UnpicklingError)  # fmt: skip
+"""What reading bytes that were never written as a checkpoint, or were changed since, has been seen to raise."""
+
+_LISTED = 12  # names given in full before an error only counts the rest
 
 
 @runtime_checkable
@@ -44,3 +57,42 @@ class CheckpointIO(Protocol):
     def wait(self) -> None:
         """Return when every save that was begun is on disk, raising what went wrong in it."""
         ...
+
+
+def damaged(request: str, problem: str) -> CheckpointError:
+    """The error for a checkpoint that is not as it was written."""
+    return CheckpointError(
+        request,
+        f"the checkpoint is damaged, or was replaced while it was read: {problem}",
+        "what fabric.save or torch.save wrote, complete and with torch's default of writing checksums",
+        "the same again, if a save may have been running; or an older checkpoint, or a fresh copy of this one",
+    )
+
+
+def newer(request: str, version: object, known: int) -> CheckpointError:
+    """The error for a checkpoint in a format that this release does not know."""
+    return CheckpointError(
+        request,
+        f"its format version is {version!r}: a newer release wrote it",
+        f"format versions up to {known}",
+        "pip install --upgrade torch-fabric",
+    )
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first names, and how many more there are."""
+    found = list(names)
+    rest = len(found) - _LISTED
+    return ", ".join([*map(str, found[:_LISTED]), *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"
+
+
+def nearby(path: Path, found: Iterable[str], otherwise: str) -> str:
+    """Those of the paths ``found`` that resemble a path, else the first, as the last part of an error."""
+    paths = sorted(found)
+    near = difflib.get_close_matches(str(path), paths, n=5, cutoff=0.4) or paths[:5]
+    return ", or ".join(map(repr, near)) or otherwise
+
+
+def first_line(error: Exception) -> str:
+    """An error without the stack of C++ that torch may put below."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__

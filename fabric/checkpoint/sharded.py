@@ -1,55 +1,110 @@
-"""A checkpoint in a folder, which all ranks write at once and any number of ranks can read."""
+"""A checkpoint in a folder, which all ranks write at once and any number of ranks can read.
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+[Note: files of a sharded checkpoint]
+Each rank writes its shards to a *safetensors* file, with the metadata of torch's own format in its header, so that
+``torch.distributed.checkpoint.HuggingFaceStorageReader`` and the safetensors library read it as well; a second shard of
+the same tensor, for which such a file has no place, goes to a second file. A dtype that safetensors cannot name is
+written as bytes, one more dimension. What is no tensor is in the index, which is JSON, and what belongs to one rank
+alone, such as the states of its random generators, in a JSON file of that rank. Nothing in the folder can name code.
+
+[Note: checksums] The index has a CRC32 over all bytes of each file, summed while they are written, and its own. A file
+that is needed is mapped into memory and compared as a whole before anything is copied out of it.
+"""
+
+import copy
+import json
+import mmap
+import os
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-
-from fabric.checkpoint.dcp import (
-    LAYOUT,
-    Reading,
-    check_files,
-    file_checksum,
-    plan_reading,
-    read_layout,
-    write_tensors,
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
 )
-from fabric.checkpoint.directory import Staging, read_manifest, remove
-from fabric.checkpoint.failures import TRUSTED, damaged, listed
-from fabric.checkpoint.full import FullCheckpoint
-from fabric.checkpoint.plain import check_plain
-from fabric.checkpoint.skeleton import MISSING, Place, find, fit_tensors, name_tensors, take_apart, written
-from fabric.checkpoint.state import METADATA_KEY
-from fabric.checkpoint.unison import together, write_together
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from fabric.checkpoint.atomic import (
+    data_name,
+    find_data,
+    gather_on_first,
+    raise_on_any_rank_error,
+    read_index,
+    remove_folder,
+    replace_folder,
+    scatter_from_first,
+    sync_folder,
+    write_errors,
+    write_index,
+)
+from fabric.checkpoint.base import DAMAGE, damaged, listed
+from fabric.checkpoint.state import (
+    METADATA_KEY,
+    Place,
+    decode,
+    encode,
+    flatten_state,
+    fqn,
+    tensor_bytes,
+    unflatten_state,
+)
 from fabric.communicators import Communicator
 from fabric.communicators.local import LocalCommunicator
-from fabric.errors import CheckpointError, UnsafeCheckpointError
+from fabric.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+__all__ = ["ALIGNMENT", "ShardReader", "ShardWriter", "ShardedCheckpoint", "StoredCheckpoint", "safetensors_header"]
 
-__all__ = ["Prepared", "ShardedCheckpoint", "Stored"]
+T = TypeVar("T")
 
-_SKELETON = "skeleton.pt"
+ALIGNMENT = 64
+"""Bytes; enough for every dtype and for the processor's widest loads."""
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class ShardedCheckpoint:
     """A format of one folder per checkpoint, in which each rank writes the shards that it holds.
 
-    The tensors lie in the layout of torch.distributed.checkpoint, everything else in one small file beside them. The
-    folder is replaced as a whole: a crash at any moment leaves the old content or the new one, see ``[Note: commit of a
-    directory]``. Any number of ranks can read it, each only what it needs, into tensors sharded in any way or into
-    whole ones. With one process this is a :class:`fabric.checkpoint.CheckpointIO` like any other.
+    See ``[Note: files of a sharded checkpoint]``. The folder is replaced as a whole: a crash at any moment leaves the
+    old content or the new one, see ``[Note: commit of a folder]``. Any number of ranks can read it, each only what it
+    needs, into tensors sharded in any way or into full ones. With one process this is a
+    :class:`fabric.checkpoint.CheckpointIO` like any other.
     """
 
-    def save(self, state: Mapping[str, Any], path: Path, communicator: Communicator | None = None) -> None:
+    saves_shards = True
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        path: Path,
+        communicator: Communicator | None = None,
+        per_rank: Mapping[str, Any] | None = None,
+    ) -> None:
         """Write ``state`` to the folder ``path`` and return when it is on the disk.
 
         Collective: every rank of ``communicator`` must call it. Sharded tensors (DTensors) are written shard by shard;
-        of whole tensors, and of everything else, rank 0's values count. Tensors that are the same memory are written
+        of full tensors, and of everything else, rank 0's values count. Tensors that are the same memory are written
         once. Parameters come back as plain tensors.
 
         Args:
@@ -57,104 +112,93 @@ class ShardedCheckpoint:
                 the same structure on every rank.
             path: the folder, on a file system that all ranks share. Missing folders on the way to it are created.
             communicator: the ranks; None for this process alone.
+            per_rank: plain values that are kept for each rank; a load has them as lists in fabric's metadata.
 
         Raises:
             CheckpointError: ``path`` is a file or cannot be written, or ranks disagree; on every rank, when it fails on
                 one. What was at ``path`` is untouched.
-            ArgumentTypeError: something in ``state`` is not plain.
+            ArgumentTypeError: something in ``state`` is not plain, or is of a class that only code can rebuild.
         """
-        asked = f"save a sharded checkpoint to {str(path)!r}"
-        communicator = communicator or _alone()
+        request = f"save a sharded checkpoint to {str(path)!r}"
+        communicator = communicator or LocalCommunicator(torch.device("cpu"))
         is_first = communicator.rank == 0
 
-        def parts() -> tuple[dict[str, Any], dict[Place, Tensor], dict[Place, str]]:
-            skeleton, tensors = take_apart(state)
-            for name, content in skeleton.items():
-                check_plain(f"state[{name!r}]", content)
-            return skeleton, tensors, name_tensors(tensors) if is_first else {}
+        def agreed(action: Callable[[], T]) -> T:
+            def writing() -> T:
+                with write_errors(request):
+                    return action()
 
-        skeleton, tensors, names = together(communicator, asked, parts)
-        names = communicator.broadcast_object(names, 0)
-        together(communicator, asked, lambda: _check_agreement(asked, names, tensors, communicator.rank))
-        staging = write_together(communicator, asked, lambda: Staging(path) if is_first else None)
-        try:
-            folder = communicator.broadcast_object(staging and staging.folder, 0)
-            by_name: dict[str, Tensor] = {}
-            for place, name in names.items():
-                by_name.setdefault(name, tensors[place])
-            checksums = write_tensors(asked, by_name, folder, communicator)
+            return raise_on_any_rank_error(communicator, request, writing)
+
+        entries = {name: content for name, content in state.items() if name != METADATA_KEY}
+        flat = agreed(lambda: flatten_state(entries))
+        with ExitStack() as stack:
+            target: Any = agreed(lambda: stack.enter_context(replace_folder(path)) if is_first else None)
+            folder, names = communicator.broadcast_object((target[0], flat.names) if target else None, 0)
+            writer = ShardWriter(folder, communicator.rank)
+            planner = DefaultSavePlanner(
+                flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
+            )
+
+            def plan() -> SavePlan:
+                if names.keys() != flat.tensors.keys():
+                    raise _disagreement(request, names.keys(), flat.tensors.keys(), communicator.rank)
+                tensors = {name: flat.tensors[place] for place, name in names.items()}
+                planner.set_up_planner(tensors, is_coordinator=is_first)
+                return writer.prepare_local_plan(planner.create_local_plan())
+
+            plans = gather_on_first(communicator, agreed(plan))
+            plans, layout = agreed(lambda: planner.create_global_plan(plans) if is_first else ([], None))
+            own = scatter_from_first(communicator, writer.prepare_global_plan(plans))
+
+            def write() -> Any:
+                written = writer.write_data(planner.finish_plan(own), planner).wait()
+                return written, writer.write_values(per_rank) if per_rank else None
+
+            written = gather_on_first(communicator, agreed(write))
 
             def commit() -> None:
-                if staging is not None:
-                    FullCheckpoint().save({"skeleton": skeleton, "tensors": names}, folder / _SKELETON)
-                    staging.commit({**checksums, _SKELETON: file_checksum(folder / _SKELETON)})
+                if layout is not None:
+                    writer.finish(layout, [results for results, _ in written])
+                    values = {"per_rank": [values for _, values in written if values]}
+                    metadata = {"metadata": encode(state.get(METADATA_KEY, {})), "state": flat.tree}
+                    write_index(target[1], folder, {**writer.index, **values, **metadata})
+                stack.close()
 
-            write_together(communicator, asked, commit)
-        finally:
-            if staging is not None:
-                staging.close()
+            agreed(commit)
 
-    def load(
-        self,
-        path: Path,
-        into: Mapping[str, Any] | None = None,
-        communicator: Communicator | None = None,
-        *,
-        strict: bool = True,
-        progress: Callable[[int], None] = lambda copied: None,
-    ) -> dict[str, Any]:
-        """Read what :meth:`save` wrote, on any number of ranks. Never runs code that the folder holds.
-
-        All that is read is checked before anything is changed. With a communicator this is a collective: no rank
-        changes anything before all of them have found everything in order. Without one, every rank may call it for
-        itself, sharded tensors included.
-
-        Args:
-            path: the folder.
-            into: entries to load, of the structure that was saved. Its tensors, whole or sharded, are overwritten in
-                place; where it has something else for a tensor, or a meta tensor as in :meth:`describe`, a new tensor
-                on the CPU is returned. Other values in it are left alone. None loads every entry whole.
-            communicator: the ranks that load together.
-            strict: whether an entry or a tensor that one side lacks is an error; else what fits is loaded. Shapes have
-                to agree either way.
-            progress: told after each tensor how many bytes of it this process has read.
-
-        Returns:
-            The entries that ``into`` names as they were saved, with the tensors of ``into``, and fabric's metadata.
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read what :meth:`save` wrote, in full, with every tensor on the CPU. Never runs code that the folder holds.
 
         Raises:
             CheckpointNotFoundError: there is no such folder, or no save into it was ever finished.
-            UnsafeCheckpointError: reading it would run code.
-            CheckpointError: ``path`` is a file, it is damaged, or it does not fit ``into``: all reasons in one text.
+            CheckpointError: ``path`` is a file, or it is damaged.
         """
-        communicator = communicator or _alone()
-        asked = f"load the sharded checkpoint {str(path)!r}"
-        stored = self.open(path, communicator)
-        prepared = together(communicator, asked, lambda: stored.prepare(into, strict=strict))
-        together(communicator, asked, lambda: prepared.copy(progress))
-        return prepared.content
+        stored = self.open(path)
+        content, targets = stored.prepare(dict.fromkeys(stored.content))
+        metadata = stored.metadata | stored.read_values()
+        stored.read(targets)
+        return {**content, **({METADATA_KEY: metadata} if metadata else {})}
 
-    def open(self, path: Path, communicator: Communicator | None = None) -> "Stored":
+    def open(self, path: Path, communicator: Communicator | None = None) -> "StoredCheckpoint":
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
             CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at; or ranks found the data
                 of different saves.
         """
-        asked = f"load the sharded checkpoint {str(path)!r}"
-        communicator = communicator or _alone()
-        stored = together(communicator, asked, lambda: _open(asked, path))
-        first = communicator.broadcast_object(stored.folder.name, 0)
-        together(communicator, asked, lambda: _check_same_save(asked, stored, first, communicator.rank))
+        request = f"load the sharded checkpoint {str(path)!r}"
+        communicator = communicator or LocalCommunicator(torch.device("cpu"))
+        stored = raise_on_any_rank_error(communicator, request, lambda: _open(request, Path(path)))
+        first = communicator.broadcast_object(stored.save, 0)
+
+        def check() -> None:
+            if stored.save != first:
+                problem = f"rank {communicator.rank} found the data of another save than rank 0: {stored.save}, {first}"
+                raise CheckpointError(request, problem, "one folder, into which nobody saves meanwhile", "it again")
+
+        raise_on_any_rank_error(communicator, request, check)
         return stored
-
-    def describe(self, path: Path) -> dict[str, Any]:
-        """What :meth:`load` would return, with a meta tensor of the right shape and dtype for each tensor.
-
-        Raises:
-            CheckpointError: as for :meth:`open`.
-        """
-        return self.open(path).describe()
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint in the folder ``path``; other files in the folder stay.
@@ -163,179 +207,322 @@ class ShardedCheckpoint:
             CheckpointNotFoundError: there is none.
             CheckpointError: ``path`` is a file.
         """
-        remove(path)
+        remove_folder(path)
 
     def wait(self) -> None:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A part of a checkpoint that has been found in order and can be read.
-
-    Attributes:
-        content: the entries, with the tensors that are going to be overwritten.
-    """
-
-    content: dict[str, Any]
-    _readings: list[Reading]
-
-    def copy(self, progress: Callable[[int], None] = lambda copied: None) -> None:
-        """Fill the tensors of :attr:`content`. Not a collective, sharded tensors included."""
-        with torch.no_grad():
-            for reading in self._readings:
-                reading.copy(progress)
-
-
-@dataclass(frozen=True)
-class Stored:
+class StoredCheckpoint:
     """A checkpoint whose tensors have not been read.
 
     Attributes:
-        folder: the sub-folder with its data, of a name that no other save has.
+        request: what is being done, for errors.
+        save: the save that the folder holds.
+        content: its entries, with a meta tensor for each tensor; one for those that are the same.
+        metadata: what fabric itself keeps, but what belongs to single ranks.
+        per_rank: the files of what belongs to single ranks, by rank, with their checksums.
+        names: of the tensors, by the identity of the meta tensor.
+        reader: reads them.
     """
 
-    folder: Path
-    _asked: str
-    _checksums: Mapping[str, int]
-    _skeleton: dict[str, Any]
-    _names: dict[Place, str]
-    _layout: "Metadata"
-    _intact: set[str] = field(default_factory=set)  # files that have been compared already
+    request: str
+    save: str
+    content: dict[str, Any]
+    metadata: dict[str, Any]
+    per_rank: list[tuple[str, int]]
+    names: dict[int, str]
+    reader: "ShardReader"
 
-    def describe(self) -> dict[str, Any]:
-        """The entries and fabric's metadata, with a meta tensor for each tensor; one for those that are the same."""
-        by_name = {name: self._empty(name, "meta") for name in self._names.values()}
-        tensors = {place: by_name[name] for place, name in self._names.items()}
-        return fit_tensors(self._skeleton, self._names, tensors)
-
-    def entries_with_tensors(self) -> set[str]:
-        """The names of the entries that hold tensors."""
-        return {place[0] for place in self._names}
-
-    def prepare(self, into: Mapping[str, Any] | None = None, *, strict: bool = True) -> Prepared:
-        """Find the targets for what ``into`` names, and compare the checksums of all files that hold it.
-
-        Args:
-            into: as for :meth:`ShardedCheckpoint.load`.
-            strict: likewise.
+    def read_values(self, rank: int | None = None) -> dict[str, list[Any]]:
+        """What belongs to one rank or, without a number, to each, as lists by name.
 
         Raises:
-            CheckpointError: it is damaged, or does not fit ``into``; nothing has been changed.
+            CheckpointError: it is damaged.
         """
-        tensors = self._targets(into, strict)
-        rounds = _rounds(self._names, tensors)
-        readings = [plan_reading(self._asked, targets, self.folder, self._layout) for targets in rounds]
-        files = {name for reading in readings for name in reading.files} - self._intact
-        check_files(self._asked, self.folder, sorted(files), self._checksums)
-        self._intact.update(files)
-        content = {
-            name: fit_tensors(content, self._names, tensors, (name,))
-            for name, content in self._skeleton.items()
-            if (name,) not in self._names or (name,) in tensors
-            if into is None or name in into or name == METADATA_KEY
-        }
-        return Prepared(content, readings)
+        values: dict[str, list[Any]] = {}
+        for name, checksum in self.per_rank if rank is None else self.per_rank[rank : rank + 1]:
+            content = json.loads(bytes(tensor_bytes(self.reader.open(name, checksum))))
+            for key, value in decode(content, _no_tensor).items():
+                values.setdefault(key, []).append(value)
+        return values
 
-    def _targets(self, into: Mapping[str, Any] | None, strict: bool) -> dict[Place, Tensor]:
-        """What to read, by place; new tensors where ``into`` has none."""
-        fresh: dict[str, Tensor] = {}
-        targets: dict[Place, Tensor] = {}
-        problems: list[str] = []
-        for place, name in self._names.items():
-            if into is not None and place[0] not in into:
-                continue
-            present = None if into is None else find(into, place)
-            if present is MISSING:
-                problems += [f"only in the checkpoint: {written(place)}"] if strict else []
-            elif not isinstance(present, Tensor) or present.is_meta:
+    def prepare(self, into: Mapping[str, Any]) -> tuple[dict[str, Any], "list[_Target]"]:
+        """Find a tensor for each one of the entries that ``into`` names, and check all files that hold these.
+
+        Args:
+            into: for each entry to load, something of the structure that was saved. Its tensors, full or sharded, of
+                the same shapes, are going to be overwritten; where it has anything else, there will be new ones.
+
+        Returns:
+            The entries with the tensors, and what is to be read into these.
+
+        Raises:
+            CheckpointError: it is damaged; or a tensor of ``into`` has no memory yet. Nothing has been changed.
+        """
+        found: dict[tuple[str, int], Tensor] = {}
+        new: dict[str, Tensor] = {}
+        content = {name: self._fit(self.content[name], value, found, new) for name, value in into.items()}
+        return content, [self.reader.prepare(name, tensor) for (name, _), tensor in found.items()]
+
+    def read(self, targets: "list[_Target]", progress: Callable[[int], None] = lambda copied: None) -> None:
+        """Fill the tensors that :meth:`prepare` has found. Not a collective, sharded tensors included.
+
+        ``progress`` is called after each tensor with the number of bytes of it that this process has read.
+        """
+        with torch.no_grad():
+            for target in targets:
+                try:
+                    self.reader.read_data(target.plan, target.planner).wait()
+                except DAMAGE as error:
+                    raise damaged(self.request, f"{target.name!r}: {type(error).__name__}: {error}") from error
+                progress(target.nbytes)
+
+    def _fit(self, stored: Any, present: Any, found: dict[tuple[str, int], Tensor], new: dict[str, Tensor]) -> Any:
+        if isinstance(stored, Tensor) and stored.is_meta:
+            name = self.names[id(stored)]
+            if not isinstance(present, Tensor) or present.shape != stored.shape or present.is_meta:
                 if hasattr(present, "full_tensor"):
-                    problems.append(f"{written(place)} is a sharded meta tensor: module.to_empty(device=...) it first")
-                if name not in fresh:
-                    fresh[name] = self._empty(name, "cpu")
-                targets[place] = fresh[name]
-            elif present.shape != (shape := self._tensor(name).size):
-                problems.append(f"{written(place)} is {tuple(shape)} in the checkpoint and {tuple(present.shape)} here")
-            else:
-                targets[place] = present
-        if into is not None and strict:
-            absent = [place for place in _leaves(into) if find(self._skeleton, place) is MISSING]
-            problems += [f"not in the checkpoint: {written(place)}" for place in absent]
-        if problems:
-            raise CheckpointError(
-                self._asked,
-                "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
-                f"a checkpoint of the same structure; its entries: {listed(map(repr, self._skeleton))}",
-                "strict=False to load what fits by name (shapes have to agree even then)",
-            )
-        return targets
-
-    def _tensor(self, name: str) -> Any:
-        return self._layout.state_dict_metadata[name]
-
-    def _empty(self, name: str, device: str) -> Tensor:
-        stored = self._tensor(name)
-        return torch.empty(stored.size, dtype=stored.properties.dtype, device=device)
+                    problem = f"the parameter for {name} is a sharded meta tensor"
+                    raise CheckpointError(self.request, problem, "memory", "module.to_empty(device=...) first")
+                present = new.setdefault(name, torch.empty_like(stored, device="cpu"))
+            return found.setdefault((name, id(present)), present)
+        if isinstance(stored, dict):
+            built = copy.copy(stored)  # keeps the type, and what torch attaches to a module's state
+            for key, item in stored.items():
+                built[key] = self._fit(item, present.get(key) if isinstance(present, Mapping) else None, found, new)
+            return built
+        if type(stored) in (list, tuple):
+            items = present[: len(stored)] if isinstance(present, list | tuple) else ()
+            return type(stored)(self._fit(*pair, found, new) for pair in zip_longest(stored, items))
+        return stored
 
 
-def _alone() -> Communicator:
-    return LocalCommunicator(torch.device("cpu"))
+def safetensors_header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], **metadata: str
+) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file, and where the bytes of each tensor go, in that order and without gaps.
+
+    Args:
+        tensors: dtypes and shapes by name.
+        metadata: texts to keep in it.
+    """
+    header: dict[str, Any] = {}
+    starts, end = {}, 0
+    # The widest first, so that all of them are aligned.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
+        starts[name], end = end, end + prod(shape) * dtype.itemsize
+        shape = [*shape] if dtype in _NAMES else [*shape, dtype.itemsize]
+        header[name] = {"dtype": _NAMES.get(dtype, "U8"), "shape": shape, "data_offsets": [starts[name], end]}
+    text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **header}).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, {name: len(text) + 8 + start for name, start in starts.items()}
 
 
-def _check_agreement(asked: str, names: Mapping[Place, str], tensors: Mapping[Place, Tensor], rank: int) -> None:
-    if names.keys() != tensors.keys():
-        here, there = (sorted(map(written, found)) for found in (tensors.keys() - names, names.keys() - tensors))
-        raise CheckpointError(
-            asked,
-            f"tensors only on rank {rank}: {listed(here)}; only on rank 0: {listed(there)}",
-            "a state of the same structure on every rank",
-            "the same entries on every rank, also those that only one rank needs",
-        )
+def _unchanged(*args: Any, **kwargs: Any) -> Any:
+    """The plan, or plans: each rank knows by itself where its files are."""
+    return args[-1]
 
 
-def _check_same_save(asked: str, stored: Stored, first: str, rank: int) -> None:
-    if stored.folder.name != first:
-        raise CheckpointError(
-            asked,
-            f"rank {rank} found the data of another save than rank 0: {stored.folder.name} and {first}",
-            "one folder for all ranks, into which nobody saves meanwhile",
-            "the same path on every rank, and the same again if a save may have been under way",
-        )
+def _nothing(*args: Any, **kwargs: Any) -> Any:
+    """An instance is for one save, in a place that is known."""
 
 
-def _open(asked: str, path: Path) -> Stored:
-    manifest = read_manifest(asked, path)
-    check_files(asked, manifest.data, [_SKELETON], manifest.checksums)
-    layout = read_layout(asked, manifest.data, manifest.checksums.get(LAYOUT))
+class ShardWriter(StorageWriter):
+    """Writes the part of one rank; see ``[Note: files of a sharded checkpoint]``.
+
+    Attributes:
+        index: what :meth:`finish` has to say of the tensors and files.
+    """
+
+    prepare_local_plan = prepare_global_plan = _unchanged
+    reset = set_up_storage_writer = validate_checkpoint_id = _nothing
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+        self.index: dict[str, Any] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the tensors of this rank."""
+        files: dict[int, dict[str, Any]] = {}
+        shards: Counter[str] = Counter()
+        for item in plan.items:
+            files.setdefault(shards[item.index.fqn], {})[item.index.fqn] = item
+            shards[item.index.fqn] += 1
+        return _done([result for part in files for result in self._write_file(part, files[part], planner)])
+
+    def write_values(self, values: Mapping[str, Any]) -> tuple[str, int]:
+        """Write what belongs to this rank alone; the name of the file, and its checksum."""
+        name = data_name(self._folder, self._rank, "json")
+        return name, self._write(name, [json.dumps(encode(dict(values)), allow_nan=False).encode()])
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Note where everything is."""
+        places = {result.index: result.storage_data for rank in results for result in rank}
+        self.index["files"] = {file: checksum for file, _, checksum in places.values()}
+        self.index["tensors"] = tensors = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata), "nothing else is planned"
+            chunks = [
+                [[*chunk.offsets], [*chunk.sizes], *places[MetadataIndex(name, chunk.offsets)][:2]]
+                for chunk in tensor.chunks
+            ]
+            tensors[name] = [str(tensor.properties.dtype), [*tensor.size], chunks]
+
+    def _write_file(self, part: int, items: dict[str, Any], planner: SavePlanner) -> Iterator[WriteResult]:
+        written = {name: item.tensor_data for name, item in items.items()}
+        tensors = {name: (data.properties.dtype, data.chunk.sizes) for name, data in written.items()}
+        offsets = {
+            name: {"saved_offsets": [*data.chunk.offsets, *[0] * (data.properties.dtype not in _NAMES)]}
+            for name, data in written.items()
+        }
+        header, starts = safetensors_header(tensors, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets))
+        # One after the other: of a tensor on another device, one copy at a time is here.
+        contents = (_bytes_of(planner.resolve_data(items[name])) for name in starts)
+        file = data_name(self._folder, self._rank, "safetensors", part)
+        checksum = self._write(file, chain([header], contents))
+        for name, (dtype, sizes) in tensors.items():
+            yield WriteResult(items[name].index, prod(sizes) * dtype.itemsize, (file, starts[name], checksum))
+
+    def _write(self, name: str, contents: Iterable[bytes | memoryview]) -> int:
+        checksum = 0
+        with open(self._folder / name, "wb") as file:
+            for content in contents:
+                file.write(content)
+                checksum = zlib.crc32(content, checksum)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(self._folder)
+        return checksum
+
+
+class _Target(NamedTuple):
+    """A tensor that is going to be overwritten, and what has to be read for it."""
+
+    name: str
+    nbytes: int
+    plan: LoadPlan
+    planner: LoadPlanner
+
+
+class ShardReader(StorageReader):
+    """Reads from the files of one save, once they are compared with their checksums.
+
+    Attributes:
+        metadata: of the tensors, with their places.
+    """
+
+    prepare_local_plan = prepare_global_plan = _unchanged
+    reset = set_up_storage_reader = validate_checkpoint_id = _nothing
+
+    def __init__(self, request: str, path: Path, index: Mapping[str, Any]) -> None:
+        self._request, self._path, self._index = request, path, index
+        self._files: dict[str, Tensor] = {}
+        self.metadata = self.read_metadata()
+
+    def open(self, name: str, checksum: int) -> Tensor:
+        """The bytes of a file, mapped into memory.
+
+        Raises:
+            CheckpointError: it is missing, or is not what was written.
+        """
+        if name not in self._files:
+            try:
+                with open(find_data(self._path, name), "rb") as file:
+                    content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except (OSError, ValueError) as error:
+                raise damaged(self._request, f"{name} cannot be read ({error})") from error
+            if zlib.crc32(content) != checksum:
+                raise damaged(self._request, f"the checksum of {name} does not match")
+            self._files[name] = torch.frombuffer(content, dtype=torch.uint8)
+        return self._files[name]
+
+    def prepare(self, name: str, tensor: Tensor) -> _Target:
+        """Find what to read for one tensor, full or sharded, and check the files that hold it.
+
+        Raises:
+            CheckpointError: parts of it are missing, or damaged.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            planner.set_up_planner({name: tensor}, self.metadata)
+            plan = planner.create_local_plan()
+            for item in plan.items:
+                file = self.metadata.storage_data[item.storage_index][0]
+                self.open(file, self._index["files"][file])
+        except CheckpointError:
+            raise
+        except DAMAGE as error:
+            raise damaged(self._request, f"{name!r}: {type(error).__name__}: {error}") from error
+        chunks: Any = getattr(tensor, "__create_chunk_list__", None)
+        count = sum(prod(chunk.sizes) for chunk in chunks()) if chunks else tensor.numel()
+        # DCP would leave what no chunk covers with whatever was in memory.
+        if sum(prod(item.lengths) for item in plan.items) != count:
+            raise damaged(self._request, f"parts are missing of {name}")
+        return _Target(name, count * tensor.dtype.itemsize, plan, planner)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the index says of the tensors."""
+        tensors: dict[str, Any] = {}
+        places: dict[MetadataIndex, Any] = {}
+        for name, (dtype_name, shape, chunks) in self._index["tensors"].items():
+            dtype = decode({"$dtype": dtype_name}, _no_tensor)
+            boxes = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks]
+            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), boxes)
+            for offsets, sizes, file, start in chunks:
+                places[MetadataIndex(name, offsets)] = file, start, sizes, dtype
+        return Metadata(tensors, storage_data=places)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Copy what a plan asks for from files that have been checked."""
+        for item in plan.items:
+            file, start, sizes, dtype = self.metadata.storage_data[item.storage_index]
+            stored = self._files[file][start : start + prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+            for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                stored = stored.narrow(dim, offset, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+
+def _open(request: str, path: Path) -> StoredCheckpoint:
+    save, index = read_index(request, path)
     try:
-        content = FullCheckpoint().load(manifest.data / _SKELETON)
-    except UnsafeCheckpointError as error:
-        # No reason to offer weights_only=False: fabric writes none that needs it.
-        raise UnsafeCheckpointError(asked, f"its {_SKELETON}: {error.problem}", error.expected, TRUSTED) from error
-    skeleton, names = content.get("skeleton"), content.get("tensors")
-    absent = {*names.values()} - layout.state_dict_metadata.keys() if isinstance(names, dict) else set()
-    if isinstance(skeleton, dict) and isinstance(names, dict) and not absent:
-        return Stored(manifest.data, asked, manifest.checksums, skeleton, names, layout)
-    wrong = f"its {_SKELETON} and its {LAYOUT} are not of one save: no tensor there for {listed(map(repr, absent))}"
-    raise damaged(asked, wrong)
+        reader = ShardReader(request, path, index)
+        described: Any = reader.metadata.state_dict_metadata
+        tensors = {
+            name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            for name, tensor in described.items()
+        }
+        content = unflatten_state(index["state"], tensors.__getitem__)
+        metadata = decode(index["metadata"], _no_tensor)
+        names = {id(tensor): name for name, tensor in tensors.items()}
+        return StoredCheckpoint(request, save, content, metadata, index["per_rank"], names, reader)
+    except DAMAGE as error:
+        raise damaged(request, f"its index cannot be understood ({type(error).__name__}: {error})") from error
 
 
-def _leaves(tree: Mapping[str, Any]) -> Iterator[Place]:
-    """The places of the tensors in ``tree``, and of its entries."""
-    skeleton, tensors = take_apart(tree)
-    yield from tensors
-    yield from ((name,) for name in skeleton if (name,) not in tensors)
+def _disagreement(request: str, first: Set[Place], own: Set[Place], rank: int) -> CheckpointError:
+    here, there = (sorted(map(fqn, places)) for places in (own - first, first - own))
+    return CheckpointError(
+        request,
+        f"tensors only on rank {rank}: {listed(here)}; only on rank 0: {listed(there)}",
+        "a state of the same structure on every rank",
+        "the same entries on every rank, also those that only one rank needs",
+    )
 
 
-def _rounds(names: Mapping[Place, str], targets: Mapping[Place, Tensor]) -> list[dict[str, Tensor]]:
-    """Targets by name; a second round where one stored tensor goes to two places that are different memory."""
-    by_name: dict[str, dict[int, Tensor]] = {}
-    for place, target in targets.items():
-        by_name.setdefault(names[place], {})[id(target)] = target
-    rounds: list[dict[str, Tensor]] = []
-    for name, different in by_name.items():
-        for index, target in enumerate(different.values()):
-            if index == len(rounds):
-                rounds.append({})
-            rounds[index][name] = target
-    return rounds
+def _bytes_of(tensor: Any) -> memoryview:
+    return tensor_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+
+
+def _no_tensor(name: str) -> Tensor:
+    raise ValueError(f"there is no tensor {name!r}")
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future

@@ -1,32 +1,62 @@
-"""Turning the user's objects into plain state, and back. Knows nothing of files, processes or strategies."""
+"""The user's objects as plain state, and plain state as JSON. Knows nothing of files, processes or strategies.
 
+[Note: plain state]
+State is *plain* when ``torch.load(weights_only=True)`` can read it again: tensors, numbers, strings, bytes, ``None``,
+dtypes, devices, and dicts, lists, tuples and sets of these; by exact type, since a subclass is rebuilt by running its
+code. Anything else is refused when it is saved, which costs a line to change, and not when it is loaded, when the run
+is over.
+
+[Note: JSON with type tags]
+What JSON has no type for is an object with one key that begins with ``$``, the *tag*: ``{"$tuple": [1, 2]}``,
+``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept elsewhere under that name.
+Every plain value comes back with its type and every bit: floats are written with as many digits as tell them from all
+others, and those that JSON lacks by their bytes. A dict is a JSON object where its keys are strings that no tag could
+be, and else, as subclasses of dict, a list of pairs.
+
+A *place* is the tuple of keys and indices that leads from a state to one of its values, such as
+``("model", "layer.weight")``.
+"""
+
+import base64
 import copy
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+import ctypes
+import dataclasses
+import enum
+import math
+import re
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.serialization import get_safe_globals
 from torch.utils.data import DataLoader
 
-from fabric.checkpoint.failures import listed, newer
-from fabric.checkpoint.fit import find_problems
-from fabric.checkpoint.plain import check_plain
-from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fabric.tree import map_tensors
+from fabric.checkpoint.base import listed, newer
+from fabric.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
     "FORMAT_VERSION",
     "METADATA_KEY",
     "Access",
-    "apply",
-    "apply_raw",
-    "check",
+    "FlatState",
+    "Place",
+    "check_entries",
+    "check_weights_only_safe",
     "collect",
+    "decode",
+    "encode",
+    "flatten_state",
+    "fqn",
+    "is_stateful",
     "read_metadata",
-    "restore",
+    "tensor_bytes",
+    "unflatten_state",
     "with_metadata",
 ]
 
@@ -34,16 +64,38 @@ METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
+Place = tuple[Any, ...]
+Take = Callable[[Place, Any], Any]
+
+_SURROGATES = re.compile("[\ud800-\udfff]")  # a pair of them would come back from JSON as one character
+_MAPPINGS = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
+_SEQUENCES = {"$list": list, "$tuple": tuple, "$set": set}
+_TAGS = {kind: tag for tag, kind in {**_MAPPINGS, **_SEQUENCES}.items()}
+_SPARSE = {
+    torch.sparse_coo: ("indices", "values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+# What to write instead of a value that is not plain.
+_REPLACEMENTS: tuple[tuple[type, str], ...] = (
+    (enum.Enum, "value.name"),
+    (torch.Generator, "generator.get_state()"),
+    (Tensor, "tensor.as_subclass(torch.Tensor), with values"),
+    *((kind, f"{kind.__name__}(value)") for kind in (dict, tuple, list)),
+    (frozenset, "set(value)"),
+)
 
 
 @dataclass(frozen=True)
 class Access:
-    """The way to the states of modules and optimizers.
+    """How the states of modules and optimizers are read and restored.
 
     Attributes:
         module_state: names and values of a module as they stand in a checkpoint.
         load_module: ``load_module(module, content, strict)`` puts such a state into a module.
-        optimizer_state: the state of an optimizer for whole parameters, as its own ``state_dict()`` has it.
+        optimizer_state: the state of an optimizer for full parameters, as its own ``state_dict()`` has it.
         load_optimizer: ``load_optimizer(optimizer, content)`` puts such a state into an optimizer.
     """
 
@@ -63,18 +115,18 @@ def collect(
     trainable_only: bool = False,
     checks_content: bool = True,
 ) -> dict[str, Any]:
-    """Turn ``state`` into plain data, entry by entry. No tensor is copied.
+    """Turn ``state`` into plain state, entry by entry. No tensor is copied.
 
     Modules and optimizers are read through ``access``; another object with ``state_dict()`` and ``load_state_dict()``
-    (a scheduler, a loader) becomes its ``state_dict()``; plain data stays as it is. Every entry that can be refused
+    (a scheduler, a loader) becomes its ``state_dict()``; plain values stay as they are. Every entry that can be refused
     without these is looked at first, since they may be collectives.
 
     Args:
         state: names and objects; not changed.
-        access: the way to modules and optimizers.
+        access: how modules and optimizers are read.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
         trainable_only: leave out the parameters of modules that do not require a gradient.
-        checks_content: whether what became of an object has to be plain.
+        checks_content: whether the states of objects have to be plain.
 
     Raises:
         ArgumentTypeError: an entry could not be loaded again without running code; the text names its place in
@@ -83,8 +135,9 @@ def collect(
             ``"__fabric__"``.
     """
     keep = filter or {}
-    _check_entries(state, "save")
-    _check_filter(state, keep)
+    check_entries(state, "save")
+    if unknown := [name for name in keep if name not in state]:
+        raise ConfigurationError(f"filter={{{unknown[0]!r}: ...}}", "no such entry in state", listed(map(repr, state)))
     collected: dict[str, Any] = {}
     for name, value in state.items():
         content = _content(value, access)
@@ -94,116 +147,45 @@ def collect(
         if name in keep:
             content = _filtered(name, content, keep[name])
         if checks_content and content is not value:
-            check_plain(f"state[{name!r}]", content)
+            check_weights_only_safe(name, content)
         collected[name] = content
     return collected
 
 
-def apply(
-    loaded: Mapping[str, Any], state: MutableMapping[str, Any] | None, access: Access, strict: bool = True
-) -> dict[str, Any]:
-    """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
-
-    Everything that can be checked is checked before anything is changed. Plain values in ``state`` are replaced by
-    the loaded ones; what was restored shares no memory with ``loaded``.
-
-    Args:
-        loaded: what :func:`collect` gave, after a save and a load. Its metadata is checked and not returned.
-        state: names and objects to restore, or ``None`` to get everything back as it was loaded.
-        access: the way to modules and optimizers. The state of a module is used for the check only: it has to be
-            complete on every rank, and a sharded module's own ``state_dict()`` will do.
-        strict: whether an entry, a parameter or a buffer that one side lacks is an error; else what fits by name is
-            loaded. Shapes, and the groups of an optimizer, have to agree either way.
-
-    Raises:
-        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text), or a newer fabric wrote it.
-        ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
-    """
-    if state is not None:
-        check(loaded, state, access, strict)
-    return restore(loaded, state, access, strict, is_mapped=True)
-
-
-def check(loaded: Mapping[str, Any], state: Mapping[str, Any], access: Access, strict: bool = True) -> None:
-    """Raise unless ``loaded`` can be restored into ``state``, as far as that can be told without changing anything.
-
-    Arguments and errors are those of :func:`apply`; of ``loaded``, meta tensors will do.
-    """
-    read_metadata(loaded)
-    _check_entries(state, "load")
-    asked = f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}"
-    entries = _entries(loaded)
-    missing = [name for name in state if name not in entries]
-    if missing and strict:
-        raise CheckpointError(
-            asked,
-            f"the file has no {listed(map(repr, missing))}",
-            f"entries of the file: {listed(map(repr, entries))}",
-            "a state with these names, or strict=False to leave the others as they are",
-        )
-    _raise_problems(
-        asked,
-        (
-            f"state[{name!r}]: {problem}"
-            for name, value in state.items()
-            if name in entries
-            for problem in find_problems(value, entries[name], access.module_state, strict)
-        ),
-    )
-
-
-def restore(
-    loaded: Mapping[str, Any], state: MutableMapping[str, Any] | None, access: Access, strict: bool, is_mapped: bool
-) -> dict[str, Any]:
-    """What :func:`apply` does after its checks.
-
-    ``is_mapped`` tells whether tensors of ``loaded`` may be mapped from a file, and have to be copied to be kept.
-    """
-    entries = _entries(loaded)
-    if state is None:
-        return entries
-    wanted = {name: value for name, value in state.items() if name in entries}
-    for name in sorted(wanted, key=lambda name: _turn(wanted[name])):
-        if _is_object(wanted[name]):
-            _restore(wanted[name], entries[name], access, strict, is_mapped)
-        else:
-            state[name] = copy.deepcopy(entries[name])
-    return {name: content for name, content in entries.items() if name not in state}
-
-
-def apply_raw(loaded: Mapping[str, Any], target: Any, access: Access, strict: bool = True) -> None:
-    """Restore one object from a file that is its bare state dict, as ``torch.save(model.state_dict(), path)`` wrote it.
-
-    Args:
-        loaded: the content of the file.
-        target: a module, an optimizer, or any object with ``state_dict()`` and ``load_state_dict()``.
-        access: as for :func:`apply`.
-        strict: as for :func:`apply`.
-
-    Raises:
-        CheckpointError: the file does not fit, or is a checkpoint with entries; nothing has been changed.
-        ArgumentTypeError: ``target`` is nothing that has a state.
-    """
-    asked = f"load a state dict into a {type(target).__name__}"
-    _refuse_loader("loader", target)
-    if not _is_object(target):
+def check_entries(state: Mapping[str, Any], verb: str) -> None:
+    """Raise unless every entry of a user's state is an object with a state, or plain."""
+    request = f"{verb} a checkpoint"
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
         raise ArgumentTypeError(
-            asked,
-            "it has no state_dict() and load_state_dict()",
-            "a module, an optimizer, or an object with these two methods",
-            "fabric.load(path, state) for a checkpoint with entries of several kinds",
+            request,
+            f"state is a {type(state).__name__} of {listed(map(repr, state))}",
+            "a dict with names, which are strings, and objects",
+            '{"model": model, "step": step}',
         )
-    problems = list(find_problems(target, loaded, access.module_state, strict))
-    holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
-    if problems and holds_entries and not isinstance(target, Optimizer):
-        raise CheckpointError(
-            asked,
-            f"the file is a checkpoint with the entries {listed(map(repr, loaded))}; {problems[0]}",
-            "a file that is the state dict itself",
-            "fabric.load(path, {'model': model}), with the entry that you want",
+    if METADATA_KEY in state:
+        raise ConfigurationError(request, f"state[{METADATA_KEY!r}] is where fabric keeps its own", "any other name")
+    for name, value in state.items():
+        if not is_stateful(value):
+            check_weights_only_safe(name, value)
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether a value is restored in place; any other is replaced.
+
+    Raises:
+        ArgumentTypeError: it is a ``DataLoader`` that is not set up.
+    """
+    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
+    if not isinstance(value, type) and all(map(callable, methods)):
+        return True
+    if isinstance(value, DataLoader):
+        raise ArgumentTypeError(
+            "a DataLoader in a checkpoint",
+            "it does not know its position, so a resumed run would replay or skip samples",
+            "a loader that fabric has set up, or any loader with state_dict() and load_state_dict()",
+            "loader = fabric.setup_dataloaders(loader), and put the result into the state",
         )
-    _raise_problems(asked, problems)
-    _restore(target, loaded, access, strict, is_mapped=True)
+    return False
 
 
 def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,14 +193,10 @@ def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> di
 
     Args:
         entries: what :func:`collect` gave.
-        metadata: plain data, such as ``world_size`` and the states of random generators. The version of the format and
-            that of torch are added.
-
-    Raises:
-        ArgumentTypeError: ``metadata`` is not plain.
+        metadata: plain values, such as ``world_size`` and the states of random generators. The version of the format
+            and that of torch are added.
     """
     stamp = {"format_version": FORMAT_VERSION, "torch_version": str(torch.__version__), **metadata}
-    check_plain(METADATA_KEY, stamp)
     return {**entries, METADATA_KEY: stamp}
 
 
@@ -235,14 +213,272 @@ def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
     return dict(metadata)
 
 
-def _entries(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: content for name, content in loaded.items() if name != METADATA_KEY}
+def check_weights_only_safe(name: str, value: Any) -> None:
+    """Raise unless an entry of a state is plain: see ``[Note: plain state]``.
+
+    Classes that the user has allowed with ``torch.serialization.add_safe_globals`` are taken as they are, and so are
+    collections that hold themselves.
+
+    Raises:
+        ArgumentTypeError: something in it is not plain; the text names its place and what to write instead.
+    """
+    allowed = {*_TAGS, *_allowed_classes()}
+
+    def take(place: Place, item: Any) -> None:
+        if isinstance(item, Tensor):
+            if type(item) not in (Tensor, nn.Parameter, *allowed) or item.is_meta or hasattr(item, "full_tensor"):
+                raise _not_plain(place, item)
+            encode(vars(item), take, (*place, "__dict__"))
+        elif type(item) not in allowed:
+            raise _not_plain(place, item)
+
+    encode(value, take, (name,))
 
 
-def _is_object(value: Any) -> bool:
-    """Whether a value is restored in place; any other is replaced."""
-    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
-    return not isinstance(value, type) and all(callable(method) for method in methods)
+@dataclass
+class FlatState:
+    """A state without its tensors, and the tensors by their place in it.
+
+    Attributes:
+        tree: the state as JSON, with the names of tensors.
+        tensors: full or sharded tensors of the strided layout, in the order in which they stand in the state.
+        names: the name of each place, unique but for those that hold the same memory.
+    """
+
+    tree: dict[str, Any]
+    tensors: dict[Place, Tensor]
+    names: dict[Place, str]
+
+
+def flatten_state(state: Mapping[str, Any]) -> FlatState:
+    """Take a state apart. No tensor is copied, but sparse ones, which are kept in the JSON.
+
+    Raises:
+        ArgumentTypeError: something in it is not plain, or has no place in a sharded checkpoint.
+    """
+    tensors: dict[Place, Tensor] = {}
+    names: dict[Place, str] = {}
+    owners: dict[Any, str] = {}
+
+    def take(place: Place, item: Any) -> Any:
+        is_plain = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
+        if not is_plain or ... in place or item.layout is not torch.strided or item.is_quantized or item.is_meta:
+            return _inline(place, item)
+        owner = _memory(item) or place
+        if owner not in owners:
+            name = fqn(place)
+            # {"a.b": x} and {"a": {"b": y}} would get the same name.
+            owners[owner] = f"{name}#{len(owners)}" if name in owners.values() else name
+        tensors[place], names[place] = item, owners[owner]
+        return {"$tensor": owners[owner]}
+
+    tree = {name: encode(value, take, (name,)) for name, value in state.items()}
+    return FlatState(tree, tensors, names)
+
+
+def unflatten_state(tree: Mapping[str, Any], tensors: Callable[[str], Tensor]) -> dict[str, Any]:
+    """The state of :func:`flatten_state`, with ``tensors(name)`` in the places of its tensors. Runs no code."""
+    return {name: decode(value, tensors) for name, value in tree.items()}
+
+
+def encode(value: Any, take: Take | None = None, place: Place = (), above: tuple[int, ...] = ()) -> Any:
+    """A value as JSON; see ``[Note: JSON with type tags]``.
+
+    Args:
+        value: of any type.
+        take: what to write for tensors, for values that are not plain, and for collections that hold themselves, by
+            their place. None keeps the values of tensors in the JSON, and refuses the others.
+        place: where the value is; an ellipsis in it says that a load could not fill in a tensor there.
+        above: identities of the collections that it is in.
+    """
+    kind = type(value)
+    if value is None or kind is bool or _is_json(value, kind):
+        return value
+    if kind in _ATOMS:
+        tag, write, _ = _ATOMS[kind]
+        return {tag: write(value)}
+    if kind not in _TAGS or id(value) in above:
+        return (take or _inline)(place, value)
+    above = (*above, id(value))
+    if not isinstance(value, dict):
+        place = (*place, ...) if kind is set else place
+        items = [encode(item, take, (*place, index), above) for index, item in enumerate(value)]
+        return items if kind is list else {_TAGS[kind]: items}
+    if kind is dict and all(type(key) is str and not key.startswith("$") and _is_json(key, str) for key in value):
+        return {key: encode(item, take, (*place, key), above) for key, item in value.items()}
+    pairs = [
+        [encode(key, take, (*place, ..., key)), encode(item, take, (*place, key), above)] for key, item in value.items()
+    ]
+    attributes = encode(dict(getattr(value, "__dict__", {})), take, (*place, ..., "__dict__"), above)
+    return {_TAGS[kind]: pairs, **({"attributes": attributes} if attributes else {})}
+
+
+def decode(value: Any, tensors: Callable[[str], Tensor]) -> Any:
+    """The value that :func:`encode` wrote, with ``tensors(name)`` for what was taken out of it. Runs no code."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag, content = next(iter(value.items()), ("", cast(Any, None)))
+    if not tag.startswith("$"):
+        return {key: decode(item, tensors) for key, item in value.items()}
+    if tag == "$tensor":
+        return tensors(content)
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](decode(content, tensors))
+    if tag not in _MAPPINGS:
+        return _READERS[tag](content)
+    mapping: Any = _MAPPINGS[tag]()
+    for key, item in content:
+        mapping[decode(key, tensors)] = decode(item, tensors)
+    if "attributes" in value:
+        vars(mapping).update(decode(value["attributes"], tensors))
+    return mapping
+
+
+def fqn(place: Iterable[Any]) -> str:
+    """A place in the form in which errors and files name it."""
+    return ".".join(map(str, place))
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU, which live as long as the result does."""
+    if tensor.nbytes == 0:
+        return memoryview(b"")  # zlib takes the address of nothing for the wish to start anew
+    # Neither torch nor Python lends them but through numpy, which is optional.
+    array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    array.owner = tensor
+    return memoryview(array).cast("B")
+
+
+def _is_json(value: Any, kind: type) -> bool:
+    """Whether JSON has it as it is."""
+    if kind is float:
+        return math.isfinite(value)
+    if kind is str:
+        return not _SURROGATES.search(value)
+    return kind is int and abs(value) < 1 << 63
+
+
+def _inline(place: Place, value: Any) -> dict[str, Any]:
+    """A tensor with its values."""
+    if not isinstance(value, Tensor) or (type(value) not in (Tensor, nn.Parameter)):
+        if type(value) not in _TAGS and type(value) not in _allowed_classes():
+            raise _not_plain(place, value)
+    elif value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
+        parts = [_inline(place, getattr(value.detach(), part)())["$values"] for part in _SPARSE[value.layout]]
+        return {"$sparse": [str(value.layout), [*value.shape], parts]}
+    elif value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+        content = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return {"$values": [str(value.dtype), [*value.shape], _base64(tensor_bytes(content))]}
+    raise ArgumentTypeError(
+        f"save {_written(place)}, a {type(value).__name__}, in a sharded checkpoint",
+        "the format has no place for it",
+        "tensors with values, dense or coalesced; plain data without classes of add_safe_globals, which need code to "
+        "be read; collections that do not hold themselves",
+        'plain tensors and data, or one file: checkpoint_io=FullCheckpoint(), or state_dict_type="full"',
+    )
+
+
+def _read_values(content: Any) -> Tensor:
+    dtype, shape, text = content
+    values = bytearray(base64.b64decode(text))
+    empty = torch.empty(shape, dtype=_constant(dtype, torch.dtype))
+    return torch.frombuffer(values, dtype=torch.uint8).view(empty.dtype).view(shape) if values else empty
+
+
+def _read_sparse(content: Any) -> Tensor:
+    name, shape, parts = content
+    layout, tensors = _constant(name, torch.layout), list(map(_read_values, parts))
+    with torch.sparse.check_sparse_tensor_invariants():
+        if layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(*tensors, size=shape, is_coalesced=True)
+        return torch.sparse_compressed_tensor(*tensors, size=shape, layout=layout)
+
+
+def _base64(content: bytes | memoryview) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _unpack(format: str, text: str) -> tuple[float, ...]:
+    return struct.unpack(format, bytes.fromhex(text))
+
+
+def _constant(name: str, kind: type) -> Any:
+    value = vars(torch)[name.removeprefix("torch.")]
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is no {kind.__name__}")
+    return value
+
+
+# By type: the tag, what is written behind it, and how that is read.
+_ATOMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: ("$int", hex, lambda text: int(text, 16)),
+    float: ("$float", lambda value: struct.pack("<d", value).hex(), lambda text: _unpack("<d", text)[0]),
+    complex: (
+        "$complex",
+        lambda value: struct.pack("<2d", value.real, value.imag).hex(),
+        lambda text: complex(*_unpack("<2d", text)),
+    ),
+    str: (
+        "$str",
+        lambda value: value.encode("utf-8", "surrogatepass").hex(),
+        lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
+    ),
+    bytes: ("$bytes", _base64, base64.b64decode),
+    bytearray: ("$bytearray", _base64, lambda text: bytearray(base64.b64decode(text))),
+    torch.dtype: ("$dtype", str, lambda name: _constant(name, torch.dtype)),
+    torch.layout: ("$layout", str, lambda name: _constant(name, torch.layout)),
+    torch.device: ("$device", str, torch.device),
+    torch.Size: ("$size", list, torch.Size),
+}
+_READERS = {tag: read for tag, _, read in _ATOMS.values()} | {"$values": _read_values, "$sparse": _read_sparse}
+
+
+def _memory(tensor: Any) -> Any:
+    """What two tensors that are one have in common; None for one that holds nothing on this rank."""
+    local = tensor.to_local() if hasattr(tensor, "full_tensor") else tensor
+    if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
+        return None
+    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape
+
+
+def _written(place: Place) -> str:
+    return "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
+
+
+def _allowed_classes() -> set[Any]:
+    return {entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()}
+
+
+def _not_plain(place: Place, value: Any) -> ArgumentTypeError:
+    kind, written = type(value), _written(place)
+    return ArgumentTypeError(
+        f"save {written}, a {kind.__module__}.{kind.__qualname__}",
+        "it could not be loaded again without running code",
+        "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
+        f"{written} = {_replacement(value)}",
+    )
+
+
+def _replacement(value: Any) -> str:
+    kind = type(value)
+    if hasattr(value, "full_tensor"):
+        return "tensor.full_tensor(), on every rank"
+    if hasattr(value, "load_state_dict"):
+        return "value.state_dict(), or give it an entry of its own: only entries are restored as objects"
+    if kind.__module__ == "numpy":
+        return "torch.from_numpy(array)" if kind.__name__ == "ndarray" else "value.item()"
+    for base, replacement in _REPLACEMENTS:
+        if isinstance(value, base):
+            return replacement
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "dataclasses.asdict(value)"
+    if hasattr(value, "__fspath__"):
+        return "str(value)"
+    if callable(value):
+        return "a name as a string, by which the function or class is found after loading"
+    return f"plain data, or give {kind.__name__} state_dict() and load_state_dict()"
 
 
 def _content(value: Any, access: Access) -> Any:
@@ -250,129 +486,15 @@ def _content(value: Any, access: Access) -> Any:
         return access.module_state(value)
     if isinstance(value, Optimizer):
         return access.optimizer_state(value)
-    return value.state_dict() if _is_object(value) else value
-
-
-def _turn(value: Any) -> int:
-    """When an entry is restored: what could not be checked comes first, so that its failure leaves the rest alone."""
-    if isinstance(value, nn.Module):
-        return 1
-    return 2 if isinstance(value, Optimizer) or not _is_object(value) else 0
-
-
-def _restore(target: Any, content: Any, access: Access, strict: bool, is_mapped: bool) -> None:
-    if isinstance(target, nn.Module):
-        access.load_module(target, content, strict)
-    elif isinstance(target, Optimizer):
-        access.load_optimizer(target, content)
-        if is_mapped:
-            _detach_from_file(target, content)
-    else:
-        target.load_state_dict(copy.deepcopy(content))
-
-
-def _detach_from_file(optimizer: Optimizer, content: Any) -> None:
-    """Copy, one at a time, the tensors that the optimizer took over as they were, and no others.
-
-    They may be mapped from the file, which somebody could overwrite in place. Those that it copied may be views of
-    memory that it goes on to use.
-    """
-    borrowed: set[int] = set()
-    map_tensors(lambda tensor: borrowed.update(_addresses(tensor)), content)
-
-    def own(tensor: Tensor) -> Tensor:
-        return tensor if borrowed.isdisjoint(_addresses(tensor)) else tensor.clone()
-
-    for slots in optimizer.state.values():
-        for name in slots:
-            slots[name] = map_tensors(own, slots[name])
-
-
-def _addresses(tensor: Tensor) -> tuple[int, ...]:
-    has_storage = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return (tensor.untyped_storage().data_ptr(),) if has_storage and tensor.numel() else ()
-
-
-def _check_entries(state: Mapping[str, Any], verb: str) -> None:
-    asked = f"{verb} a checkpoint"
-    if not isinstance(state, Mapping):
-        raise ArgumentTypeError(
-            asked, f"state is a {type(state).__name__}", "a dict of names and objects", '{"model": model, "step": step}'
-        )
-    wrong = [name for name in state if not isinstance(name, str)]
-    if wrong:
-        raise ArgumentTypeError(
-            asked,
-            f"the name {wrong[0]!r} is a {type(wrong[0]).__name__}",
-            "strings as names",
-            f"state[{str(wrong[0])!r}]",
-        )
-    if METADATA_KEY in state:
-        raise ConfigurationError(
-            asked,
-            f"state has an entry {METADATA_KEY!r}, where fabric keeps its own metadata",
-            "any other name",
-            f"state[{METADATA_KEY.strip('_')!r}]",
-        )
-    for name, value in state.items():
-        _refuse_loader(name, value)
-        if not _is_object(value):
-            check_plain(f"state[{name!r}]", value)
-
-
-def _check_filter(state: Mapping[str, Any], keep: Mapping[str, Any]) -> None:
-    for name, function in keep.items():
-        asked = f"save a checkpoint with filter={{{name!r}: ...}}"
-        if name not in state:
-            raise ConfigurationError(
-                asked, "state has no such entry", f"entries of state: {listed(map(repr, state))}", "one of these names"
-            )
-        if not callable(function):
-            raise ArgumentTypeError(
-                asked,
-                f"{function!r} cannot be called",
-                "a function of (name, value) that says whether the item is saved",
-                f"filter={{{name!r}: lambda name, value: not name.startswith('head.')}}",
-            )
-        if not _is_object(state[name]):
-            _refuse_without_items(name, state[name])
+    return value.state_dict() if is_stateful(value) else value
 
 
 def _filtered(name: str, content: Any, keep: Callable[[str, Any], bool]) -> Any:
-    _refuse_without_items(name, content)
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"filter={{{name!r}: ...}}", f"its state is a {type(content).__name__}", "a dict")
     # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
     kept = copy.copy(content)
     for key, value in content.items():
         if not keep(key, value):
             del kept[key]
     return kept
-
-
-def _refuse_without_items(name: str, content: Any) -> None:
-    if not isinstance(content, dict):
-        raise ConfigurationError(
-            f"save a checkpoint with filter={{{name!r}: ...}}",
-            f"what is saved of state[{name!r}] is a {type(content).__name__}, which has no items to choose from",
-            "filters for dicts, modules, and other objects whose state_dict() is a dict",
-            f"save without a filter for {name!r}",
-        )
-
-
-def _refuse_loader(name: str, value: Any) -> None:
-    if isinstance(value, DataLoader) and not _is_object(value):
-        raise ArgumentTypeError(
-            f"state[{name!r}], a DataLoader, in a checkpoint",
-            "it does not know its position, so a resumed run would replay or skip samples",
-            "a loader that fabric has set up, or any loader with state_dict() and load_state_dict()",
-            f"{name} = fabric.setup_dataloaders({name}), and put the result into the state",
-        )
-
-
-def _raise_problems(asked: str, problems: Iterable[str]) -> None:
-    if problems := list(problems):
-        raise CheckpointError(
-            asked,
-            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
-            "a checkpoint of the same modules and optimizers",
-            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
-        )

@@ -109,7 +109,7 @@ def assert_no_litter(strategy: str, path: Path, columns: int) -> None:
     assert saved(strategy, path, 9999, columns, False, Death(rank=-1))
     assert value_of(path) == 9999
     assert list(path.parent.iterdir()) == [path]
-    assert not path.is_dir() or len(list(path.iterdir())) == 2, "a manifest and its data"
+    assert not path.is_dir() or len(list(path.iterdir())) == 5, "an index, shards and random states"
 
 
 @pytest.mark.timeout(120)

@@ -1,4 +1,4 @@
-"""A whole checkpoint in one file, which plain torch can read."""
+"""A full checkpoint in one file, which plain torch can read."""
 
 import os
 import pickle
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
 
-from fabric.checkpoint.commit import atomic_write
-from fabric.checkpoint.directory import holds_checkpoint
-from fabric.checkpoint.failures import DAMAGE, damaged, first_line, nearby, refusals
+from fabric.checkpoint.atomic import atomic_write, holds_shards, write_errors
+from fabric.checkpoint.base import DAMAGE, damaged, first_line, nearby
 from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 
 __all__ = ["FullCheckpoint"]
@@ -39,22 +38,15 @@ class FullCheckpoint:
         Raises:
             CheckpointError: ``path`` is a folder or cannot be written; what was there before is untouched.
         """
-        asked = f"save a checkpoint to {str(path)!r}"
+        request = f"save a checkpoint to {str(path)!r}"
         if not get_crc32_options():
             raise CheckpointError(
-                asked,
+                request,
                 "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed",
                 "torch's default, which writes a checksum for every record",
                 "torch.serialization.set_crc32_options(True)",
             )
-        if holds_checkpoint(path):
-            raise CheckpointError(
-                asked,
-                "there is a folder with a sharded checkpoint",
-                "the path of a file, new or to be replaced",
-                f"{str(path) + '.pt'!r}, or checkpoint_io=fabric.checkpoint.ShardedCheckpoint() to replace the folder",
-            )
-        with atomic_write(path) as file, refusals(asked):
+        with atomic_write(path) as file, write_errors(request):
             torch.save(dict(state), file)
 
     def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
@@ -75,23 +67,23 @@ class FullCheckpoint:
 
         With ``weights_only=False``, whatever the code in the file raises comes out as it is.
         """
-        asked = f"load the checkpoint {str(path)!r}"
-        _require_file(asked, path)
+        request = f"load the checkpoint {str(path)!r}"
+        _require_file(request, path)
         loaded: Any = None
         try:
-            is_archive = _verify(asked, path)
+            is_archive = _verify(request, path)
             if weights_only:
                 loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
         except (CheckpointError, MemoryError):  # the latter is no fault of the file
             raise
         except DAMAGE as error:
-            raise _diagnosis(asked, path, error) from error
+            raise _diagnosis(request, path, error) from error
         if not weights_only:
             # Its errors are those of somebody else's code, which no list of ours foresees.
             loaded = torch.load(path, map_location="cpu", weights_only=False, mmap=is_archive)
         if not isinstance(loaded, dict):
             raise CheckpointError(
-                asked,
+                request,
                 f"the file holds a {type(loaded).__name__}",
                 "a dict, as fabric.save writes it",
                 f"torch.load({str(path)!r}, weights_only={weights_only})",
@@ -112,20 +104,20 @@ class FullCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def _require_file(asked: str, path: Path) -> None:
+def _require_file(request: str, path: Path) -> None:
     if os.path.isfile(path):
         return
     if os.path.isdir(path):
         raise CheckpointError(
-            asked,
-            "it is a folder" + " with a sharded checkpoint" * holds_checkpoint(path),
+            request,
+            "it is a folder" + " with a sharded checkpoint" * holds_shards(path),
             f"a file that fabric.save wrote, as {_alternatives(path, path)}",
             f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
             f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
         )
     folder = Path(path).parent
     wrong = "there is no such file" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
-    raise CheckpointNotFoundError(asked, wrong, "a file that fabric.save wrote", _alternatives(folder, path))
+    raise CheckpointNotFoundError(request, wrong, "a file that fabric.save wrote", _alternatives(folder, path))
 
 
 def _alternatives(folder: Path, path: Path) -> str:
@@ -134,10 +126,10 @@ def _alternatives(folder: Path, path: Path) -> str:
     with suppress(OSError), os.scandir(folder) as entries:
         some = (entry for _, entry in zip(range(1000), entries, strict=False))
         files = [entry.path for entry in some if entry.is_file() and not entry.name.startswith(".")]
-    return nearby(str(path), files, "the path of a file that exists")
+    return nearby(Path(path), files, "the path of a file that exists")
 
 
-def _verify(asked: str, path: Path) -> bool:
+def _verify(request: str, path: Path) -> bool:
     """Compare the checksums of a zip archive; false for torch's format before 1.6, which has none."""
     with open(path, "rb") as file:
         if file.read(2) != b"PK":
@@ -149,22 +141,22 @@ def _verify(asked: str, path: Path) -> bool:
             )
             changed = next(packed, None) or archive.testzip()
     if changed is not None:
-        raise damaged(asked, f"the checksum of {changed} does not match")
+        raise damaged(request, f"the checksum of {changed} does not match")
     return True
 
 
-def _diagnosis(asked: str, path: Path, error: Exception) -> CheckpointError:
+def _diagnosis(request: str, path: Path, error: Exception) -> CheckpointError:
     """What is wrong with a file that torch could not load: it would run code, or it is damaged."""
     offenders = _code_in(path, error) if isinstance(error, pickle.UnpicklingError) else []
     if offenders:
         return UnsafeCheckpointError(
-            asked,
+            request,
             f"it holds {', '.join(offenders)}: rebuilding that could run any code, so nothing was loaded",
             _SAFE_LOAD,
             "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what the file "
             "names. A class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
         )
-    return damaged(asked, f"or it was not written by torch.save: {first_line(error)}")
+    return damaged(request, f"or it was not written by torch.save: {first_line(error)}")
 
 
 def _code_in(path: Path, error: Exception) -> list[str]:

@@ -5,7 +5,6 @@ the system can move them to the disk and nothing is left of it, however the proc
 once is one part of one tensor. The price is room on the disk for the checkpoint twice.
 """
 
-import importlib
 import mmap
 import os
 import tempfile
@@ -16,17 +15,15 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.commit import sync_folder
-from fabric.checkpoint.failures import refusals
-from fabric.checkpoint.full import FullCheckpoint
-from fabric.checkpoint.sharded import ShardedCheckpoint
-from fabric.checkpoint.state import METADATA_KEY
-from fabric.errors import CheckpointError, ConfigurationError, MissingDependencyError
+from fabric.checkpoint.atomic import atomic_write, write_errors
+from fabric.checkpoint.file import FullCheckpoint
+from fabric.checkpoint.sharded import ALIGNMENT, ShardedCheckpoint, StoredCheckpoint, safetensors_header
+from fabric.checkpoint.state import METADATA_KEY, tensor_bytes
+from fabric.errors import CheckpointError, ConfigurationError
 from fabric.tree import map_tensors
 
 __all__ = ["consolidate", "progress_line"]
 
-_ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
 _WEIGHTS_ONLY = ".safetensors"
 
 
@@ -45,7 +42,7 @@ def consolidate(
             ``.safetensors`` the weights of one model are written, else all entries, as
             :class:`fabric.checkpoint.FullCheckpoint` writes them.
         key: for ``.safetensors``, which entry is the model; None for the only one that can be.
-        progress: told after each tensor how many bytes have been read, and how many there are.
+        progress: called after each tensor with how many bytes have been read, and how many there are.
 
     Returns:
         The file that was written.
@@ -55,29 +52,27 @@ def consolidate(
         CheckpointError: it is damaged, or the file cannot be written; what was there before is untouched.
         ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
             a file that holds all entries.
-        MissingDependencyError: ``.safetensors`` without that library.
     """
     directory = Path(directory)
     output = Path(f"{os.path.abspath(directory)}.pt") if output is None else Path(output)
-    asked = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
-    weights_only = output.suffix == _WEIGHTS_ONLY
-    if weights_only:
-        _safetensors(asked)
+    request = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
+    stored = ShardedCheckpoint().open(directory)
+    described = stored.content
+    if output.suffix == _WEIGHTS_ONLY:
+        key = _model_entry(request, described, key)
+        described = {key: described[key]}
     elif key is not None:
         raise ConfigurationError(
-            asked, "--key chooses the model for .safetensors; other files hold all entries", "-o without --key, or "
+            request, "--key chooses the model for .safetensors; other files hold all entries", "-o without --key, or "
             "a .safetensors file", f"fabric consolidate {directory} -o {output.with_suffix(_WEIGHTS_ONLY)} --key {key}"
         )  # fmt: skip
-    described = ShardedCheckpoint().describe(directory)
-    if weights_only:
-        key = _model_entry(asked, described, key)
-        described = {key: described[key]}
     output.parent.mkdir(parents=True, exist_ok=True)
-    loaded = _read(asked, directory, described, output.parent, progress)
-    if key is None:
-        FullCheckpoint().save(loaded, output)
+    loaded = _read(request, stored, described, output.parent, progress)
+    if key is not None:
+        _save_weights(request, loaded[key], output)
     else:
-        _save_weights(asked, loaded[key], output)
+        metadata = stored.metadata | stored.read_values()
+        FullCheckpoint().save({**loaded, **({METADATA_KEY: metadata} if metadata else {})}, output)
     return output
 
 
@@ -98,13 +93,17 @@ def progress_line(command: str, stream: TextIO) -> Callable[[int, int], None]:
 
 
 def _read(
-    asked: str, directory: Path, described: dict[str, Any], scratch: Path, progress: Callable[[int, int], None]
+    request: str,
+    stored: StoredCheckpoint,
+    described: dict[str, Any],
+    scratch: Path,
+    progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
     tensors: dict[int, Tensor] = {}  # by identity: what is one tensor in the checkpoint is one here
     map_tensors(lambda tensor: tensors.setdefault(id(tensor), tensor) if tensor.is_meta else tensor, described)
+    room = dict(zip(tensors, _scratch_tensors(request, list(tensors.values()), scratch), strict=True))
+    content, targets = stored.prepare(map_tensors(lambda tensor: room.get(id(tensor), tensor), described))
     total, done = sum(tensor.nbytes for tensor in tensors.values()), 0
-    room = _scratch_tensors(asked, list(tensors.values()), scratch)
-    targets = dict(zip(tensors, room, strict=True))
 
     def count(copied: int) -> None:
         nonlocal done
@@ -112,16 +111,16 @@ def _read(
         progress(done, total)
 
     progress(0, total)
-    into = map_tensors(lambda tensor: targets[id(tensor)] if tensor.is_meta else tensor, described)
-    return ShardedCheckpoint().load(directory, into, progress=count)
+    stored.read(targets, count)
+    return content
 
 
-def _scratch_tensors(asked: str, like: list[Tensor], folder: Path) -> list[Tensor]:
+def _scratch_tensors(request: str, like: list[Tensor], folder: Path) -> list[Tensor]:
     """Tensors of the shapes and dtypes of ``like``, each with a storage of its own in a mapped file without a name."""
     starts, size = [], 0
     for tensor in like:
         starts.append(size)
-        size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     allocate = getattr(os, "posix_fallocate", None)
     if size == 0 or allocate is None:
         # Without room that is set aside, a full disk would kill this process when it writes into the mapping.
@@ -132,7 +131,7 @@ def _scratch_tensors(asked: str, like: list[Tensor], folder: Path) -> list[Tenso
             mapped = mmap.mmap(file.fileno(), size)
     except OSError as error:
         raise CheckpointError(
-            asked,
+            request,
             f"there is no room to assemble {size / 1e6:.0f} MB in {str(folder)!r}: {error}",
             "a folder with room for the checkpoint twice",
             f"fabric consolidate ... -o /a/larger/disk/{Path(folder).name}.pt",
@@ -146,53 +145,34 @@ def _scratch_tensors(asked: str, like: list[Tensor], folder: Path) -> list[Tenso
     ]
 
 
-def _model_entry(asked: str, described: Mapping[str, Any], key: str | None) -> str:
+def _model_entry(request: str, described: Mapping[str, Any], key: str | None) -> str:
     """The name of the entry that holds a model's weights."""
-    models = [name for name, content in described.items() if name != METADATA_KEY and _is_model(content)]
+    models = [name for name, content in described.items() if _is_model(content)]
     if key in models or (key is None and len(models) == 1):
         return models[0] if key is None else key
-    wrong = f"the entry {key!r} is not a model's state" if key in described else f"there is no entry {key!r}"
+    problem = f"the entry {key!r} is not a model's state" if key in described else f"there is no entry {key!r}"
     if key is None:
-        wrong = f"{len(models) or 'none'} of its entries can be a model"
-    valid = ", ".join(map(repr, models)) or "a checkpoint with an entry that maps names to tensors"
-    instead = f"--key {models[0]}" if models else f"fabric consolidate ... -o {Path('checkpoint.pt')}, for all entries"
-    raise ConfigurationError(asked, wrong, valid, instead)
+        problem = f"{len(models) or 'none'} of its entries can be a model"
+    expected = ", ".join(map(repr, models)) or "a checkpoint with an entry that maps names to tensors"
+    suggestion = f"--key {models[0]}" if models else f"fabric consolidate ... -o {Path('checkpoint.pt')}"
+    raise ConfigurationError(request, problem, expected, suggestion)
 
 
 def _is_model(content: Any) -> bool:
     """Whether names stand for tensors in it; beside them a module's state may hold extra values of its own."""
-    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
-        return False
-    values = list(content.values())
-    return any(isinstance(value, Tensor) for value in values) and not any(isinstance(v, Mapping | list) for v in values)
+    return (
+        isinstance(content, Mapping)
+        and all(isinstance(name, str) for name in content)
+        and any(isinstance(value, Tensor) for value in content.values())
+        and not any(isinstance(value, Mapping | list | tuple) for value in content.values())
+    )
 
 
-def _save_weights(asked: str, weights: Mapping[str, Any], output: Path) -> None:
-    plain: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in weights.items():
-        if isinstance(tensor, Tensor):
-            # The format knows no shared memory; what is one tensor here is two there.
-            plain[name] = tensor.clone() if id(tensor) in seen else tensor
-            seen.add(id(tensor))
-    with refusals(asked):
-        with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-            temporary = os.path.join(folder, output.name)
-            _safetensors(asked).save_file(plain, temporary, metadata={"format": "pt"})
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, output)
-        sync_folder(output.parent)
-
-
-def _safetensors(asked: str) -> Any:
-    """The library, by name: it is optional, and whoever checks types may not have it."""
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise MissingDependencyError(
-            asked,
-            "safetensors is not installed",
-            "a .safetensors file with that library, or a .pt file, which needs nothing",
-            'pip install "torch-fabric[safetensors]"',
-        ) from error
+def _save_weights(request: str, weights: Mapping[str, Any], output: Path) -> None:
+    # The format knows no shared memory; what is one tensor here is two there.
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    header, starts = safetensors_header({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    with atomic_write(output) as file, write_errors(request):
+        file.write(header)
+        for name in starts:
+            file.write(tensor_bytes(tensors[name]))
