@@ -115,7 +115,8 @@ class FabricDataLoader:
             _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
             _on_epoch=on_epoch,
-            _keys=(f"{name}/{number}" for number in count()),
+            _name=name,
+            _numbers=count(),
             _epoch=0,  # the number of the next one
             _saved=None,  # what load_state_dict was given, until the next iteration begins
             _latest=None,  # the iteration that yielded a batch last, or began since
@@ -136,7 +137,7 @@ class FabricDataLoader:
         if self._spec.indices is not None:
             self._spec.indices.epoch = state
         if self._on_epoch is not None:
-            self._on_epoch(next(self._keys), state, self._known_length())
+            self._on_epoch(f"{self._name}/{next(self._numbers)}", state, self._known_length())
         batches = self._begin(state)
         return self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
