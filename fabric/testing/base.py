@@ -6,13 +6,13 @@ one of threads; what is written for the one runs in the other.
 """
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
+from fabric.errors import ConfigurationError, RankFailedError
 from fabric.launchers.rank import is_secondary
 from fabric.tree import map_tensors
 
@@ -22,11 +22,11 @@ __all__ = [
     "Record",
     "Report",
     "World",
-    "check_call",
-    "check_world",
+    "check_arguments",
+    "check_size",
     "failure",
+    "for_rank",
     "name_of",
-    "own_part",
     "raised",
 ]
 
@@ -46,7 +46,7 @@ class World(Protocol):
 
 @dataclass(frozen=True)
 class PerRank:
-    """An argument of ``run`` that differs between ranks: rank ``r`` is handed ``values[r]``.
+    """An argument of ``run`` that differs between ranks: rank ``r`` is passed ``values[r]``.
 
     Attributes:
         values: one for each rank.
@@ -86,8 +86,8 @@ class _Shown:
         return self._text
 
 
-def own_part(argument: Any, rank: int) -> Any:
-    """What a rank is handed for an argument of ``run``."""
+def for_rank(argument: Any, rank: int) -> Any:
+    """What one rank is passed for an argument of ``run``."""
     return argument.values[rank] if isinstance(argument, PerRank) else argument
 
 
@@ -99,7 +99,7 @@ class Report:
         rank: the rank.
         did: what it did, as it follows "rank 0 " in a sentence.
         failed: whether it has not returned.
-        suspicion: how far from being the cause, from 0: 1 waits for other ranks, 2 has lost them.
+        secondary: 0 for what may be the root cause, 1 for a rank that waits for others, 2 for one that has lost them.
         exit_code: of its process, or 1.
         text: its traceback, or where it was.
         error: what it raised, where that could travel.
@@ -108,77 +108,64 @@ class Report:
     rank: int
     did: str = "returned"
     failed: bool = False
-    suspicion: int = 0
+    secondary: int = 0
     exit_code: int = 1
     text: str = ""
     error: BaseException | None = None
 
 
 def raised(rank: int, error: BaseException) -> Report:
-    """The report of a rank whose function raised; called in the function that called it."""
+    """The report of a rank whose function raised; called by the caller of that function."""
     # The first frame is ours, of no interest to the reader.
     error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
     return Report(
         rank=rank,
         did="raised " + traceback.format_exception_only(error)[-1].partition("\n")[0],
         failed=True,
-        suspicion=2 if is_secondary(error) else 0,
+        secondary=2 if is_secondary(error) else 0,
         text="".join(traceback.format_exception(error)),
         error=error,
     )
 
 
 def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
-    """The error of a call in which at least one rank failed; ``reports`` are all that came, at most one a rank."""
+    """The error of a call in which at least one rank failed; ``reports`` has one of each rank."""
     failed = [report for report in reports if report.failed]
     # The ranks in their order, whichever was first: the same failure reads the same in every run.
-    blamed = min(failed, key=lambda report: (report.suspicion, report.exit_code == 1, report.rank))
-    others = [f"rank {report.rank} {report.did}" for report in reports if report is not blamed]
-    telling = [blamed, *(report for report in failed if report is not blamed and report.suspicion < 2)]
+    cause = min(failed, key=lambda report: (report.secondary, report.exit_code == 1, report.rank))
+    others = [f"rank {report.rank} {report.did}" for report in reports if report is not cause]
+    shown = [cause, *(report for report in failed if report is not cause and report.secondary < 2)]
     error = RankFailedError(
-        f"{call}: rank {blamed.rank} of {len(reports)} {blamed.did}",
-        rank=blamed.rank,
-        exit_code=blamed.exit_code,
-        traceback="\n".join(f"rank {report.rank}: {report.text.rstrip()}" for report in telling if report.text),
+        f"{call}: rank {cause.rank} of {len(reports)} {cause.did}",
+        rank=cause.rank,
+        exit_code=cause.exit_code,
+        traceback="\n".join(f"rank {report.rank}: {report.text.rstrip()}" for report in shown if report.text),
         problem="\n  ".join(others),
     )
     # Both: the interpreter prints the one; hypothesis tells failures apart, and so shrinks each of them, by the other.
-    error.__cause__ = error.__context__ = blamed.error
+    error.__cause__ = error.__context__ = cause.error
     return error
 
 
-def check_world(asked: str, size: Any, timeout: Any) -> None:
-    """Raise a ConfigurationError unless these are a number of ranks and a number of seconds."""
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ConfigurationError(f"{asked}({size!r})", "there is no such number of ranks", "1, 2, ...", f"{asked}(2)")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or timeout <= 0:
+def check_size(request: str, size: int) -> None:
+    """Raise a ConfigurationError unless this is a number of ranks."""
+    if size < 1:
         raise ConfigurationError(
-            f"{asked}(..., timeout={timeout!r})",
-            "it is no time that a call could take",
-            "a number of seconds above 0",
-            f"{asked}({size}, timeout=30.0)",
+            f"{request}({size!r})", "there has to be one rank at least", suggestion=f"{request}(2)"
         )
 
 
-def check_call(fn: Any, args: Sequence[Any], size: int) -> None:
-    """Raise unless ``fn`` is a function and every :class:`PerRank` holds one value for each of ``size`` ranks."""
-    if not callable(fn):
-        raise ArgumentTypeError(
-            f"run({fn!r})",
-            f"{type(fn).__name__} is not a function",
-            "a function that takes the fabric of its rank first",
-            "run(lambda fabric, x: fabric.all_reduce(x), x)",
-        )
+def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
+    """Raise a ConfigurationError unless every :class:`PerRank` holds one value for each of ``size`` ranks."""
     for argument in args:
         if isinstance(argument, PerRank) and len(argument.values) != size:
             raise ConfigurationError(
                 f"run({name_of(fn)}, PerRank(...)) in a world of {size}",
-                f"there are {len(argument.values)} values",
-                f"{size} values, one for each rank",
-                "PerRank([value for rank in range(world.size)])",
+                f"there are {len(argument.values)} values, not one for each rank",
+                suggestion="PerRank([value for rank in range(world.size)])",
             )
 
 
 def name_of(fn: Any) -> str:
-    """How a function is called in an error."""
+    """The name of a function in an error."""
     return getattr(fn, "__qualname__", type(fn).__qualname__).replace(".<locals>", "")

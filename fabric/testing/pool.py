@@ -28,7 +28,7 @@ from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load_result
 from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit, explain_exit
 from fabric.seed import seed_everything
-from fabric.testing.base import Report, check_call, check_world, failure, name_of, own_part, raised
+from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
 
 __all__ = ["RankPool"]
 
@@ -57,7 +57,7 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        check_world("RankPool", world_size, timeout)
+        check_size("RankPool", world_size)
         self.size, self.timeout = world_size, timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
@@ -87,7 +87,7 @@ class RankPool:
             ConfigurationError: a :class:`PerRank` of another number of values.
             UsageError: the pool has been closed.
         """
-        check_call(fn, [*args, *kwargs.values()], self.size)
+        check_arguments(fn, [*args, *kwargs.values()], self.size)
         # With the module path of this moment, which test runners extend as they go.
         message = pickle.dumps((sys.path, _dump((fn, args, kwargs))))
         with self._lock:
@@ -183,7 +183,7 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
     innermost = stack.partition("\n")[2].partition("\n")[0]
     waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
     did, code = f"did not return within {limit:g} s", -signal.SIGKILL
-    return Report(rank=rank.rank, did=did, failed=True, suspicion=int(waits), exit_code=code, text=stack)
+    return Report(rank=rank.rank, did=did, failed=True, secondary=int(waits), exit_code=code, text=stack)
 
 
 def _stack(job: Supervisor, rank: RankProcess) -> str:
@@ -227,7 +227,7 @@ def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
         fn, args, kwargs = load_result(call)
         # Whatever was called before, a call draws the same numbers; a failing example could not be repeated otherwise.
         seed_everything(0)
-        result = fn(fabric, *(own_part(arg, rank) for arg in args), **{k: own_part(v, rank) for k, v in kwargs.items()})
+        result = fn(fabric, *(for_rank(arg, rank) for arg in args), **{k: for_rank(v, rank) for k, v in kwargs.items()})
         return Report(rank=rank), dump_result(result)
     except (SystemExit, KeyboardInterrupt):
         raise

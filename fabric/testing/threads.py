@@ -23,7 +23,7 @@ from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.errors import CollectiveMismatchError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
-from fabric.testing.base import Report, check_call, check_world, failure, name_of, own_part, raised
+from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
 from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
@@ -45,7 +45,7 @@ class ThreadedWorld:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        check_world("ThreadedWorld", world_size, timeout)
+        check_size("ThreadedWorld", world_size)
         self.size, self.timeout, self._options = world_size, timeout, options
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class ThreadedWorld:
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
         """Call ``fn(fabric, *args, **kwargs)`` on every rank; as :meth:`fabric.testing.RankPool.run`."""
-        check_call(fn, [*args, *kwargs.values()], self.size)
+        check_arguments(fn, [*args, *kwargs.values()], self.size)
         limit = self.timeout if timeout is None else timeout
         mailbox, store = _Mailbox(), dist.HashStore()
         results: list[Any] = [None] * self.size
@@ -71,8 +71,8 @@ class ThreadedWorld:
 
         threads = []
         for rank in range(self.size):
-            own = [copy.deepcopy(own_part(value, rank)) for value in args]
-            named = {name: copy.deepcopy(own_part(value, rank)) for name, value in kwargs.items()}
+            own = [copy.deepcopy(for_rank(value, rank)) for value in args]
+            named = {name: copy.deepcopy(for_rank(value, rank)) for name, value in kwargs.items()}
             # A daemon, so that a rank that hangs does not keep the interpreter.
             threads.append(threading.Thread(target=call, args=(rank, own, named), name=f"rank-{rank}", daemon=True))
         for thread in threads:
@@ -116,7 +116,7 @@ def _stuck(rank: int, thread: threading.Thread, limit: float, waits: bool) -> Re
     lines = traceback.format_list(frames[own[0] + 1 :] if own else frames)
     text = "".join(["it was here, most recent call last\n", *lines])
     did = f"did not return within {limit:g} s"
-    return Report(rank=rank, did=did, failed=True, suspicion=int(waits), text=text)
+    return Report(rank=rank, did=did, failed=True, secondary=int(waits), text=text)
 
 
 class ThreadedStrategy(Strategy):
