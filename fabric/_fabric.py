@@ -26,6 +26,7 @@ from fabric.checkpoint import PendingSave
 from fabric.clipping import check_clipping, clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.data import FabricDataLoader
+from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.initialization import created_on
@@ -36,7 +37,6 @@ from fabric.precision import Precision
 from fabric.seed import seed_everything
 from fabric.strategies import Strategy
 from fabric.strategies.base import Group
-from fabric.watchdog import DEFAULT_WATCHDOG
 from fabric.world import World
 
 __all__ = ["Fabric"]

@@ -17,13 +17,13 @@ import torch
 
 from fabric import strategies
 from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
-from fabric.watchdog import DEFAULT_WATCHDOG
 from fabric.world import World
 
 __all__ = ["RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]

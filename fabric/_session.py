@@ -1,11 +1,10 @@
 """The running part of a Fabric in one process: its runtime, and everything that was set up with it."""
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -21,6 +20,7 @@ from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.contract import calls
 from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, TrainingChecks
+from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
 from fabric.module import FabricModule
@@ -61,7 +61,8 @@ class Session:
             watchdog=plan.watchdog,
         )
         self.strategy.setup_environment(self.runtime)
-        self.recorder = self.runtime.record
+        self.recorder = self.runtime.recorder
+        self._uneven = None if self.recorder is None else UnevenInputDetector(self.recorder, self.runtime.store)
         self._step_hooks: list[RemovableHandle] = []
         self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
@@ -76,7 +77,7 @@ class Session:
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self._active_iterators: list[ActiveIterator] = []
         self._loaders_made = 0
-        self._bypass = BypassChecks(world.rank, self.runtime.pace if world.world_size > 1 else None)
+        self._bypass = BypassChecks(world.rank, self._uneven)
         self._training: TrainingChecks | None = None
         if check_training:
             context = CheckContext(
@@ -167,7 +168,7 @@ class Session:
             name=str(self._loaders_made),
             seed_workers=seed_workers,
             active=self._active_iterators,
-            on_epoch=self.runtime.pace.began,
+            on_epoch=None if self._uneven is None else self._uneven.on_epoch,
             **share,
         )
         self._loaders_made += 1
@@ -228,7 +229,8 @@ class Session:
             self._training.close()
         guards = [model._fabric_guard for model in models]
         check = JoinOrderCheck(guards, self.runtime.world.rank)
-        with self.runtime.pace.apart("fabric.join"), closing(check), context:
+        assert self._uneven is not None, "there are other ranks"
+        with self._uneven.suspended("fabric.join"), closing(check), context:
             yield
         self._follow_last(models, check.rounds)
 
@@ -298,15 +300,11 @@ class Session:
                 stack.callback(self._training.close)
             for hook in self._step_hooks:
                 stack.callback(hook.remove)
-            stack.callback(self._leave)
+            if self._uneven is not None:
+                stack.callback(self._uneven.finish)
             if self.strategy.checkpoint_io is not None:
                 stack.callback(self.strategy.checkpoint_io.wait)
             stack.callback(self._saves.close)
-
-    def _leave(self) -> None:
-        # The rank that hosts the store may have finished and gone.
-        with suppress(dist.DistError):
-            self.runtime.pace.meet()
 
     def _owns(self, parameter: Tensor) -> bool:
         return parameter in self._owned or any(

@@ -1,33 +1,29 @@
-"""What one process of a running job holds: its place, its device, and the way to the other processes."""
+"""What one process of a running job holds: its place, its device, and its connection to the other processes."""
 
 import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
+from typing_extensions import override
 
 from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
-from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from fabric.diagnostics.recorder import Check, FlightRecorder, RecordedCommunicator
+from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation, ProcessGroupCommunicator
+from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, second_connection
+from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers import ControlThread
-from fabric.pace import Pace
 from fabric.precision import Precision
-from fabric.store import JobStore
-from fabric.watchdog import DEFAULT_WATCHDOG, Watchdog
+from fabric.store import JobStore, find_store, own_part
 from fabric.world import World
-
-if TYPE_CHECKING:
-    from fabric.diagnostics.checker import CollectiveChecker
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
-_LET_GO = 0.02  # seconds; several times the interpreter's switch interval
+_RELEASE = 0.02  # seconds; several times the interpreter's switch interval
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
-_ANSWER = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
 
 
 class Runtime:
@@ -39,16 +35,16 @@ class Runtime:
         devices: the devices of this node, in the order of local ranks; all of them for a strategy that drives several
             devices from one process.
         precision: the precision that modules are set up with.
-        connected: whether the processes of the job talk, that is, whether a process group is needed.
+        connected: whether the processes of the job communicate, that is, whether a process group is needed.
         backend: process-group backend; None for the accelerator's own.
         timeout: how long a collective may wait.
         check_collectives: whether ranks compare their collectives before anything moves.
         watchdog: how long a rank waits for others before a report is printed; zero for never.
 
     Attributes:
-        pace: the order of steps and collectives, compared with that of other ranks.
-        record: what this process is doing, where there are others that may wait for it; else None.
+        communicator: the collectives over all processes of the job; every call raises before :meth:`start`.
         store: what the ranks leave for each other.
+        recorder: what this process is doing, where there are others that may wait for it; else None.
     """
 
     def __init__(
@@ -69,29 +65,10 @@ class Runtime:
         # A scheduler may show each process only its own device.
         self.device = devices[world.local_rank % len(devices)]
         self._connected, self._backend, self._timeout = connected, backend, timeout
-        self._compares, self._threshold = check_collectives, watchdog
-        self._watchdog: Watchdog | None = None
-        self.record: FlightRecorder | None = None
+        self._checks, self._threshold = check_collectives, watchdog
+        self._is_started = self._owns_group = False
         self.store = JobStore(dist.HashStore(), 0, 1)
-        self.pace = Pace(world.rank, (), self.store)
-        self._checks: list[Check] = []
-        self._checker: CollectiveChecker | None = None
-        self._communicator: Communicator | None = None
-        self._background: Communicator | None = None
-        self._owns_group = False
-        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
-
-    @property
-    def communicator(self) -> Communicator:
-        """The collectives over all processes of the job."""
-        if self._communicator is None:
-            raise UsageError(
-                f"a collective on rank {self.world.rank} of {self.world.world_size}",
-                "the runtime has not been started, or has been closed by teardown()",
-                "collectives between launch() and teardown()",
-                "fabric.launch() before the first collective",
-            )
-        return self._communicator
+        self._disconnect()
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
         """Take the device and connect to the other processes.
@@ -103,87 +80,65 @@ class Runtime:
             store: where they leave values for each other, likewise.
         """
         self.accelerator.activate(self.device)
+        self._is_started = True
         if communicator is None and not self._connected:
-            self._communicator = LocalCommunicator(self.device)
+            self.communicator = LocalCommunicator(self.device)
             return
-        world, shared = self.world, store or self._connect()
-        self.store = JobStore(shared, world.rank, world.world_size)
-        inner = communicator or ProcessGroupCommunicator(None, self.device, self._timeout)
-        self._communicator = inner
-        if world.world_size == 1:
-            return
-        self.pace = Pace(world.rank, world.neighbours, self.store)
-        self._checks = [self.pace.check]
-        if self._compares:
-            # A file that few programs need.
-            from fabric.diagnostics.checker import CollectiveChecker
-
-            own = dist.PrefixStore("checks", shared)
-            self._checker = CollectiveChecker(own, world.rank, world.world_size, self._timeout)
-            self._checks.append(self._checker.check)
-        self._watchdog = self._watch(shared, inner.device) if communicator is None else None
-        self.record = FlightRecorder() if self._watchdog is None else self._watchdog.record
-        self._communicator = RecordedCommunicator(inner, self.record, self._checks)
-        if self._watchdog is not None:
-            self._watchdog.start()
+        shared = store or self._connect()
+        self.store = JobStore(shared, self.world.rank, self.world.world_size)
+        self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self._timeout)
+        if self.world.world_size > 1:
+            self._record(shared, reports=communicator is None)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
-        """The collectives over a process group of torch, checked and recorded where all are; not a collective."""
+        """The collectives over a process group of torch, recorded and checked where all are; not a collective."""
         inner = ProcessGroupCommunicator(group, self.device, self._timeout)
-        if self.record is None:
+        if self.recorder is None:
             return inner
         ranks = dist.get_process_group_ranks(group)
-        return RecordedCommunicator(inner, self.record, self._checks, f"torch {group.group_name}", ranks)
+        return RecordedCommunicator(inner, self.recorder, f"torch {group.group_name}", ranks)
 
     def background(self) -> Communicator:
         """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
 
-        Collective the first time that it is asked for.
+        Collective the first time that it is called.
         """
         if self._background is None:
-            whole = self.communicator
             if self._connected and self.device.type != "cpu":
                 # Two collectives at a time on one device can wait for each other; and objects need none.
                 group = dist.new_group(timeout=self._timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
                 self._background = self.communicator_over(group)
             else:
-                self._background = whole.new_group(range(whole.size))
+                self._background = self.communicator.new_group(range(self.communicator.size))
         assert self._background is not None, "every rank is a member"
         return self._background
 
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
-        if self._communicator is None:
+        if not self._is_started:
             return
-        self._unwatch()
-        if self._background is not None:
-            self._background.close()
-            self._background = None
-        self._communicator.close()
+        for close in self._closers:
+            close()
+        for communicator in (self._background, self.communicator):
+            if communicator is not None:
+                communicator.close()
         self._disconnect()
-        self._meshes.clear()
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
             # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
             # and aborts the process if that is being torn down.
-            time.sleep(_LET_GO)
+            time.sleep(_RELEASE)
         self.accelerator.release()
 
     def abort(self) -> None:
-        """Let go of the other processes without waiting for them, on the way out of an exception."""
-        if self._communicator is not None:
-            self._unwatch()
-            self._communicator.close()
+        """Leave the other processes without waiting for them, on the way out of an exception."""
+        if self._is_started:
+            for close in (*self._closers, self.communicator.close):
+                close()
             if self._owns_group and dist.is_initialized():
                 abort_process_group()
         self._disconnect()
-
-    def _disconnect(self) -> None:
-        self._communicator = self._background = None
-        # A connection to the store keeps it alive.
-        self.store = JobStore(dist.HashStore(), 0, 1)
-        self.pace = Pace(self.world.rank, (), self.store)
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
         """The processes of the job in rank order as a mesh of named sizes, the last of which varies fastest.
@@ -200,51 +155,51 @@ class Runtime:
             self._meshes[key] = mesh
         return self._meshes[key]
 
-    def _watch(self, shared: dist.Store, device: torch.device) -> Watchdog | None:
-        # A connection of its own: the main thread may wait on the other for as long as it likes.
-        try:
-            own = shared.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
-        except RuntimeError as error:
-            if self._owns_group or isinstance(error, dist.DistError):
-                raise
-            if not self._threshold:
-                return None
-            raise ConfigurationError(
-                "a process group that was there before, made with a store of your own",
-                f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
-                "a store of torch, or one whose clone() returns another connection",
-                "Fabric(..., watchdog=0), without a report when ranks wait for each other",
-            ) from error
-        store = dist.PrefixStore("watchdog", own)
-        store.set_timeout(_ANSWER)
-        control = ControlThread.of_this_process()
-        return Watchdog(
-            store,
-            self.world.rank,
-            self.world.world_size,
-            threshold=self._threshold,
-            timeout=self._timeout,
-            is_asynchronous=device.type != "cpu",
-            requests=int if control is None else control.reports_requested,
-            where="" if control is None else control.config.supervisor,
-        )
+    def _disconnect(self) -> None:
+        self._is_started = False
+        self.store.close()
+        self.communicator: Communicator = _NotStarted(self.world, self.device)
+        self.recorder: FlightRecorder | None = None
+        self._background: Communicator | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
-    def _unwatch(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-        if self._checker is not None:
-            self._checker.close()
-        self._watchdog = self._checker = self.record = None
+    def _record(self, shared: dist.Store, *, reports: bool) -> None:
+        world, reporter = self.world, None
+        own = second_connection(shared, self._owns_group, bool(self._threshold)) if reports else None
+        if own is not None:
+            control = ControlThread.of_this_process()
+            reporter = HangReporter(
+                own,
+                world.rank,
+                world.world_size,
+                threshold=self._threshold,
+                timeout=self._timeout,
+                is_asynchronous=self.communicator.device.type != "cpu",
+                requests=int if control is None else control.reports_requested,
+                where="" if control is None else control.config.supervisor,
+            )
+            self._closers.append(reporter.close)
+        self.recorder = FlightRecorder() if reporter is None else reporter.recorder
+        if self._checks:
+            # A file that few programs need.
+            from fabric.diagnostics.checker import CollectiveChecker
+
+            checker = CollectiveChecker(dist.PrefixStore("checks", shared), world.rank, world.world_size, self._timeout)
+            self.recorder.checks = (checker.check,)
+            self._closers.append(checker.close)
+        self.communicator = RecordedCommunicator(self.communicator, self.recorder)
+        if reporter is not None:
+            reporter.start()
 
     def _connect(self) -> dist.Store:
+        world = self.world
         if dist.is_initialized():
             self._check_group()
-            return self._own_keys(default_store())
-        world = self.world
-        backend = self._backend or self.accelerator.default_backend
-        store = self._own_keys(self._find_store())
+            return own_part(default_store(), world.rank, self._timeout)
+        store = own_part(find_store(world, self._timeout), world.rank, self._timeout)
         dist.init_process_group(
-            backend,
+            self._backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),
             rank=world.rank,
             world_size=world.world_size,
@@ -252,39 +207,10 @@ class Runtime:
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True
-        self._wait_for_all(store)
-        return store
-
-    def _wait_for_all(self, store: dist.Store) -> None:
-        """Return once every rank is connected: gloo fails on a rank whose peer has connected, finished and left."""
-        if store.add("connected", 1) == self.world.world_size:
+        # gloo fails on a rank whose peer has connected, finished and closed before all are connected.
+        if store.add("connected", 1) == world.world_size:
             store.set("all connected", "yes")
         store.wait(["all connected"])
-
-    def _own_keys(self, store: dist.Store) -> dist.Store:
-        """A part of the store for this runtime: several may follow each other in the processes of a job."""
-        generation = store.add(f"fabric/runtime/{self.world.rank}", 1)
-        store = dist.PrefixStore(f"fabric/{generation}", store)
-        store.set_timeout(self._timeout)
-        return store
-
-    def _find_store(self) -> dist.Store:
-        world = self.world
-        if world.world_size == 1:
-            return dist.HashStore()
-        if world.store is not None:
-            # No count of workers: with one the store removes its file when the first runtime of several closes.
-            return dist.FileStore(world.store.removeprefix("file://"))
-        if world.port is None:
-            raise ConfigurationError(
-                f"a job of {world.world_size} processes, this one rank {world.rank}",
-                "nothing says where they meet",
-                "MASTER_ADDR and MASTER_PORT in the environment of every process",
-                "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
-            )
-        host = f"[{world.address}]" if ":" in world.address else world.address
-        url = f"tcp://{host}:{world.port}"
-        store, _, _ = next(rendezvous(url, world.rank, world.world_size, timeout=self._timeout))
         return store
 
     def _check_group(self) -> None:
@@ -296,3 +222,27 @@ class Runtime:
                 "one process group that agrees with the launcher",
                 "torch.distributed.destroy_process_group() before Fabric(...).launch()",
             )
+
+
+class _NotStarted(Communicator):
+    """Stands for the collectives of a runtime that is not started: each raises a UsageError."""
+
+    def __init__(self, world: World, device: torch.device) -> None:
+        self.rank, self.size, self.device = world.rank, world.world_size, device
+
+    @override
+    def run(self, collective: Collective) -> NoReturn:
+        raise UsageError(
+            f"a collective on rank {self.rank} of {self.size}",
+            "the runtime has not been started, or has been closed by teardown()",
+            "collectives between launch() and teardown()",
+            "fabric.launch() before the first collective",
+        )
+
+    @override
+    def new_group(self, ranks: Sequence[int]) -> NoReturn:
+        self.run(Collective(Operation.NEW_GROUP, ranks))
+
+    @override
+    def close(self) -> None:
+        pass

@@ -1,14 +1,21 @@
-"""Values that ranks leave for each other in the store of the job: no collectives, nobody waits but for rank 0's."""
+"""The store of a job, where ranks leave values for each other: no collectives, and nobody waits but for rank 0."""
+
+import json
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
-from fabric.errors import UsageError
+from fabric.errors import ConfigurationError, UsageError
+from fabric.world import World
 
-__all__ = ["JobStore"]
+__all__ = ["JobStore", "find_store", "own_part"]
 
 
 class JobStore:
-    """What the ranks of a job leave for each other. Each key can be used for one of the four ways to write it.
+    """What the ranks of a job leave for each other. A key is for one of the ways to write a value.
 
     Args:
         store: shared by the ranks; one of this process where there are no others.
@@ -17,7 +24,8 @@ class JobStore:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+        self._store, self.rank, self.size = store, rank, size
+        self._present: set[str] = set()
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
         """Rank 0's value for ``key``, on every rank; waits for it there. Each key can be used once.
@@ -25,16 +33,16 @@ class JobStore:
         Raises:
             UsageError: rank 0 wrote no value within the timeout.
         """
-        if self._size == 1:
+        if self.size == 1:
             return value
-        if self._rank == 0:
+        if self.rank == 0:
             self.set(key, value)
             return value
         try:
             return self._store.get(key)
         except dist.DistStoreError as error:
             raise UsageError(
-                f"rank {self._rank} waits for rank 0's {key!r}",
+                f"rank {self.rank} waits for rank 0's {key!r}",
                 f"rank 0 has written none within the timeout: {error}",
                 "every rank iterates over the same loaders in the same order",
                 "check for a branch on the rank around the loop over the loader",
@@ -44,10 +52,61 @@ class JobStore:
         """The value of the first rank that called this with ``key``: ``value`` if it is this one."""
         return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType] - as in set()
 
-    def set(self, key: str, value: bytes) -> None:
+    def set(self, key: str, value: bytes | str) -> None:
         """Write a value, over one that is there."""
         self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
 
     def get_nowait(self, key: str) -> bytes | None:
         """The value that some rank wrote; None when there is none yet."""
         return self._store.get(key) if self._store.check([key]) else None
+
+    def publish(self, topic: str, value: Any) -> None:
+        """Write this rank's value of a topic, over one that is there: what JSON can hold."""
+        self.set(f"{topic}/{self.rank}", json.dumps(value, separators=(",", ":")))
+
+    def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """What these ranks have published; those that have published nothing yet are left out."""
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        self._present |= {key for key in keys.values() if key not in self._present and self._store.check([key])}
+        there = {rank: key for rank, key in keys.items() if key in self._present}
+        if len(there) > 1:
+            values = self._store.multi_get(list(there.values()))
+        else:  # which stores of users have
+            values = [self._store.get(key) for key in there.values()]
+        return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
+
+    def close(self) -> None:
+        """Let go of the connection, which others that hold this would keep open; there are no other ranks any more."""
+        self._store, self.rank, self.size = dist.HashStore(), 0, 1
+        self._present.clear()
+
+
+def find_store(world: World, timeout: timedelta) -> dist.Store:
+    """The store that the launcher of a job, or its environment, says.
+
+    Raises:
+        ConfigurationError: nothing says where the processes meet.
+    """
+    if world.world_size == 1:
+        return dist.HashStore()
+    if world.store is not None:
+        # No count of workers: with one the store removes its file when the first runtime of several closes.
+        return dist.FileStore(world.store.removeprefix("file://"))
+    if world.port is None:
+        raise ConfigurationError(
+            f"a job of {world.world_size} processes, this one rank {world.rank}",
+            "nothing says where they meet",
+            "MASTER_ADDR and MASTER_PORT in the environment of every process",
+            "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
+        )
+    host = f"[{world.address}]" if ":" in world.address else world.address
+    store, _, _ = next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))
+    return store
+
+
+def own_part(store: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
+    """A part of a store for one runtime: several may follow each other in the processes of a job."""
+    generation = store.add(f"fabric/runtime/{rank}", 1)
+    part = dist.PrefixStore(f"fabric/{generation}", store)
+    part.set_timeout(timeout)
+    return part

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from datetime import timedelta
 
 import pytest
@@ -17,10 +18,9 @@ import torch.distributed as dist
 from fabric._plan import resolve
 from fabric._torch import default_store
 from fabric.collectives import all_reduce
-from fabric.communicators import CallDescription, Reduce
-from fabric.diagnostics._calls import Call, difference
-from fabric.diagnostics.checker import CollectiveChecker
-from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
+from fabric.communicators import CallDescription, Collective, Operation, Reduce
+from fabric.diagnostics.checker import Call, CollectiveChecker, difference
+from fabric.diagnostics.recorder import Entry, FlightRecorder, RecordedCommunicator
 from fabric.errors import CollectiveMismatchError, ConfigurationError, RankFailedError
 from tests.ranks import outcome, run_in_ranks
 from tests.test_communicators import every_collective
@@ -33,7 +33,7 @@ LONG_TEXT = ", ".join(f"'metric {i}': float32 ()" for i in range(64))
 
 
 def call(operation="all_reduce", data="", where="train.py:1", **facts):
-    return Call(operation, where, {"operation": operation, **facts}, data)
+    return Call("job", (0, 1), operation, where, {"operation": operation, **facts}, data)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +58,34 @@ def test_of_long_data_the_place_of_the_difference_is_shown():
     assert len(told) < 200
 
 
-# -- the ledger, by itself --------------------------------------------------------------------------------------------
+# -- the checker, by itself -------------------------------------------------------------------------------------------
 
 
-def ledger_of_each_rank(schedules, timeout=SHORT):
+class Rank:
+    """The checks of one rank, without a communicator."""
+
+    def __init__(self, store, rank, size, timeout=SHORT):
+        self.checker, self.counts = CollectiveChecker(store, rank, size, timeout), Counter()
+
+    def barrier(self, group, members, name="x"):
+        self.counts[group] += 1
+        code = sys._getframe(1).f_code
+        entry = Entry(group, members, self.counts[group], "barrier", name, code, 0)
+        self.checker.check(entry, Collective(Operation.BARRIER, name=name))
+
+
+def errors_of_ranks(schedules):
     """Run schedules of (members, label), one for each rank, in threads; what each rank raised, or None."""
     store, raised = dist.HashStore(), [None] * len(schedules)
 
     def run(rank):
-        ledger = CollectiveChecker(store, rank, len(schedules), timeout)
+        own = Rank(store, rank, len(schedules))
         try:
-            for members, label in schedules[rank]:
-                ledger.meet(str(members), members, call(label, where=f"rank {rank}"))
+            for members, name in schedules[rank]:
+                own.barrier(str(members), members, name)
         except CollectiveMismatchError as error:
             raised[rank] = error
-        ledger.leave("it has finished")
+        own.checker.close()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedules))]
     for thread in threads:
@@ -84,7 +97,7 @@ def ledger_of_each_rank(schedules, timeout=SHORT):
 
 
 def stuck(schedules):
-    """The ranks that get no further when a call takes place once all members have come to it: what must be found."""
+    """The ranks that get no further when a call takes place once all members make it: what must be found."""
     rest = [list(schedule) for schedule in schedules]
     moved = True
     while moved:
@@ -108,7 +121,7 @@ def random_schedules(rng, size, length):
 def test_agreeing_schedules_of_random_groups_never_raise():
     rng = random.Random(0)
     for _ in range(20):
-        assert ledger_of_each_rank(random_schedules(rng, size=4, length=60)) == [None] * 4
+        assert errors_of_ranks(random_schedules(rng, size=4, length=60)) == [None] * 4
 
 
 def test_exactly_the_ranks_that_would_wait_forever_raise():
@@ -119,7 +132,7 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
         place = rng.randrange(len(one) - 1)
         one[place : place + 2] = rng.choice([one[place : place + 1], one[place : place + 2][::-1]])
         expected = stuck(schedules)
-        raised = ledger_of_each_rank(schedules)
+        raised = errors_of_ranks(schedules)
         assert [error is not None for error in raised] == expected, schedules
         found += any(expected)
     assert found > 20
@@ -128,35 +141,36 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
 def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
     schedule = [("training", (0, 1)), ("saving", (0, 1))] * 20
     store = dist.HashStore()
-    both = CollectiveChecker(store, 0, 2, SHORT)
-    turns = threading.Thread(target=lambda: [both.meet(*one, call()) for one in schedule[1::2]], daemon=True)
-    one_by_one = CollectiveChecker(store, 1, 2, SHORT)
-    other = threading.Thread(target=lambda: [one_by_one.meet(*one, call()) for one in schedule[::-1]], daemon=True)
-    turns.start()
-    other.start()
-    assert [both.meet(*one, call()) for one in schedule[::2]] == list(range(1, 21))
-    for thread in (turns, other):
+    both, one_by_one = Rank(store, 0, 2), Rank(store, 1, 2)
+    threads = [
+        threading.Thread(target=lambda rank=rank, calls=calls: [rank.barrier(*one) for one in calls], daemon=True)
+        for rank, calls in ((both, schedule[1::2]), (one_by_one, schedule[::-1]), (both, schedule[::2]))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
         thread.join(timeout=10)
         assert not thread.is_alive()
+    assert set((both.counts + one_by_one.counts).values()) == {40}
 
 
-def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_told_so():
+def test_three_ranks_that_wait_in_a_circle_of_three_groups_are_named():
     pairs = [(0, 1), (1, 2), (0, 2)]
-    raised = ledger_of_each_rank([[(pairs[0], "a")], [(pairs[1], "a")], [(pairs[2], "a")]])
+    raised = errors_of_ranks([[(pairs[0], "a")], [(pairs[1], "a")], [(pairs[2], "a")]])
     for error in raised:
         assert "wait for each other" in error.problem
-        assert all(f"rank {rank}: a() at rank {rank}" in error.problem for rank in range(3))
+        assert all(f"rank {rank}: barrier(name='a') at " in error.problem for rank in range(3))
 
 
 def test_a_rank_that_only_computes_is_named_at_the_timeout():
     store = dist.HashStore()
-    waiting, _ = (CollectiveChecker(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
+    waiting, _ = (Rank(store, rank, 2, timedelta(seconds=0.2)) for rank in range(2))
     with pytest.raises(CollectiveMismatchError, match=r"after 0.2 s rank 1 did not call") as caught:
-        waiting.meet("job", (0, 1), call())
+        waiting.barrier("job", (0, 1))
     assert caught.value.expected
     assert caught.value.suggestion
     with pytest.raises(CollectiveMismatchError, match="no further collectives") as again:
-        waiting.meet("job", (0, 1), call())
+        waiting.barrier("job", (0, 1))
     assert again.value.__cause__ is caught.value
 
 
@@ -164,20 +178,17 @@ def test_a_store_that_is_gone_is_an_error_and_no_wait():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, server = listener.getsockname()[1], listener.detach()
     host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server)
-    waiting = CollectiveChecker(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2, SHORT)
+    waiting = Rank(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2)
     del host
     with pytest.raises(CollectiveMismatchError, match="the store of the job is gone"):
-        waiting.meet("job", (0, 1), call())
+        waiting.barrier("job", (0, 1))
 
 
 KILLED = """
 import os, signal, sys
-from datetime import timedelta
 import torch.distributed as dist
-from fabric.diagnostics._calls import Call
-from fabric.diagnostics.checker import CollectiveChecker
-ledger = CollectiveChecker(dist.FileStore(sys.argv[1]), 1, 2, timedelta(seconds=60))
-ledger.meet("job", (0, 1), Call("barrier", "script.py:7"))
+from tests.test_checked import Rank
+Rank(dist.FileStore(sys.argv[1]), 1, 2).barrier("job", (0, 1))
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -185,15 +196,15 @@ os.kill(os.getpid(), signal.SIGKILL)
 @pytest.mark.timeout(60)
 def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_path):
     path = str(tmp_path / "store")
-    ledger = CollectiveChecker(dist.FileStore(path), 0, 2, timedelta(seconds=30))
+    waiting = Rank(dist.FileStore(path), 0, 2, timedelta(seconds=30))
     with subprocess.Popen([sys.executable, "-c", KILLED, path]) as process:
-        ledger.meet("job", (0, 1), Call("barrier", "train.py:7"))
+        waiting.barrier("job", (0, 1))
         assert process.wait(timeout=30) == -signal.SIGKILL
         started = time.monotonic()
         with pytest.raises(CollectiveMismatchError, match=f"pid {process.pid}.* has ended") as caught:
-            ledger.meet("job", (0, 1), Call("all_reduce", "train.py:8"))
+            waiting.barrier("job", (0, 1))
         assert time.monotonic() - started < 1
-    assert "barrier() at script.py:7" in caught.value.problem
+    assert "barrier(name='x') at <string>:" in caught.value.problem
 
 
 # -- real ranks -------------------------------------------------------------------------------------------------------
@@ -250,7 +261,7 @@ MISMATCHES = {
         lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
         "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
-    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 does not come: it has finished"),
+    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 does not call: it has finished"),
     "tree keys": (
         lambda c: described(c, "{'loss': float32 (2,)}"),
         lambda c: described(c, "{'acc': float32 (2,)}"),
@@ -294,7 +305,9 @@ def each_mismatch(fabric):
     results, text = {}, ""
     for name, (odd, others, _) in MISMATCHES.items():
         checker = CollectiveChecker(dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT)
-        checked = RecordedCommunicator(plain, FlightRecorder(), [checker.check])
+        recorder = FlightRecorder()
+        recorder.checks = (checker.check,)
+        checked = RecordedCommunicator(plain, recorder)
         checked.barrier("before")
         started = time.monotonic()
         if plain.rank == 1 and odd is None:
@@ -338,7 +351,7 @@ def fail_before_the_others(fabric):
     fabric.barrier()
 
 
-def test_a_rank_that_raises_is_told_as_the_cause_and_not_those_that_missed_it():
+def test_a_rank_that_raises_is_named_as_the_cause_and_not_those_that_missed_it():
     with pytest.raises(RankFailedError, match="ValueError: bad batch") as caught:
         run_in_ranks(fail_before_the_others, ranks=3, check_collectives=True)
     assert caught.value.rank == 1
@@ -353,14 +366,13 @@ def leave_early(fabric):
 def test_a_rank_that_returned_is_named_by_those_that_wait():
     waiting, left = run_in_ranks(leave_early, check_collectives=True)
     assert left == "left"
-    assert "rank 1 does not come: it has finished" in waiting
+    assert "rank 1 does not call: it has finished" in waiting
 
 
 def agreeing_calls(fabric, folder):
     """What programs do: collectives of the job, of groups of both kinds, checkpoints, training."""
     rank, world = fabric.global_rank, fabric.strategy.runtime.communicator
     every_collective(world)
-    assert len(world._checks) == 2
     groups = [world.new_group([0, 1]), world.new_group([1, 2])]
     for count, group in enumerate(groups):
         for _ in range(5 * (count + 1) if group is not None else 0):
@@ -399,19 +411,13 @@ def test_programs_that_agree_raise_nothing(tmp_path):
 # -- on and off -------------------------------------------------------------------------------------------------------
 
 
-def number_of_checks(fabric):
-    runtime = fabric.strategy.runtime
-    groups = (
-        runtime.communicator,
-        runtime.communicator.new_group([0, 1]),
-        fabric.strategy.communicator(dist.group.WORLD),
-    )
-    return [len(group._checks) for group in groups]
+def kinds_of_checks(fabric):
+    return [check.__self__.__class__ for check in fabric.strategy.runtime.recorder.checks]
 
 
-@pytest.mark.parametrize(("checks", "number"), [(False, 1), (True, 2)])
-def test_off_nothing_is_compared(checks, number):
-    assert run_in_ranks(number_of_checks, check_collectives=checks) == [[number] * 3] * 2
+@pytest.mark.parametrize(("checks", "kinds"), [(False, []), (True, [CollectiveChecker])])
+def test_off_nothing_is_compared(checks, kinds):
+    assert run_in_ranks(kinds_of_checks, check_collectives=checks) == [kinds] * 2
 
 
 @pytest.mark.parametrize(("value", "on"), [(None, False), ("", False), ("0", False), ("1", True)])

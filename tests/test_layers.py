@@ -9,11 +9,12 @@ PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
 LAYERS = [
     ["errors", "_torch", "_late"],
-    ["tree", "seed", "world", "store", "diagnostics.stacks", "diagnostics.contract"],
+    ["tree", "seed", "world", "diagnostics.stacks", "diagnostics.contract"],
+    ["store"],
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
-    ["diagnostics._calls", "diagnostics.recorder", "diagnostics.checker"],
-    ["collectives", "scaling", "clipping", "deferred", "pace", "watchdog"],
+    ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report", "diagnostics.uneven"],
+    ["collectives", "scaling", "clipping", "deferred"],
     ["diagnostics"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers"],
@@ -31,7 +32,7 @@ ORDER = {
     "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",
     "deferred": "base recorder",
-    "diagnostics": "stacks contract _calls recorder checker bypass training_checks",
+    "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize signals base rank stop_request supervisor child forkserver function notebook "
     "script",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "

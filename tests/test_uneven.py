@@ -1,6 +1,6 @@
 """Ranks with different numbers of batches: an error that says so, or ``fabric.join``; never a hang."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
+from fabric.diagnostics.recorder import FlightRecorder
+from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import RankFailedError
-from fabric.pace import Pace
 from fabric.store import JobStore
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -250,43 +251,43 @@ class Progress:
         self.received, self.finished = 0, False
 
 
-def paces(number: int) -> list[Pace]:
+def detectors(number: int) -> list[UnevenInputDetector]:
     store = dist.HashStore()
-    around = [sorted({(rank - 1) % number, (rank + 1) % number} - {rank}) for rank in range(number)]
-    return [Pace(rank, tuple(around[rank]), JobStore(store, rank, number)) for rank in range(number)]
+    return [UnevenInputDetector(FlightRecorder(), JobStore(store, rank, number)) for rank in range(number)]
 
 
-@pytest.mark.parametrize("first", ["the one that leaves", "the one that goes on"])
-def test_whoever_comes_second_sees_it(first: str) -> None:
-    early, late = paces(2)
+@pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])
+def test_the_second_of_two_ranks_raises(first: str) -> None:
+    early, late = detectors(2)
     progress = [Progress(), Progress()]
-    for pace, own, length in zip((early, late), progress, (1, 2), strict=True):
-        pace.began("0/0", own, length)
-    for pace, own in zip((early, late), progress, strict=True):
+    for detector, own, length in zip((early, late), progress, (1, 2), strict=True):
+        detector.on_epoch("0/0", own, length)
+    for detector, own in zip((early, late), progress, strict=True):
         own.received = 1
-        pace.step()
+        detector.on_step()
     progress[0].finished, progress[1].received = True, 2
-    actions = [early.meet, late.step] if first == "the one that leaves" else [late.step, early.meet]
+    actions = [early.finish, late.on_step]
+    actions = actions if first == "the one that finishes" else actions[::-1]
     assert outcome(actions[0]) == "fine"
     assert "rank 0 ran out of batches: its loader ended after 1" in outcome(actions[1])
 
 
-def test_equal_lengths_leave_one_place_for_each_iteration() -> None:
+def test_equal_lengths_write_twice_for_each_iteration() -> None:
     written: list[str] = []
 
     class Listening(JobStore):
-        def set(self, key: str, value: bytes) -> None:
-            written.append(key)
+        def publish(self, topic: str, value: Any) -> None:
+            written.append(topic)
 
-        def get_nowait(self, key: str) -> bytes | None:
-            return b"0 9" if key == "batches/0/1" else None
+        def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
+            return {rank: [0, 9] for rank in ranks if topic == "batches/0"}
 
-    pace = Pace(0, (1,), Listening(dist.HashStore(), 0, 2))
+    detector = UnevenInputDetector(FlightRecorder(), Listening(dist.HashStore(), 0, 2))
     progress = Progress()
-    pace.began("0/0", progress, 9)
+    detector.on_epoch("0/0", progress, 9)
     for _ in range(9):
         progress.received += 1
-        pace.step()
+        detector.on_step()
     progress.finished = True
-    pace.meet()
-    assert written == ["batches/0/0", "step/0/0"]
+    detector.finish()
+    assert written == ["batches/0", "step/0"]

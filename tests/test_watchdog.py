@@ -1,6 +1,7 @@
-"""When nothing goes on, the first rank says who has come, who has not, and where those are."""
+"""When a rank waits for long, the first rank prints which ranks made the call, which did not, and where those are."""
 
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -18,11 +19,11 @@ from torch import nn
 
 from fabric import Fabric
 from fabric._plan import resolve
+from fabric.diagnostics.hang_report import HangReporter, RankState, compose
 from fabric.diagnostics.recorder import CLOSURE, HEADING, FlightRecorder
 from fabric.diagnostics.stacks import Stacks, read_stack
 from fabric.errors import ConfigurationError
 from fabric.strategies import DDPStrategy
-from fabric.watchdog import Answer, Watchdog, compose
 from tests.ranks import outcome, run_in_ranks
 
 NEVER = threading.Event()
@@ -31,15 +32,15 @@ NEVER = threading.Event()
 # -- the report -------------------------------------------------------------------------------------------------------
 
 
-def answer(place="in no collective", number=0, *, inside=True, **others):
-    return Answer(place, inside=inside, key="job", number=3, counts={"job": number}, **others)
+def state(place="in no collective", number=0, *, inside=True, **others):
+    return RankState(place, inside=inside, key="job", number=3, counts={"job": number}, **others)
 
 
-def test_a_report_names_who_has_come_and_shows_the_stack_of_who_has_not():
-    answers = {0: answer("in barrier('a') at t.py:1", 3, waited=60, stack="zero"), 1: answer(stack="one"), 2: answer()}
-    report = compose(answers, asker=0)
+def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the_others():
+    states = {0: state("in barrier('a') at t.py:1", 3, waited=60, stack="zero"), 1: state(stack="one"), 2: state()}
+    report = compose(states, requester=0)
     assert "rank 0 of 3 has waited 60 s in barrier('a') at t.py:1" in report
-    assert "has come: rank 0\n  has not come: ranks 1, 2" in report
+    assert "reached by: rank 0\n  not reached by: ranks 1, 2" in report
     assert "    one" in report
     assert "zero" not in report
 
@@ -67,24 +68,24 @@ def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
 
 
 def test_a_report_of_a_group_is_about_its_members():
-    answers = {rank: answer("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)}
-    assert "has come: rank 2\n  has not come: rank 1\n" in compose(answers, asker=2)
+    states = {rank: state("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)}
+    assert "reached by: rank 2\n  not reached by: rank 1\n" in compose(states, requester=2)
 
 
 def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
-    report = compose({rank: answer("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, asker=1)
-    assert "every rank has come" in report
+    report = compose({rank: state("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, requester=1)
+    assert "every rank has reached it" in report
     assert "stack 0" in report
     assert "stack 1" in report
 
 
 def test_a_rank_that_only_computes_while_nobody_is_behind_it_makes_no_report():
-    assert compose({0: answer(number=3, inside=False), 1: answer(number=3)}, asker=0) == ""
+    assert compose({0: state(number=3, inside=False), 1: state(number=3)}, requester=0) == ""
 
 
 def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
-    answers = {rank: answer("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)}
-    report = compose(answers, asker=0)
+    states = {rank: state("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)}
+    report = compose(states, requester=0)
     assert len(report) < 2000
     assert "rank 4000: in all_reduce\n      a" in report
 
@@ -133,11 +134,11 @@ def hold_the_interpreter():
     ctypes.PyDLL(None).sleep(60)  # keeps the interpreter's lock; the request for the stack ends it
 
 
-def test_a_rank_that_does_not_come_is_named_with_its_stack_once(capfd):
+def test_a_rank_that_makes_no_call_is_named_with_its_stack_once(capfd):
     [texts, _] = run_in_ranks(stall_in_turn, launcher="forkserver", watchdog=0.3)
     barrier, backward, message, group, held = texts
     assert "in barrier('saved') at tests/test_watchdog.py" in barrier
-    assert "has come: rank 0\n  has not come: rank 1\n" in barrier
+    assert "reached by: rank 0\n  not reached by: rank 1\n" in barrier
     assert "rank 1: in no collective at " in barrier
     assert "its latest collective was all_reduce at " in barrier
     assert barrier.count('" in report_number') + barrier.count(" in report_number") >= 1
@@ -147,7 +148,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_stack_once(capfd):
     assert ", step 3" in backward
     assert "its latest phase was forward of Linear" in backward
     assert "rank 0 of 2 has waited 0.3 s in recv at " in message
-    assert "has not come: rank 1" in message
+    assert "not reached by: rank 1" in message
     assert "in gather_objects at " in group
     assert "its interpreter" in held
     assert "in hold_the_interpreter" in held
@@ -164,7 +165,7 @@ def stall_under_fsdp(fabric):
 def test_a_gather_of_fsdp_counts():
     [text, _] = run_in_ranks(stall_under_fsdp, strategy="fsdp", watchdog=0.3)
     assert "in forward of Sequential at tests/test_watchdog.py" in text
-    assert "has not come: rank 1" in text
+    assert "not reached by: rank 1" in text
     assert "its latest collective was broadcast at tests/test_watchdog.py" in text
 
 
@@ -184,14 +185,14 @@ def error_of_the_timeout(fabric, in_backward):
 def test_the_error_of_a_timeout_holds_the_report(in_backward, capfd):
     [text, _] = run_in_ranks(error_of_the_timeout, in_backward, watchdog=0, timeout=1.5)
     assert ("in backward at " if in_backward else "UsageError: all_reduce at tests/test_watchdog.py") in text
-    assert "has not come: rank 1" in text
+    assert "not reached by: rank 1" in text
     assert "in error_of_the_timeout" in text
     assert text.count(HEADING) == 1
     assert HEADING not in capfd.readouterr().err
 
 
 def what_is_there(fabric):
-    return fabric.strategy.runtime.record is not None, [thread.name for thread in threading.enumerate()]
+    return fabric.strategy.runtime.recorder is not None, [thread.name for thread in threading.enumerate()]
 
 
 def test_a_single_process_is_not_watched():
@@ -226,8 +227,8 @@ def test_sigusr1_to_the_process_that_launched_prints_the_report(command):
         finally:
             job.kill()
     assert job.returncode == 0, errors
-    assert errors.count("asked for by SIGUSR1") == 1
-    assert "has not come: rank 1" in errors
+    assert errors.count("requested by SIGUSR1") == 1
+    assert "not reached by: rank 1" in errors
     assert "in barrier('end') at " in errors
     assert "in wait_for_the_report" in errors
 
@@ -255,8 +256,8 @@ def test_sigusr1_to_any_machine_of_a_job_prints_the_report_on_the_first():
             job.kill()
             job.communicate(timeout=60)
     assert [job.returncode for job in jobs] == [0, 0], errors
-    assert "asked for by SIGUSR1" in errors[0]
-    assert "has not come: rank 1" in errors[0]
+    assert "requested by SIGUSR1" in errors[0]
+    assert "not reached by: rank 1" in errors[0]
     assert errors[1] == ""
 
 
@@ -315,7 +316,7 @@ def test_a_store_without_a_second_connection_is_refused_unless_there_is_no_watch
 
 def watchdog_of_one(**options):
     store = dist.HashStore()
-    return store, Watchdog(
+    return store, HangReporter(
         store, 0, 1, **{"threshold": timedelta(seconds=0.1), "timeout": timedelta(seconds=10), **options}
     )
 
@@ -341,7 +342,7 @@ def test_after_close_the_process_is_as_it_was(tmp_path):
         assert "test_after_close" in (tmp_path / "stacks").read_text()
     assert "fabric-watchdog" not in [thread.name for thread in threading.enumerate()]
     assert (caught_signals(), sorted(os.listdir("/proc/self/fd")), faulthandler.is_enabled()) == before
-    assert Answer.from_json(store.get("left/0")).place == "has left: it has finished"
+    assert json.loads(store.get("left/0"))["place"] == "makes no further calls: it has finished"
 
 
 def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
@@ -368,9 +369,7 @@ def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():
     assert resolve(accelerator="cpu", env={}).timeout == timedelta(minutes=30)
 
 
-@pytest.mark.parametrize(
-    "options", [{"timeout": 0}, {"timeout": -1}, {"timeout": True}, {"timeout": float("nan")}, {"watchdog": "soon"}]
-)
+@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"watchdog": "soon"}])
 def test_what_is_no_length_of_time_is_refused(options):
     with pytest.raises(ConfigurationError, match="no length of time"):
         Fabric(accelerator="cpu", **options)

@@ -72,6 +72,24 @@ class Collective:
     name: str = ""
     call: CallDescription | None = None
 
+    @property
+    def facts(self) -> dict[str, str]:
+        """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
+        facts = {"operation": self.operation.value if self.call is None else self.call.operation}
+        if self.call is not None and self.call.operation != self.operation.value:
+            facts["collective"] = self.operation.value
+        if self.reduce is not None:
+            facts["op"] = self.reduce.value
+        if self.peer is not None:
+            facts["dst" if self.operation is Operation.GATHER else "src"] = str(self.peer)
+        if self.name:
+            facts["name"] = repr(self.name)
+        if self.operation is Operation.NEW_GROUP:
+            facts["ranks"] = str(self.buffer)
+        if isinstance(self.buffer, Tensor):
+            facts |= {"dtype": str(self.buffer.dtype).removeprefix("torch."), "shape": str(tuple(self.buffer.shape))}
+        return facts
+
     def message(self, rank: int) -> tuple[int, int] | None:
         """Source and destination, where this is rank ``rank``'s part of a message between two ranks."""
         if self.operation is Operation.SEND:

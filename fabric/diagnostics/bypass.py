@@ -37,8 +37,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from fabric._torch import hook_place, in_backward, operations_behind, operations_recorded
 from fabric.diagnostics.contract import GradientContract, Hooks
+from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import UsageError
-from fabric.pace import Pace
 from fabric.tree import map_tensors
 
 __all__ = ["BypassChecks", "BypassGuard"]
@@ -49,11 +49,11 @@ class BypassChecks:
 
     Args:
         rank: rank of this process, for errors.
-        pace: told of each forward pass that prepares a synchronization, where there are other ranks.
+        uneven: told of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
-    def __init__(self, rank: int, pace: Pace | None) -> None:
-        self._rank, self._pace = rank, pace
+    def __init__(self, rank: int, uneven: UnevenInputDetector | None) -> None:
+        self._rank, self._uneven = rank, uneven
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
         self._parts: list[ref[_PartHooks]] = []
@@ -66,7 +66,7 @@ class BypassChecks:
     def watch(self, contract: GradientContract, prepared: nn.Module) -> "tuple[BypassGuard | None, Hooks]":
         """Watch a prepared module: the guard, where gradients need a wrapped forward, and hooks for forward passes."""
         if contract.needs_forward:
-            guard = BypassGuard(contract, prepared, self._rank, self._pace)
+            guard = BypassGuard(contract, prepared, self._rank, self._uneven)
             self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
             return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
         if contract.sharded is None:
@@ -102,11 +102,13 @@ class BypassGuard:
         contract: how its gradients are synchronized.
         prepared: what the strategy made of it.
         rank: rank of this process, for errors.
-        pace: told of each forward pass that prepares a synchronization, where there are other ranks.
+        uneven: told of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
-    def __init__(self, contract: GradientContract, prepared: nn.Module, rank: int, pace: Pace | None) -> None:
-        self.contract, self.prepared, self._rank, self._pace = contract, prepared, rank, pace
+    def __init__(
+        self, contract: GradientContract, prepared: nn.Module, rank: int, uneven: UnevenInputDetector | None
+    ) -> None:
+        self.contract, self.prepared, self._rank, self._uneven = contract, prepared, rank, uneven
         self.left_local = False
         self._synchronizes = contract.synchronizes
         self._depth = self._begin = 0
@@ -114,7 +116,7 @@ class BypassGuard:
         self._sync_prepared = self._reached = self._suspects = False
         parameters = contract.parameters()
         # Without other ranks there is nothing to synchronize.
-        self._frozen = {} if pace is None else {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._frozen = {} if uneven is None else {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._computed: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
@@ -145,8 +147,8 @@ class BypassGuard:
             hooks.pop(number, None)
         if self._trains and self._frozen:
             self._check_frozen()
-        if self._prepares and self._pace is not None and self._pace.watches:
-            self._pace.step()
+        if self._prepares and self._uneven is not None and self._uneven.is_active:
+            self._uneven.on_step()
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""

@@ -1,16 +1,15 @@
-"""What every rank of a job is calling, in the job's store.
+"""Checked mode: compares what all ranks call before anything moves.
 
-[Note: Arrivals] Each rank has one entry in the store, which it overwrites when it begins a call: how many calls it has
-begun in each group, and what the latest is. In its call number n of a group a rank waits until every member has begun
-its own call number n there, and compares. It moves on when all are there and agree, which is why a member that is
-found further on must have agreed: it saw this rank's entry first. So nobody has to keep an entry for a rank that is
-slow to read it, groups run ahead of each other freely, and each rank waits for all members of one group at a time. A
-circle of ranks that wait for each other, in whatever groups, is then a deadlock, and the only kind there is: every
-other wait ends, or ends at a rank that has left. (A rank that waits in several threads may still come by any of them,
-and counts as one that computes.)
+[Note: Arrivals] Each rank publishes one record, which it overwrites when it begins a call: how many calls it has begun
+in each group, and what the latest is. In its call number n of a group a rank waits until every member has begun its own
+call number n there, and compares. It moves on when all have and agree, which is why a member that is found further on
+must have agreed: it saw this rank's record first. So nobody has to keep a record for a rank that is slow to read it,
+groups run ahead of each other freely, and each rank waits for all members of one group at a time. A circle of ranks
+that wait for each other, in whatever groups, is then a deadlock, and the only kind there is: every other wait ends, or
+ends at a rank that makes no further calls. (A rank that waits in several threads may still arrive by any of them, and
+counts as one that computes.)
 """
 
-import json
 import os
 import threading
 import time
@@ -19,74 +18,111 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from hashlib import blake2b
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch import Tensor
 
 from fabric.communicators import Collective, Operation
-from fabric.diagnostics._calls import Call, difference, in_words, table
-from fabric.diagnostics.recorder import Entry
+from fabric.diagnostics.recorder import Entry, in_words
 from fabric.diagnostics.stacks import exit_reason, node
 from fabric.errors import CollectiveMismatchError
+from fabric.store import JobStore
 
-__all__ = ["CollectiveChecker"]
+__all__ = ["Call", "CollectiveChecker", "difference"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _SEARCH_EVERY = 0.00005, 0.005, 0.05  # seconds
-_ANSWER_WITHIN = 0.3  # seconds, in which other ranks come and tell what they pass
-_INLINE = 120  # characters of what is passed that an entry holds itself; of more it holds the beginning and a digest
+_ANSWER_WITHIN = 0.3  # seconds, in which other ranks make their call and publish what they pass
+_INLINE = 120  # characters of what is passed that a record holds itself; of more it holds the beginning and a digest
 _BRIEF = "... #"
+_SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a call, around the first difference
+_NOT_AN_ARGUMENT = ("operation", "collective", "dtype", "shape")
 
-_COME = "a call that every rank of the group reaches"
-_LOOK = (
+_EXPECTED = "a call that every rank of the group makes"
+_SUGGESTION = (
     "the call outside of any branch on the rank and of loops that differ in length; see what ended the rank named here"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A call that a rank has begun, in a group of these ranks."""
+class Call:
+    """One call of a collective on one rank.
+
+    Attributes:
+        group: of the call.
+        members: the ranks of the job that have to make it.
+        operation: its name, as the user called it.
+        location: file and line of the user's call.
+        facts: what must be the same on every rank, by name, in the order in which differences are of interest.
+        data: what is passed, as text; must be the same on all ranks that say it, and is empty on the others.
+    """
 
     group: str
-    members: tuple[int, ...]
-    call: Call
+    members: Sequence[int]
+    operation: str
+    location: str
+    facts: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
+
+    @classmethod
+    def of(cls, entry: Entry, collective: Collective) -> "Call":
+        """The call of an entry of the flight recorder."""
+        facts, data = collective.facts, "" if collective.call is None else collective.call.arguments()
+        if collective.operation in (Operation.SEND, Operation.RECV):  # two ranks, and two operations
+            ends = {"from": str(entry.members[0]), "to": str(entry.members[1])}
+            facts = ends | {name: facts[name] for name in ("dtype", "shape")}
+        return cls(entry.group, tuple(entry.members), entry.operation, entry.location, facts, data)
 
     def __str__(self) -> str:
-        return f"{self.call}, with {in_words(self.members)}"
+        passed = self.data if len(self.data) <= _SHOWN else f"{self.data[:_SHOWN]}..."
+        if not passed:
+            arguments = [f"{name}={value}" for name, value in self.facts.items() if name not in _NOT_AN_ARGUMENT]
+            buffer = [self.facts[name] for name in ("dtype", "shape") if name in self.facts]
+            passed = ", ".join([*arguments, *([" ".join(buffer)] if buffer else [])])
+        return f"{self.operation}({passed}) at {self.location}"
+
+    def brief(self) -> "Call":
+        """The call with a digest in the place of the end of a long text, so that a record stays small."""
+        if len(self.data) <= _INLINE:
+            return self
+        digest = blake2b(self.data.encode(), digest_size=8).hexdigest()
+        return replace(self, data=f"{self.data[:_INLINE]}{_BRIEF}{digest}")
+
+    def is_brief(self) -> bool:
+        """Whether :meth:`brief` shortened it."""
+        return self.data.startswith(_BRIEF, _INLINE)
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """What one rank tells of itself.
+class _Record:
+    """What one rank publishes.
 
     Attributes:
         begun: how many calls it has begun in each group.
-        places: its latest call; of a rank that waits in several threads, that of each.
+        calls: its latest call; of a rank that waits in several threads, that of each.
         left: why it makes no further calls; empty while it does.
     """
 
     begun: Mapping[str, int] = field(default_factory=dict)
-    places: tuple[_Place, ...] = ()
+    calls: tuple[Call, ...] = ()
     left: str = ""
 
-    def to_json(self) -> str:
-        """The entry as text; one is written at each call, so it is short."""
-        places = [[p.group, p.members, p.call.operation, p.call.where, p.call.facts, p.call.data] for p in self.places]
-        return json.dumps([self.begun, places, self.left], separators=(",", ":"))
+    def to_json(self) -> Any:
+        calls = [[c.group, c.members, c.operation, c.location, c.facts, c.data] for c in self.calls]
+        return [self.begun, calls, self.left]
 
     @classmethod
-    def from_json(cls, text: bytes) -> "_Entry":
-        """The entry that became this text."""
-        begun, places, left = json.loads(text)
-        return cls(begun, tuple(_Place(group, tuple(ranks), Call(*call)) for group, ranks, *call in places), left)
+    def from_json(cls, value: Any) -> "_Record":
+        begun, calls, left = value
+        return cls(begun, tuple(Call(group, tuple(members), *rest) for group, members, *rest in calls), left)
 
     def count(self, group: str) -> int:
-        """How many calls of the group it has begun."""
         return self.begun.get(group, 0)
 
 
 class CollectiveChecker:
-    """One process's view of what the ranks of a job call.
+    """Compares the calls of this rank with those of the others; see ``[Note: Arrivals]``.
+
+    After the first error the ranks are out of step, and every further call raises.
 
     Args:
         store: shared by the ranks of the job, and used for nothing else.
@@ -96,149 +132,134 @@ class CollectiveChecker:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self.rank, self.size = store, rank, size
+        self._store, self._rank, self._size = JobStore(store, rank, size), rank, size
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()
-        self._own = _Entry()
-        self._latest: _Place | None = None
+        self._own = _Record()
+        self._latest: Call | None = None
         self._error: CollectiveMismatchError | None = None
-        self._present: set[int] = set()
-        store.set(f"process/{rank}", json.dumps([node(), os.getpid()]))
-        self._write(self._own)
+        self._store.publish("process", [node(), os.getpid()])
+        self._publish(self._own)
 
     def check(self, entry: Entry, collective: Collective) -> None:
         """Wait until all members of the group make this call.
 
         Raises:
-            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or does not call.
+            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or makes none.
         """
-        self.meet(entry.group, entry.members, _call(entry, collective))
-
-    def close(self) -> None:
-        """Tell the others that this rank makes no further calls, and why."""
-        self.leave(exit_reason())
-
-    def meet(self, group: str, members: Sequence[int], call: Call) -> int:
-        """Wait until all members of a group make this call; the number of the call in the group, from 1.
-
-        Raises:
-            CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or does not come.
-        """
-        place = _Place(group, tuple(members), _brief(call))
+        full, count = Call.of(entry, collective), entry.number
+        call = full.brief()
         with self._lock:
             own = self._own
             if own.left:
-                self._refuse(call)
-            count = own.count(group) + 1
-            self._own = own = replace(own, begun={**own.begun, group: count})
-            if len(members) == 1:
-                return count
-            self._latest = place
-            self._write(replace(own, places=(*own.places, place)))
+                self._refuse(full)
+            self._own = own = replace(own, begun={**own.begun, entry.group: count})
+            if len(entry.members) == 1:
+                return
+            self._latest = call
+            self._publish(replace(own, calls=(*own.calls, call)))
         try:
-            self._wait(place, count, call)
+            self._wait(call, count, full)
         except dist.DistError as error:
-            self._own = replace(self._own, left="the store of the job is gone")  # nobody can be told
-            wrong = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
-            self._stop(call, wrong, "a process that stays until the last collective of all ranks")
-        with self._lock:  # not written: the next call tells it
-            self._own = replace(self._own, places=tuple(one for one in self._own.places if one is not place))
-        return count
+            self._own = replace(self._own, left="the store of the job is gone")  # nobody can read of it
+            problem = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
+            self._stop(full, problem, "a process that stays until the last collective of all ranks")
+        with self._lock:  # not published: the next call does
+            self._own = replace(self._own, calls=tuple(one for one in self._own.calls if one is not call))
 
-    def leave(self, reason: str) -> None:
-        """Tell the others that this rank makes no further calls; only the first reason counts."""
+    def close(self) -> None:
+        """Tell the others that this rank makes no further calls, and why."""
+        self._leave(exit_reason())
+
+    def _leave(self, reason: str) -> None:
         with self._lock:
             if self._own.left:
                 return
             latest = "" if self._latest is None else f"; its latest call was {self._latest}"
             # The store goes with the process that hosts it; then nobody is left who could read this.
             with suppress(dist.DistError):
-                self._write(replace(self._own, left=reason + latest))
+                self._publish(replace(self._own, left=reason + latest))
 
-    def _wait(self, place: _Place, count: int, call: Call) -> None:
+    def _wait(self, call: Call, count: int, full: Call) -> None:
         started, pause = time.monotonic(), _FIRST_PAUSE
-        search, gave_up = started + _SEARCH_EVERY, list[int]()
+        search, stopped = started + _SEARCH_EVERY, list[int]()
         while True:
-            entries = self._read(place.members)
-            calls = _calls(entries, place.group, count)
-            if any(other != place.call for other in calls.values()) and difference(calls):
-                self._disagree(place, count, call)
-            missing = [r for r, entry in entries.items() if entry.count(place.group) < count]
-            # Twice the same: entries are read one by one, and what made a rank give up may only show the second time.
-            gave_up, before = [r for r in calls if entries[r].left], gave_up
-            lost = gave_up and before
+            records = self._read(call.members)
+            calls = _calls(records, call.group, count)
+            if any(other != call for other in calls.values()) and difference(calls):
+                self._disagree(full, count)
+            missing = [r for r, record in records.items() if record.count(call.group) < count]
+            # Twice the same: records are read one by one, and why a rank stopped may only show the second time.
+            stopped, before = [r for r in calls if records[r].left], stopped
+            lost = stopped and before
             now = time.monotonic()
             if lost or (missing and now > search):
-                self._search(call, place, count, missing)
+                self._search(full, count, missing)
                 search = now + _SEARCH_EVERY
             if lost:
-                self._stop(call, f"rank {gave_up[0]} gave up: {entries[gave_up[0]].left}")
-            if not missing and not gave_up:
+                self._stop(full, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].left}")
+            if not missing and not stopped:
                 return
             if missing and now - started > self._timeout:
-                lines = {r: _latest(entry) for r, entry in self._read(missing).items()}
-                self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not call:{table(lines)}")
+                lines = {r: _latest(record) for r, record in self._read(missing).items()}
+                self._stop(full, f"after {self._timeout:g} s {in_words(missing)} did not call:{_table(lines)}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _disagree(self, place: _Place, count: int, call: Call) -> NoReturn:
-        """Raise for calls that differ, with those of the ranks that come within a moment and what they pass in full."""
-        self._store.set(f"data/{self.rank}", call.data)
-        until, calls = time.monotonic() + _ANSWER_WITHIN, {}
+    def _disagree(self, call: Call, count: int) -> NoReturn:
+        """Raise for calls that differ, with those of the ranks that call within a moment and what they pass in full."""
+        self._store.publish("data", call.data)
+        until, calls = time.monotonic() + _ANSWER_WITHIN, dict[int, Call]()
         while True:
-            here = _calls(self._read(place.members), place.group, count)
-            calls = {r: self._in_full(r, other) for r, other in here.items()} | {self.rank: call}
-            told = len(calls) == len(place.members) and not any(map(_is_brief, calls.values()))
-            if told or time.monotonic() > until:
+            found = _calls(self._read(call.members), call.group, count)
+            full = self._store.read("data", [r for r, other in found.items() if other.is_brief()])
+            calls = {r: replace(other, data=full.get(r, other.data)) for r, other in found.items()} | {self._rank: call}
+            is_complete = len(calls) == len(call.members) and not any(other.is_brief() for other in calls.values())
+            if is_complete or time.monotonic() > until:
                 break
             time.sleep(_FIRST_PAUSE)
         self._stop(
             call,
-            f"{in_words(place.members)} make different calls:{table(calls)}\n  They differ in {difference(calls)}",
+            f"{in_words(call.members)} make different calls:{_table(calls)}\n  They differ in {difference(calls)}",
             "the same calls in the same order on every rank of a group, on data of one structure, shapes and dtypes",
             "no branch on the rank around a collective; on the ranks named here, the call that the others make",
         )
 
-    def _in_full(self, rank: int, call: Call) -> Call:
-        """The call with all that is passed, if the rank has told it by now."""
-        key = f"data/{rank}"
-        told = _is_brief(call) and self._store.check([key])
-        return replace(call, data=self._store.get(key).decode()) if told else call
-
-    def _search(self, call: Call, place: _Place, count: int, missing: Collection[int]) -> None:
-        """Raise if a member that is not here will not come."""
+    def _search(self, call: Call, count: int, missing: Collection[int]) -> None:
+        """Raise if a member that has not made the call will not make it."""
         ended = {r: process for r in missing if (process := self._ended(r))}
-        # Read after that, so that what a rank wrote before it ended is seen.
-        entries = self._read(range(self.size))
-        circle = _circle(entries, self.rank)
+        # Read after that, so that what a rank published before it ended is seen.
+        records = self._read(range(self._size))
+        circle = _circle(records, self._rank)
         if circle:
             again = self._read(circle)
-            # Entries that stand still from one reading to the next were all true at one moment between the two.
-            if all(again[r].begun == entries[r].begun for r in circle):
+            # Records that stand still from one reading to the next were all true at one moment between the two.
+            if all(again[r].begun == records[r].begun for r in circle):
                 after = dict(zip(circle, [*circle[1:], circle[0]], strict=True))
-                lines = {r: f"{entries[r].places[0]}, waits for rank {after[r]}" for r in circle}
+                lines = {r: f"{records[r].calls[0]}, waits for rank {after[r]}" for r in circle}
                 self._stop(
                     call,
-                    f"ranks wait for each other in different calls:{table(lines)}",
+                    f"ranks wait for each other in different calls:{_table(lines)}",
                     "calls of several groups, and messages, in an order in which every rank can get to each of them",
                     "the same order on all ranks that share groups; of two ranks, one sends while the other receives",
                 )
         for r in missing:
-            entry = entries[r]
-            if entry.count(place.group) < count and entry.left:
-                self._stop(call, f"rank {r} does not come: {entry.left}")
-            if entry.count(place.group) < count and r in ended:
-                self._stop(call, f"rank {r} does not come: its process ({ended[r]}) has ended; {_latest(entry)}")
+            record = records[r]
+            if record.count(call.group) < count and record.left:
+                self._stop(call, f"rank {r} does not call: {record.left}")
+            if record.count(call.group) < count and r in ended:
+                self._stop(call, f"rank {r} does not call: its process ({ended[r]}) has ended; {_latest(record)}")
 
-    def _stop(self, call: Call, wrong: str, valid: str = _COME, instead: str = _LOOK) -> NoReturn:
+    def _stop(self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION) -> NoReturn:
         """Raise, and make no further calls: the ranks are out of step from here on."""
-        self.leave(f"it raised CollectiveMismatchError: {wrong.splitlines()[0].rstrip(':')}")
-        self._error = CollectiveMismatchError(f"{call} (rank {self.rank} of {self.size})", wrong, valid, instead)
+        self._leave(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
+        request = f"{call} (rank {self._rank} of {self._size})"
+        self._error = CollectiveMismatchError(request, problem, expected, suggestion)
         raise self._error
 
     def _refuse(self, call: Call) -> NoReturn:
         raise CollectiveMismatchError(
-            f"{call} (rank {self.rank} of {self.size})",
+            f"{call} (rank {self._rank} of {self._size})",
             f"this rank makes no further collectives: {self._own.left}",
             "collectives before the first error and before teardown()",
             "see the first CollectiveMismatchError; the job has to start again after it",
@@ -246,9 +267,7 @@ class CollectiveChecker:
 
     def _ended(self, rank: int) -> str:
         """The process of a rank of this node if it has ended, as text; empty if it lives or cannot be seen."""
-        if not self._store.check([f"process/{rank}"]):
-            return ""
-        there, pid = json.loads(self._store.get(f"process/{rank}"))
+        there, pid = self._store.read("process", [rank]).get(rank, ("", 0))
         if there == node():
             try:
                 os.kill(pid, 0)  # sends nothing
@@ -258,55 +277,69 @@ class CollectiveChecker:
                 pass  # it lives, as another user
         return ""
 
-    def _write(self, entry: _Entry) -> None:
-        self._own = entry
-        self._store.set(f"entry/{self.rank}", entry.to_json())
+    def _publish(self, record: _Record) -> None:
+        self._own = record
+        self._store.publish("record", record.to_json())
 
-    def _read(self, ranks: Collection[int]) -> dict[int, _Entry]:
-        others = [r for r in ranks if r != self.rank]
-        self._present |= {r for r in others if r not in self._present and self._store.check([f"entry/{r}"])}
-        there = [r for r in others if r in self._present]
-        texts = self._store.multi_get([f"entry/{r}" for r in there]) if there else []
-        read = {r: _Entry.from_json(text) for r, text in zip(there, texts, strict=True)}
-        return {r: self._own if r == self.rank else read.get(r, _Entry()) for r in ranks}
+    def _read(self, ranks: Collection[int]) -> dict[int, _Record]:
+        found = self._store.read("record", [r for r in ranks if r != self._rank])
+        records = {r: _Record.from_json(value) for r, value in found.items()} | {self._rank: self._own}
+        return {r: records.get(r, _Record()) for r in ranks}
 
 
-def _call(entry: Entry, collective: Collective) -> Call:
-    kind, buffer, user = collective.operation, collective.buffer, collective.call
-    data = "" if user is None else user.arguments()
-    facts: dict[str, str] = {}
-    if kind is Operation.SEND or kind is Operation.RECV:  # two ranks, and two operations
-        facts = dict(zip(("from", "to"), entry.group.rpartition(" ")[2].split(">"), strict=True))
-    else:
-        facts["operation"] = entry.operation
-        if user is not None and user.operation != kind.value:
-            facts["collective"] = kind.value
-        if collective.reduce is not None:
-            facts["op"] = collective.reduce.value
-        if collective.peer is not None:
-            facts["dst" if kind is Operation.GATHER else "src"] = str(collective.peer)
-        if collective.name:
-            facts["name"] = repr(collective.name)
-        if kind is Operation.NEW_GROUP:
-            facts["ranks"] = str(buffer)
-    if isinstance(buffer, Tensor):
-        facts |= {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": str(tuple(buffer.shape))}
-    operation = kind.value if "from" in facts else entry.operation
-    return Call(operation, entry.location, facts, data)
+def difference(calls: Mapping[int, Call]) -> str:
+    """Where the calls differ, a line for each fact; empty if they agree.
+
+    Args:
+        calls: by rank.
+    """
+    lines = []
+    for name in dict.fromkeys(name for call in calls.values() for name in call.facts):
+        values = {rank: call.facts.get(name, "none") for rank, call in calls.items()}
+        if len(set(values.values())) > 1:
+            lines.append(f"{name}: {_by_value(values)}")
+    if lines and lines[0].startswith("operation"):  # what other operations are given says nothing more
+        return lines[0]
+    texts = {rank: call.data for rank, call in calls.items() if call.data}
+    if len(set(texts.values())) > 1:  # and what the user passes says more than the buffers that it became
+        shortest = min(map(len, texts.values()))
+        first = next((i for i in range(shortest) if len({text[i] for text in texts.values()}) > 1), shortest)
+        return f"data: {_by_value({rank: _window(text, first) for rank, text in texts.items()})}"
+    return "; ".join(lines)
 
 
-def _calls(entries: Mapping[int, _Entry], group: str, count: int) -> dict[int, Call]:
+def _table(lines: Mapping[int, object]) -> str:
+    """A line for each rank, in order."""
+    return "".join(f"\n    rank {rank}: {line}" for rank, line in sorted(lines.items()))
+
+
+def _by_value(values: Mapping[int, str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{value} on {in_words(having)}" for value, having in ranks.items())
+
+
+def _window(text: str, middle: int) -> str:
+    """Of a long text the part around a place."""
+    start, end = max(0, middle - _WINDOW // 2), middle + _WINDOW // 2
+    if len(text) <= _WINDOW:
+        return text
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+
+
+def _calls(records: Mapping[int, _Record], group: str, count: int) -> dict[int, Call]:
     """The calls of the ranks that are in call number ``count`` of the group."""
-    places = ((r, place) for r, entry in entries.items() if entry.count(group) == count for place in entry.places)
-    return {r: place.call for r, place in places if place.group == group}
+    begun = ((r, call) for r, record in records.items() if record.count(group) == count for call in record.calls)
+    return {r: call for r, call in begun if call.group == group}
 
 
-def _circle(entries: Mapping[int, _Entry], start: int) -> list[int]:
+def _circle(records: Mapping[int, _Record], start: int) -> list[int]:
     """Ranks of which each waits for the next, and the last for the first, ``start``; empty if there are none."""
     paths, seen = [[start]], {start}
     while paths:
         path = paths.pop(0)
-        for r in _waits_for(entries, path[-1]):
+        for r in _waits_for(records, path[-1]):
             if r == start:
                 return path
             if r not in seen:
@@ -315,28 +348,16 @@ def _circle(entries: Mapping[int, _Entry], start: int) -> list[int]:
     return []
 
 
-def _waits_for(entries: Mapping[int, _Entry], rank: int) -> list[int]:
+def _waits_for(records: Mapping[int, _Record], rank: int) -> list[int]:
     """The members of the rank's call who have not begun it."""
-    entry = entries[rank]
-    if len(entry.places) != 1:
+    record = records[rank]
+    if len(record.calls) != 1:
         return []
-    group, count = entry.places[0].group, entry.count(entry.places[0].group)
-    return [r for r in entry.places[0].members if entries[r].count(group) < count]
+    group, count = record.calls[0].group, record.count(record.calls[0].group)
+    return [r for r in record.calls[0].members if records[r].count(group) < count]
 
 
-def _latest(entry: _Entry) -> str:
-    if not entry.places:
+def _latest(record: _Record) -> str:
+    if not record.calls:
         return "it has made no checked call (are calls checked on every rank?)"
-    return f"its latest call was {entry.places[-1]}"
-
-
-def _brief(call: Call) -> Call:
-    """The call with a digest in the place of the end of a long text, so that an entry stays small."""
-    if len(call.data) <= _INLINE:
-        return call
-    digest = blake2b(call.data.encode(), digest_size=8).hexdigest()
-    return replace(call, data=f"{call.data[:_INLINE]}{_BRIEF}{digest}")
-
-
-def _is_brief(call: Call) -> bool:
-    return call.data.startswith(_BRIEF, _INLINE)
+    return f"its latest call was {record.calls[-1]}, with {in_words(record.calls[-1].members)}"

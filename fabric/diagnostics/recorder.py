@@ -1,27 +1,49 @@
 """The flight recorder: what this process is doing, as notes that checks and hang reports read."""
 
+import contextlib
+import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from types import CodeType
+from pathlib import Path
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.diagnostics.contract import Hooks
-from fabric.diagnostics.stacks import location, user_frame
 from fabric.errors import FabricError, UsageError
 
-__all__ = ["CLOSURE", "HEADING", "JOB", "STEP", "Check", "Entry", "FlightRecorder", "RecordedCommunicator"]
+__all__ = [
+    "CLOSURE",
+    "HEADING",
+    "JOB",
+    "STEP",
+    "Check",
+    "Entry",
+    "FlightRecorder",
+    "RecordedCommunicator",
+    "in_words",
+    "location",
+    "user_frame",
+]
 
 JOB = "job"
 STEP, CLOSURE = "optimizer step", "optimizer step with a closure"
 HEADING = "where each rank is:"
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
+_NAMED = 8  # ranks that are named one by one
+# Frames of these are not where the user called.
+_NOT_USERS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
 
 
 class Entry(NamedTuple):
@@ -54,6 +76,29 @@ class Entry(NamedTuple):
         return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.location}"
 
 
+def user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame from here outwards that is neither fabric's nor torch's; None when there is none."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
+        frame = frame.f_back
+    return frame
+
+
+def location(code: CodeType | None, offset: int) -> str:
+    """File and line of an instruction; of none, as autograd's own threads have no frame of the user."""
+    if code is None:
+        return "a backward pass"
+    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
+    return f"{code.co_filename.removeprefix(os.getcwd() + os.sep)}:{next(lines, None) or code.co_firstlineno}"
+
+
+def in_words(ranks: Collection[int]) -> str:
+    """``rank 1``, or ``ranks 1, 2``."""
+    names = [str(rank) for rank in sorted(ranks)]
+    if len(names) > _NAMED:
+        names[_NAMED // 2 : -1] = [f"... ({len(names)} of them)"]
+    return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
 Check = Callable[[Entry, Collective], None]
 """Called with each collective before it moves anything; raises if it must not."""
 
@@ -74,9 +119,10 @@ class FlightRecorder:
         newest: the key in ``counts`` of the latest one.
         calls: the collective that each thread is in.
         latest: the latest collective that was begun.
+        checks: called in this order before each collective.
     """
 
-    __slots__ = ("_explain", "_outer", "calls", "counts", "latest", "newest", "phase", "thread")
+    __slots__ = ("_explain", "_outer", "calls", "checks", "counts", "latest", "newest", "phase", "thread")
 
     def __init__(self, explain: Callable[[], str] = str) -> None:
         self._explain = explain
@@ -88,6 +134,7 @@ class FlightRecorder:
         self.newest = ""
         self.calls: dict[int, Entry] = {}
         self.latest: Entry | None = None
+        self.checks: tuple[Check, ...] = ()
 
     def hooks(self, title: str = "") -> Hooks:
         """The layer that notes phases: forward passes of the module ``title``, backward passes and optimizer steps."""
@@ -156,8 +203,7 @@ class RecordedCommunicator(Communicator):
 
     Args:
         inner: what carries the data.
-        recorder: of this process.
-        checks: called in this order before each collective, also those of groups that are made from this one.
+        recorder: of this process; its checks are made before each collective.
         name: the same on all members, and different for each group.
         ranks: the members by their rank in the job, in the order of the group; None for all.
     """
@@ -166,12 +212,11 @@ class RecordedCommunicator(Communicator):
         self,
         inner: Communicator,
         recorder: FlightRecorder,
-        checks: Sequence[Check] = (),
         name: str = JOB,
         ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
-        self._inner, self._recorder, self._checks, self._name = inner, recorder, checks, name
+        self._inner, self._recorder, self._name = inner, recorder, name
         # A range, as large in a job of thousands as in one of two.
         self._ranks = range(inner.size) if ranks is None else tuple(ranks)
         self._groups = 0
@@ -188,7 +233,7 @@ class RecordedCommunicator(Communicator):
         if inner is None:
             return None
         name, ranks = f"{self._name}/{self._groups}", [self._ranks[rank] for rank in members]
-        return RecordedCommunicator(inner, self._recorder, self._checks, name, ranks)
+        return RecordedCommunicator(inner, self._recorder, name, ranks)
 
     @override
     def close(self) -> None:
@@ -211,7 +256,7 @@ class RecordedCommunicator(Communicator):
         recorder.latest = recorder.calls[thread] = entry
         recorder.newest = group
         try:
-            for check in self._checks:
+            for check in recorder.checks:
                 check(entry, collective)
             return function(argument)
         except RuntimeError as error:

@@ -17,39 +17,19 @@ import time
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
-from types import CodeType, FrameType
 
-import torch
-
-__all__ = ["Address", "Stacks", "exit_reason", "location", "node", "read_stack", "user_frame"]
+__all__ = ["Address", "Stacks", "exit_reason", "node", "read_stack"]
 
 _FRAMES = 16  # the innermost ones that are kept
-_FABRIC = str(Path(__file__).parents[1]) + os.sep
-# Frames of these are not where the user called.
-_NOT_USERS = (_FABRIC, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 # From here outwards there is what brought the process into existence.
 _LAUNCH = re.compile(
-    rf'File "(<frozen runpy>"|{re.escape(_FABRIC)}(launchers/|_fabric\.py", line \d+ in _run_in_rank$))'
+    rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/(launchers/|'
+    r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]
 """Where another process finds a stack: node, process, open file (-1: it is not to be asked), thread."""
-
-
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from here outwards that is neither fabric's nor torch's; None when there is none."""
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
-        frame = frame.f_back
-    return frame
-
-
-def location(code: CodeType | None, offset: int) -> str:
-    """File and line of an instruction; of none, as autograd's own threads have no frame of the user."""
-    if code is None:
-        return "a backward pass"
-    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
-    return f"{code.co_filename.removeprefix(os.getcwd() + os.sep)}:{next(lines, None) or code.co_firstlineno}"
 
 
 def exit_reason() -> str:

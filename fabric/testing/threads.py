@@ -236,7 +236,8 @@ class ThreadCommunicator(Communicator):
         if pair := collective.message(self.rank):
             return self._message(pair, buffer)
         passed = collective.rows if collective.operation is Operation.SCATTER else buffer
-        values = self._exchange(_called(collective), passed.clone() if isinstance(passed, Tensor) else passed)
+        call = ", ".join(collective.facts.values())
+        values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return buffer.copy_(op.fold(values))
@@ -292,15 +293,3 @@ class ThreadCommunicator(Communicator):
             self._mailbox.put(key, buffer.clone(), 1)
             return buffer
         return buffer.copy_(self._mailbox.take(key, self._ranks[pair[0]], self._own, f"recv(src={pair[0]})"))
-
-
-def _called(collective: Collective) -> str:
-    """What has to be the same on all ranks."""
-    buffer, operation = collective.buffer, collective.operation
-    arguments = [] if collective.reduce is None else [collective.reduce.value]
-    if collective.peer is not None:
-        arguments.append(f"{'dst' if operation is Operation.GATHER else 'src'}={collective.peer}")
-    call = f"{operation.value}({', '.join(arguments)})" if arguments else operation.value
-    if isinstance(buffer, Tensor):
-        call += f" of {str(buffer.dtype).removeprefix('torch.')} {tuple(buffer.shape)}"
-    return call
