@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from fabric import collectives
 from fabric._plan import Plan, resolve
-from fabric._session import Session, set_up_modules
+from fabric._session import Session, set_up_modules, without_sync
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -549,7 +549,7 @@ class Fabric:
             enabled: whether to skip the synchronization.
         """
         models = set_up_modules("no_backward_sync", module)
-        return self._running("no_backward_sync").without_sync([model._fabric_prepared for model in models], enabled)
+        return without_sync(self.strategy, [model._fabric_prepared for model in models], enabled)
 
     def join(
         self, module: FabricModule | Sequence[FabricModule], *, divide_by_initial_world_size: bool = True

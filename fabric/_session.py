@@ -26,12 +26,13 @@ from fabric.launchers import StopRequest
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.scaling import LossScaler
+from fabric.strategies import Strategy
 from fabric.world import World
 
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["Session", "prepared_module", "set_up_modules"]
+__all__ = ["Session", "prepared_module", "set_up_modules", "without_sync"]
 
 
 class Session:
@@ -211,14 +212,6 @@ class Session:
         self.before_backward, self.after_backward = calls(layers, "before_backward"), calls(layers, "after_backward")
 
     @contextmanager
-    def without_sync(self, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
-        """``no_backward_sync`` for several prepared modules."""
-        with ExitStack() as stack:
-            for module in modules:
-                stack.enter_context(self.strategy.no_backward_sync(module, enabled))
-            yield
-
-    @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
         """``Fabric.join``: within, ranks without batches are answered for; afterwards all are in the same state."""
         context = self.strategy.join([model._fabric_prepared for model in models], divide_by_initial_world_size)
@@ -356,6 +349,15 @@ def prepared_module(module: nn.Module) -> nn.Module:
 def _prepared_name(model: FabricModule) -> str:
     prepared = prepared_module(model)
     return "itself" if prepared is model.module else type(prepared).__name__
+
+
+@contextmanager
+def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
+    """``no_backward_sync`` for several prepared modules."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(strategy.no_backward_sync(module, enabled))
+        yield
 
 
 def _check_new(given: Sequence[Any], known: Sequence[Any]) -> None:

@@ -1,15 +1,15 @@
 """Older names of strategies and of their methods, so that a ported script runs before it is rewritten.
 
-Everything here gives a :class:`DeprecationWarning` that tells the modern spelling, at the line that uses it. Where a
-method takes a *trainer*, that is any object with the attributes that the method needs: ``model`` (a module),
-``optimizers`` (an optimizer, or a sequence of them) or ``callback_metrics`` (a dict).
+Everything here gives a :class:`DeprecationWarning` with the modern spelling, at the line that uses it. Where a method
+takes a *trainer*, that is any object with the attributes that the method needs: ``model`` (a module), ``optimizers``
+(an optimizer, or a sequence of them) or ``callback_metrics`` (a dict).
 """
 
 import pickle
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
+from fabric._session import prepared_module, without_sync
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.environments import Environment
-from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.module import FabricModule
+from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.precision import Precision, parse_precision
 from fabric.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
 from fabric.tree import map_tensors
@@ -36,16 +36,7 @@ class _Mailbox(deque[Any]):
     """A queue whose entries :meth:`DDPSpawnPlugin.spawn` carries from process 0 to the process that called it."""
 
     put = deque.append
-
-    def get(self) -> Any:
-        if not self:
-            raise UsageError(
-                "get_from_queue(trainer, mp_queue)",
-                "nothing is in the queue: process 0 has put nothing into it, or it has been taken out already",
-                "one get_from_queue for each add_to_queue of process 0, after spawn() has returned",
-                "return dict(trainer.callback_metrics) from the function, and metrics = fabric.launch(function)",
-            )
-        return self.popleft()
+    get = deque.popleft
 
 
 def _setup(self: "_Older", trainer: Any = None) -> None:
@@ -58,21 +49,16 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
         trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
 
     Raises:
-        UsageError: there is no model, or it is prepared already.
+        UsageError: the model is prepared already.
         ConfigurationError: a mixed precision, which needs ``Fabric.setup`` and ``Fabric.backward``.
-        ArgumentTypeError: the trainer lacks a model, or holds something else.
     """
     _deprecated("setup(trainer)", _MODERN_SETUP)
-    module = self.model if trainer is None else _part(trainer, "model", "setup", nn.Module)
-    if module is None or _is_prepared(self, module):
-        raise UsageError(
-            f"{type(self).__name__}.setup() on rank {self.global_rank}",
-            "there is no model to set up" if module is None else f"this {type(module).__name__} is set up already",
-            "setup(trainer), once for each trainer.model; or setup() after strategy.model = model",
-            _MODERN_SETUP,
-        )
+    module: Any = self.model if trainer is None else trainer.model
+    if _is_prepared(self, module):
+        problem = f"this {type(module).__name__} is set up already"
+        raise UsageError("setup(trainer)", problem, "one setup for each trainer.model", _MODERN_SETUP)
     _refuse_mixed_precision(self)
-    optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
+    optimizers = _optimizers_of(trainer) if getattr(trainer, "optimizers", None) is not None else []
     self.check_setup(module, optimizers)
     self.runtime.precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
@@ -83,15 +69,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
 
 
 def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
-    """Older form of :meth:`fabric.Fabric.setup_optimizers`, for optimizers of a model that is set up already.
-
-    Args:
-        trainer: an object with ``optimizers``.
-
-    Raises:
-        ArgumentTypeError: it has none, or they are something else.
-        UsageError: the strategy cannot set them up any more.
-    """
+    """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a model that is set up."""
     _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
     optimizers = _optimizers_of(trainer)
     self.check_setup(None, optimizers)
@@ -100,55 +78,29 @@ def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
 
 
 def _model_to_device(self: "_Older") -> None:
-    """Move :attr:`model` to this process's device; what has been set up is there already.
-
-    Raises:
-        UsageError: there is no model.
-    """
+    """Move :attr:`model` to this process's device; a model that has been set up is there already."""
     _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
     if self.model is not None and not _is_prepared(self, self.model):
         self.module_to_device(self.model)
-    elif not self._prepared:
-        raise UsageError(
-            f"{type(self).__name__}.model_to_device() on rank {self.global_rank}",
-            "this strategy has no model",
-            "a model that was set up, or strategy.model = model before",
-            "fabric.to_device(model)",
-        )
 
 
 def _block_backward_sync(
     self: "_Older", module: nn.Module | None = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Older name of ``no_backward_sync``, which see; without a module for every one that has been set up.
-
-    Args:
-        module: what ``setup`` returned, or the prepared module; None for all.
-        enabled: whether to skip the synchronisation.
-    """
+    """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
     _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
-    if module is None:
-        return _without_sync(self, enabled)
-    inner = uncompiled(module)
-    return self.no_backward_sync(inner._fabric_prepared if isinstance(inner, FabricModule) else module, enabled)
+    modules = self._prepared if module is None else [prepared_module(module)]
+    return without_sync(self, modules, enabled)
 
 
-def _is_prepared(self: "_Older", module: nn.Module) -> bool:
+def _is_prepared(self: "_Older", module: Any) -> bool:
     """Whether this is a prepared module, or the one that was prepared."""
-    inner = uncompiled(module)
+    inner = None if module is None else uncompiled(module)
     return any(inner is one or inner is uncompiled(getattr(one, "module", one)) for one in self._prepared)
 
 
-@contextmanager
-def _without_sync(self: "_Older", enabled: bool) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in self._prepared:
-            stack.enter_context(self.no_backward_sync(module, enabled))
-        yield
-
-
 def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any]:
-    """Older name of ``module_init_context``, which see."""
+    """Older name of ``module_init_context``."""
     _deprecated("model_sharded_context()", "with fabric.init_module():")
     return self.module_init_context()
 
@@ -162,10 +114,10 @@ def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
 
 
 def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
-    """Let go of the other processes after a failure of this one, and end it; with one process do nothing.
+    """Abort the process group after a failure of this process, and raise; with one process do nothing.
 
-    The launcher then ends the others, and the process that launched them raises with this rank and its traceback.
-    It does so for every exception that leaves the function, so that the call is not needed.
+    The launcher then ends the other processes, and the process that launched them raises with this rank and its
+    traceback. It does so for every exception that leaves the function, so that the call is not needed.
 
     Args:
         trace: the traceback of the failure, as text.
@@ -177,8 +129,8 @@ def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
     if self.is_distributed:
         rank = self.global_rank
         self.runtime.abort()
-        wrong = "this process failed, and lets go of the others"
-        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, wrong)
+        problem = "this process failed, and has left the process group"
+        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, problem)
 
 
 class DDPSpawnPlugin(DDPStrategy):
@@ -201,8 +153,8 @@ class DDPSpawnPlugin(DDPStrategy):
         mp_queue: what process 0 put there is there after :meth:`spawn`.
 
     Raises:
-        ArgumentTypeError: an unknown option.
-        ConfigurationError: another start method, two precisions, or options that contradict each other.
+        TypeError: an unknown option, or a start method.
+        ConfigurationError: two precisions, or options that contradict each other.
     """
 
     def __init__(
@@ -217,14 +169,6 @@ class DDPSpawnPlugin(DDPStrategy):
         **options: Any,
     ) -> None:
         _deprecated("DDPSpawnPlugin(...)", 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn")')
-        start_method = options.pop("start_method", "spawn")
-        if start_method != "spawn":
-            raise ConfigurationError(
-                f"DDPSpawnPlugin(start_method={start_method!r})",
-                "it is the strategy whose processes are spawned",
-                'start_method="spawn", or none',
-                f"DDPStrategy(start_method={start_method!r})",
-            )
         super().__init__(
             *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
             *(_one_precision(precision_plugin, precision), *ddp_comm),
@@ -259,7 +203,7 @@ class DDPSpawnPlugin(DDPStrategy):
         Args:
             function: what every process runs.
             *args: its arguments; they are pickled.
-            return_result: whether the result comes back.
+            return_result: whether the result is returned.
             **kwargs: its keyword arguments.
 
         Returns:
@@ -267,18 +211,13 @@ class DDPSpawnPlugin(DDPStrategy):
 
         Raises:
             ConfigurationError: the strategy has no parallel devices, which say how many processes there are.
-            ArgumentTypeError: something that cannot be called, or an argument that cannot travel.
             RankFailedError: a process raised, exited early or was killed.
         """
         modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
         _deprecated("spawn(function)", modern)
-        if not callable(function):
-            raise ArgumentTypeError(
-                f"spawn({function!r})", "it cannot be called", "a function, not its result", "spawn(function, *args)"
-            )
         if not self.parallel_devices:
             raise ConfigurationError(
-                f"spawn({getattr(function, '__qualname__', function)})",
+                f"spawn({function!r})",
                 "this strategy has no parallel_devices, so that the number of processes is unknown",
                 "parallel_devices, one for each process",
                 f'{modern}; or DDPSpawnPlugin(parallel_devices=[torch.device("cpu")] * 2)',
@@ -297,52 +236,25 @@ class DDPSpawnPlugin(DDPStrategy):
         Args:
             trainer: an object with ``callback_metrics``, a mapping.
             queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that the processes share.
-
-        Raises:
-            ArgumentTypeError: it has none, or one of them cannot be pickled.
         """
         _deprecated("add_to_queue(trainer, queue)", "return trainer.callback_metrics from the launched function")
-        metrics = dict(_part(trainer, "callback_metrics", "add_to_queue", Mapping))
-        try:
-            # The copies keep a view from dragging all of its storage along.
-            payload = pickle.dumps(map_tensors(lambda tensor: tensor.detach().cpu().clone(), metrics))
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            raise ArgumentTypeError(
-                f"add_to_queue(trainer, queue) on rank {self.global_rank}",
-                f"callback_metrics cannot travel to another process: {error}",
-                "tensors, numbers, texts, and collections of them",
-                "trainer.callback_metrics[name] = value.item(), for instance",
-            ) from error
-        queue.put(payload)
+        # The copies keep a view from dragging all of its storage along.
+        metrics = map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(trainer.callback_metrics))
+        queue.put(pickle.dumps(metrics))
 
     def get_from_queue(self, trainer: Any, queue: Any) -> None:
-        """Update the trainer's ``callback_metrics`` by what one :meth:`add_to_queue` put into a queue.
-
-        Args:
-            trainer: an object with ``callback_metrics``, a dict; tensors come on the CPU.
-            queue: an object with ``get``.
-        """
+        """Update ``trainer.callback_metrics`` by what one :meth:`add_to_queue` put into a queue; tensors on the CPU."""
         _deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
-        metrics = _part(trainer, "callback_metrics", "get_from_queue", MutableMapping)
-        metrics.update(_unpack(queue.get()))
+        trainer.callback_metrics.update(_unpack(queue.get()))
 
     def post_dispatch(self, trainer: Any) -> None:
-        """Update the trainer's ``callback_metrics`` by everything that process 0 left in :attr:`mp_queue`.
-
-        Args:
-            trainer: an object with ``callback_metrics``, a dict.
-        """
+        """Update ``trainer.callback_metrics`` by everything that process 0 left in :attr:`mp_queue`."""
         _deprecated("post_dispatch(trainer)", "metrics = fabric.launch(function)")
-        metrics = _part(trainer, "callback_metrics", "post_dispatch", MutableMapping)
         while self.mp_queue:
-            metrics.update(_unpack(self.mp_queue.get()))
+            trainer.callback_metrics.update(_unpack(self.mp_queue.get()))
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: the forward pass of a prepared module has made everything ready for the backward pass.
-
-        Args:
-            closure_loss: the loss; it is not looked at.
-        """
+        """Does nothing: the forward pass of a prepared module has made everything ready for the backward pass."""
         _deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
 
 
@@ -360,7 +272,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
         process_group_backend: backend of the process group.
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
-        backward_prefetch: how many units are gathered ahead in the backward pass.
+        backward_prefetch: how many FSDP modules are gathered ahead in the backward pass.
         mixed_precision: torch's policy, in place of what the precision says.
         precision: precision.
         **options: the other arguments of ``FSDPStrategy``.
@@ -369,7 +281,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
 
     Raises:
-        ArgumentTypeError: an unknown option, or one of a type that is not understood.
+        TypeError: an unknown option.
         ConfigurationError: two precisions, or options that cannot work.
     """
 
@@ -463,26 +375,6 @@ def _refuse_mixed_precision(strategy: _Older) -> None:
         )
 
 
-def _part(trainer: Any, name: str, method: str, kind: Any = object) -> Any:
-    part = getattr(trainer, name, None)
-    if part is None or not isinstance(part, kind):
-        raise ArgumentTypeError(
-            f"{method}({type(trainer).__name__})",
-            f"it has no {name}" if part is None else f"its {name} is a {type(part).__name__}",
-            "any object with a module as model, a sequence as optimizers, a dict as callback_metrics",
-            f"types.SimpleNamespace({name}=...)",
-        )
-    return part
-
-
 def _optimizers_of(trainer: Any) -> list[Optimizer]:
-    found = _part(trainer, "optimizers", "setup_optimizers", Optimizer | Sequence)
-    optimizers = [found] if isinstance(found, Optimizer) else list(found)
-    if wrong := [type(one).__name__ for one in optimizers if not isinstance(one, Optimizer)]:
-        raise ArgumentTypeError(
-            f"setup_optimizers({type(trainer).__name__})",
-            f"its optimizers are no optimizers: {', '.join(wrong)}",
-            "a torch.optim.Optimizer, or a sequence of them, as trainer.optimizers",
-            "optimizer = fabric.setup_optimizers(optimizer)",
-        )
-    return optimizers
+    found = trainer.optimizers
+    return [found] if isinstance(found, Optimizer) else list(found)
