@@ -186,7 +186,8 @@ _MPICH = _Variables(
     world_size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job would meet.
+    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job
+    # would use one port.
     job_id=(("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),),
 )
 _SLURM = _Variables(
@@ -269,7 +270,7 @@ def _tasks_on_node(variables: _Variables, tasks: str, node: int) -> int:
             return counts[node]
     raise ConfigurationError(
         f"{' or '.join(variables.local_world_size)} set to {tasks!r}",
-        f"it does not tell the number of processes on node {node}",
+        f"it does not give the number of processes on node {node}",
         "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
         "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
     )
@@ -294,7 +295,7 @@ def _find_rendezvous(
     if address is None:
         raise ConfigurationError(
             f"a job of {world_size} processes, {local_world_size} of them on this node, of {variables.launcher}",
-            "they are on several nodes, and nothing tells where rank 0 is",
+            "they are on several nodes, and no variable names the host of rank 0",
             "MASTER_ADDR set to the host name or address of the node of rank 0, the same in every process",
             variables.export.format("MASTER_ADDR=<host of rank 0>"),
         )
@@ -305,7 +306,7 @@ def _find_rendezvous(
     if port is None and world_size > 1:
         raise ConfigurationError(
             f"a job of {world_size} processes of {variables.launcher}",
-            "no port is set, and nothing that tells this job from others, from which one could be derived",
+            "no port is set, nor an id of the job, from which one could be derived",
             "MASTER_PORT set to a free port of the node of rank 0, the same in every process",
             variables.export.format("MASTER_PORT=<port>"),
         )

@@ -41,7 +41,7 @@ def seen(replicas: int, make: Any, uneven: Any = "pad") -> list[int]:
         for one, batch in zip(rounds, batches, strict=True):
             one.check([batch], None)
         parts = list(batches)
-        result += rounds[0].arrange(parts if rounds[0].kind == "batches" else torch.stack(parts)).tolist()
+        result += rounds[0].arrange(parts if rounds[0].unit == "batches" else torch.stack(parts)).tolist()
     assert noted == [[] for _ in range(replicas)]
     return result
 

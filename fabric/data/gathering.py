@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Number
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
         raise UsageError(request, problem, expected, "the values as they are; or fabric.all_gather(x, concat=True)")
     leaves, structure = flatten(data)
     batch.check(leaves, structure)
-    gathered = (all_gather_ragged if batch.kind == "batches" else all_gather)(communicator, leaves)
+    gathered = (all_gather_ragged if batch.unit == "batches" else all_gather)(communicator, leaves)
     arranged = [
         batch.arrange(parts) if isinstance(leaf, Tensor) else leaf for leaf, parts in zip(leaves, gathered, strict=True)
     ]
@@ -55,14 +55,14 @@ class GatheredBatch:
 
     Attributes:
         num_replicas: how many ranks.
-        kind: ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank r
-            has place r, as a whole. ``"single"``: likewise, and it is one sample, without a dim 0.
+        unit: ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank r
+            has place r, as a whole. ``"single samples"``: likewise, and it is one sample, without a dim 0.
         kept: how many places hold no repetition; None for all.
         length: samples of this rank's batch; None when that is not known.
     """
 
     num_replicas: int
-    kind: Literal["samples", "batches", "single"]
+    unit: str
     kept: int | None = None
     length: int | None = None
 
@@ -74,11 +74,9 @@ class GatheredBatch:
             UsageError: which entries were repeated, or which place a sample has, is not known.
         """
         replicas, sharded = spec.num_replicas, getattr(spec.indices, "sharded", None)
-        kind, size = ("batches", 1) if spec.unit == "batches" else ("samples", spec.batch_size)
-        if size is None:
-            kind, size = ("batches" if isinstance(spec.order, BatchSampler) else "single"), 1
+        unit, size = spec.unit, spec.entries_per_batch
         if replicas == 1 or spec.base_seed is not None:
-            return cls(replicas, "single" if kind == "single" else "samples")
+            return cls(replicas, "samples" if unit == "batches" else unit)
         if sharded is not None and sharded.num_replicas == replicas:
             total = length_of(sharded.sampler)
             if total is None and sharded.uneven == "pad":
@@ -87,19 +85,19 @@ class GatheredBatch:
         else:
             sampler = spec.order
             if type(sampler) is BatchSampler and isinstance(sampler.sampler, DistributedSampler):
-                kind, size, sampler = "samples", sampler.batch_size, sampler.sampler
+                unit, size, sampler = "samples", sampler.batch_size, sampler.sampler
             if not isinstance(sampler, DistributedSampler):
                 _refuse(f"the {type(sampler).__name__} shards the data itself", "DataLoader(dataset, shuffle=True)")
             total, length = (None if sampler.drop_last else length_of(sampler.dataset)), len(sampler)
         behind = state.skip + (state.received - 1) * size
         kept = None if total is None else total - behind * replicas
-        return cls(replicas, kind, kept, None if kind != "samples" or length is None else min(size, length - behind))
+        return cls(replicas, unit, kept, None if unit != "samples" or length is None else min(size, length - behind))
 
     def check(self, leaves: list[Any], structure: Structure) -> None:
         """Raise a ConfigurationError for what does not say to which sample it belongs."""
         for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
             if isinstance(leaf, Tensor):
-                fits = self.kind == "single" or (leaf.dim() > 0 and self.length in (None, leaf.shape[0]))
+                fits = self.unit == "single samples" or (leaf.dim() > 0 and self.length in (None, leaf.shape[0]))
                 found = f"its shape is {tuple(leaf.shape)}"
             else:
                 fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
@@ -114,9 +112,9 @@ class GatheredBatch:
 
     def arrange(self, gathered: Any) -> Tensor:
         """What was gathered from one leaf in one tensor: of shape ``(num_replicas, ...)``, or a list for batches."""
-        if self.kind == "batches":
+        if self.unit == "batches":
             return torch.cat(gathered[: self.kept])
-        whole = gathered.transpose(0, 1).flatten(0, 1) if self.kind == "samples" else gathered
+        whole = gathered.transpose(0, 1).flatten(0, 1) if self.unit == "samples" else gathered
         return whole if self.kept is None or self.kept >= len(whole) else whole[: self.kept].clone()
 
 

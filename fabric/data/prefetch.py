@@ -2,8 +2,8 @@
 
 [Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device still computes the step
 before. Issued on the *compute stream*, which is the current one at that moment, the copy would wait for that. It is
-issued on a *side stream* instead, the compute stream waits for it, and what was copied is told that the compute stream
-uses it, since its memory may not serve for the next copy before that use is over. Nothing is asked of the loader
+issued on a *side stream* instead, the compute stream waits for it, and the use of the copies on the compute stream is
+recorded, since their memory must not serve for the next copy before that use is over. Nothing is asked of the loader
 earlier than in the plain loop.
 """
 
@@ -38,13 +38,13 @@ def mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: 
 class OverlappedCopies:
     """Moves batches to a CUDA device on a side stream; see ``[Note: Overlapped copies]``.
 
-    A batch holds the values that ``tensor.to(device)`` would give, and is ready on the compute stream. Like every
-    tensor of CUDA, one that is used on a third stream has to be made to wait for, and told of, by whoever does so.
+    A batch holds the values that ``tensor.to(device)`` would give, and is ready on the compute stream. As with every
+    tensor of CUDA, who uses one on a third stream has to wait for the compute stream and to call ``record_stream``.
 
     A batch of which one part is on a device already, requires gradients, is not strided, or is an object that moves
-    itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream: nobody could
-    tell what else has to wait for what. If we pin, and a part is pinned already, the CPU waits for the copy: it may be
-    a buffer that the next batch is put into.
+    itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream, since its
+    memory or its readiness cannot be followed. If we pin, and a part is pinned already, the CPU waits for the copy: it
+    may be a buffer that the next batch is put into.
 
     The CPU waits where it is more than two steps ahead of the device, so that no more than three batches are in the
     device's memory.
@@ -74,7 +74,9 @@ class OverlappedCopies:
                 return to_device(batch, self._device)
             batch = map_tensors(lambda tensor: tensor.pin_memory(), batch)
         compute = self._cuda.current_stream(self._device)
-        self._stay_near(compute)
+        self._steps.append(compute.record_event())
+        if len(self._steps) > _AHEAD:
+            self._steps.popleft().synchronize()
         with self._cuda.stream(self.side):
             moved = to_device(batch, self._device, non_blocking=True)
         compute.wait_stream(self.side)
@@ -85,11 +87,6 @@ class OverlappedCopies:
             if not isinstance(part, Tensor) or part.device.type == self._device.type:
                 part.record_stream(compute)
         return moved
-
-    def _stay_near(self, compute: Any) -> None:
-        self._steps.append(compute.record_event())
-        if len(self._steps) > _AHEAD:
-            self._steps.popleft().synchronize()
 
 
 def _parts(batch: Any) -> list[Any] | None:

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-import io
+import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
 from typing import Any, Literal, TypeVar
@@ -58,7 +58,8 @@ def shard(
     own = () if loader.generator is None else (loader.generator,)
     indices = base_seed = None
     if isinstance(dataset, IterableDataset):
-        order, unit, streams = dataset, "samples", Streams()
+        order, streams = dataset, Streams()
+        unit = "samples" if loader.batch_size is not None else "single samples"
         if replicas > 1 and not getattr(dataset, "shards_itself", False):
             object.__setattr__(loader, "dataset", InterleavedIterable(dataset, rank, replicas))
             base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
@@ -82,8 +83,7 @@ def shard(
                 streams=AgreedStreams(streams, from_rank0 if shards > 1 else None, name),
             )
             indices = IndexSampler(sharded, batches)
-            replaced = "sampler" if batches is None and unit == "samples" else "batch_sampler"
-            object.__setattr__(loader, replaced, indices)
+            object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", indices)
             if shards > 1 and batches is not None:
                 object.__setattr__(loader, "sampler", sharded)
     return LoaderSpec(
@@ -103,7 +103,7 @@ def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
     """What makes the order, what that yields, and the batch sampler that batches its samples, if one does."""
     batches: Any = loader.batch_sampler
     if batches is None:
-        return loader.sampler, "samples", None
+        return loader.sampler, "batches" if isinstance(loader.sampler, BatchSampler) else "single samples", None
     if loader.batch_size is not None and hasattr(batches, "sampler"):
         return batches.sampler, "samples", batches
     return batches, "batches", None
@@ -159,7 +159,7 @@ class AgreedStreams:
         name: of the loader, distinct among those of a job.
     """
 
-    def __init__(self, streams: Streams, from_rank0: Callable[[str, bytes], bytes] | None, name: str) -> None:
+    def __init__(self, streams: Streams, from_rank0: FromRank0 | None, name: str) -> None:
         self.streams, self._from_rank0 = streams, from_rank0
         self._prefix, self._number = f"loader/{name}/epoch/", count()
 
@@ -177,23 +177,14 @@ class AgreedStreams:
         if saved is not None:
             state = saved
         elif self._from_rank0 is not None and self.streams:
-            state = _unpack(self._from_rank0(f"{self._prefix}{next(self._number)}", _pack(own)))
+            key = f"{self._prefix}{next(self._number)}"
+            state = pickle.loads(self._from_rank0(key, pickle.dumps(own)))  # noqa: S301 - from a rank of this job
         if state is own:
             return own, action()
         self.streams.restore(state)
         result = action()
         self.streams.restore_shared(own, unless=state if saved is None else None)
         return state, result
-
-
-def _pack(state: State) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def _unpack(packed: bytes) -> State:
-    return torch.load(io.BytesIO(packed), weights_only=True)
 
 
 class ShardedSampler:
@@ -218,7 +209,7 @@ class ShardedSampler:
         *,
         rank: int,
         num_replicas: int,
-        uneven: Literal["pad", "drop"],
+        uneven: Uneven,
         streams: AgreedStreams,
     ) -> None:
         self.sampler, self.rank, self.num_replicas, self.uneven = sampler, rank, num_replicas, uneven

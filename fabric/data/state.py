@@ -2,8 +2,9 @@
 
 [Note: Data] The *order* is what the user's own sampler yields in one epoch, the same on every rank: single samples or,
 from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``rank, rank + num_replicas, ...``. The
-*cursor* counts how many entries of the order all ranks together have received, in the *unit* of the order,
-``"samples"`` or ``"batches"``: it is a position that does not depend on the number of ranks.
+*cursor* counts how many entries of the order all ranks together have received, in the *unit* of the order:
+``"samples"`` that make batches, ``"single samples"`` of a loader without automatic batching, or ``"batches"``. It is a
+position that does not depend on the number of ranks.
 """
 
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ class LoaderSpec:
         dataset: the user's own.
         batch_size: samples in one rank's batch; ``None`` without automatic batching.
         order: the user's own sampler or batch sampler that makes the order; the dataset if it is iterable.
-        unit: what the cursor counts, ``"samples"`` or ``"batches"``.
+        unit: what the cursor counts; see ``[Note: Data]``.
         num_replicas: ranks that the order is sharded over, by fabric or by the sampler itself.
         streams: the random streams that the order is drawn from.
         generators: those that belong to the loader and its sampler.
@@ -84,10 +85,14 @@ class LoaderSpec:
         length = None if self.indices is None else length_of(self.indices.sharded)
         return None if length is None else length * self.num_replicas
 
+    @property
+    def entries_per_batch(self) -> int:
+        """Entries of the order in a full batch of this rank."""
+        return self.batch_size or 1 if self.unit == "samples" else 1
+
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        entries = 1 if self.unit == "batches" else self.batch_size or 1
-        cursor = state.start + state.received * entries * self.num_replicas
+        cursor = state.start + state.received * self.entries_per_batch * self.num_replicas
         length = self.epoch_length
         # The last batch may be short; what was repeated to fill the last round counts as received.
         return cursor if length is None else min(cursor, length)

@@ -1,6 +1,6 @@
 """Hypothesis strategies for what collectives take: sizes, groups, dtypes, shapes, layouts, collections, values by rank.
 
-Everything is drawn once, in the process that runs the test, and handed to the ranks: a strategy that each rank drew
+Everything is drawn once, in the process that runs the test, and passed to the ranks: a strategy that each rank drew
 from would let them disagree by accident. Needs hypothesis: ``pip install "torch-fabric[testing]"``.
 
 Values are *exact* unless asked otherwise: every partial sum of up to eight of them, in any order, is a value of the
