@@ -74,21 +74,21 @@ class Fabric:
         strategy: ``"ddp"`` and its variants (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
             ``"single_device"``, the name of an entry point in the group ``fabric.strategies``, a
             :class:`fabric.strategies.Strategy`, or ``"auto"``: a single device for one process, DDP for several.
-        devices: how many, or which: ``2``, ``"2"``, ``[0, 2]``, ``"0,2"``, ``-1`` for all, or ``"auto"``. On the CPU
-            it is the number of processes, or replicas under ``"dp"``; ``"auto"`` is 1 there and all devices elsewhere.
+        devices: how many, or which; see :mod:`fabric.accelerators`. On the CPU it is the number of processes, or of
+            replicas under ``"dp"``; ``"auto"`` is 1 there and all devices elsewhere.
         num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
-        precision: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``, ``"bf16-mixed"``, one
-            of the aliases ``64``, ``32``, ``16``, ``"bf16"``, or None for ``"32-true"``.
+        precision: ``"32-true"`` (or None), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
+            ``"bf16-mixed"``, or one of the aliases ``64``, ``32``, ``16``, ``"bf16"``.
         environment: where a process learns its rank; None detects torchrun, SLURM and MPI, ``"none"`` detects nothing.
         launcher: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
             :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
         check_collectives: whether the ranks compare every collective before they make it, so that one that differs or
             is missing raises :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called; the
             environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
-        timeout: how long a collective may wait for other ranks before it raises, in seconds or as a timedelta; None is
-            the strategy's, half an hour. The error says where each rank is.
+        timeout: how long a collective may wait for other ranks before it raises an error that says where each rank is,
+            in seconds or as a timedelta; None is the strategy's, half an hour.
         watchdog: how long a rank waits before the first one prints which ranks are missing, and their stacks, in
-            seconds or as a timedelta; 0 for never. With one process there is nothing to watch.
+            seconds or as a timedelta; 0 for never.
         callbacks: objects whose methods :meth:`call` calls.
         loggers: objects that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
@@ -336,9 +336,6 @@ class Fabric:
 
         Returns:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
-
-        Raises:
-            UsageError: something is set up already, or an optimizer has no parameter of a module that is.
         """
         session = self._running("setup")
         session.check_setup(module, optimizers, scheduler)
@@ -464,11 +461,6 @@ class Fabric:
 
         Collective where the strategy synchronizes gradients.
 
-        Args:
-            tensor: the loss, of shape ``()`` unless a gradient is passed.
-            *args: passed to ``Tensor.backward``.
-            **kwargs: passed to ``Tensor.backward``.
-
         Raises:
             UsageError: gradients would not be synchronized, see :class:`fabric.module.FabricModule`.
         """
@@ -511,16 +503,13 @@ class Fabric:
             module: the set-up module that the parameters belong to.
             optimizer: the optimizer, set up too.
             clip_val: each value into ``[-clip_val, clip_val]``.
-            max_norm: total norm at most this.
+            max_norm: total norm at most this; exactly one of the two limits is given, and it is positive.
             norm_type: p of the p-norm, or ``inf``.
-            error_if_nonfinite: raise before anything changes when the norm is not finite; this waits for the device.
+            error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
+                norm is infinite or not a number. Checking waits for the device.
 
         Returns:
             The total norm before clipping, shape ``()``.
-
-        Raises:
-            ConfigurationError: not exactly one positive limit, or something that is no norm.
-            NonFiniteGradientError: see ``error_if_nonfinite``.
         """
         check_clipping(clip_val, max_norm, norm_type)
         [model] = set_up_modules("clip_gradients", module)
@@ -541,12 +530,8 @@ class Fabric:
     ) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to cover both the forward and the backward pass. The state before is restored at the end, also when
-        contexts are nested or left by an exception.
-
-        Args:
-            module: one set-up module or several.
-            enabled: whether to skip the synchronization.
+        It has to hold both the forward and the backward pass, and restores the state before it at the end. It takes one
+        set-up module or several, and does nothing unless ``enabled``.
         """
         models = set_up_modules("no_backward_sync", module)
         return without_sync(self.strategy, [model._fabric_prepared for model in models], enabled)
@@ -558,18 +543,15 @@ class Fabric:
 
         Collective: every process enters it, and leaves it once all have finished. A process without further batches
         answers the others' collectives with gradients of zero. Afterwards every process has the modules, their
-        optimizers and the loss scale of one that stepped last; schedulers are left as they are. With one process it
-        does nothing.
+        optimizers and the loss scale of one that stepped last; schedulers are left as they are. Within, collectives of
+        the whole job and forward passes without gradients raise a :class:`fabric.errors.UsageError`, and so does a
+        strategy that cannot do it, such as FSDP, whose shards every process has to gather.
 
         Args:
             module: the set-up module that is trained, or several, whose forward and backward passes then follow each
                 other in that order for each batch.
             divide_by_initial_world_size: whether gradients are divided by the number of all processes, so that each
                 batch counts the same, or by the number of those that still have batches.
-
-        Raises:
-            UsageError: a collective of the whole job, or a forward pass without gradients, inside of the block; or a
-                strategy that cannot do it, such as FSDP, whose shards every process has to gather.
         """
         models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
@@ -583,7 +565,7 @@ class Fabric:
 
         Args:
             data: any collection of tensors and Python numbers.
-            group: the processes; None for all of the job.
+            group: the processes, see [Note: Collectives].
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
                 (any) and the bitwise ones.
@@ -598,13 +580,8 @@ class Fabric:
 
         Sum and mean are differentiable.
 
-        Args:
-            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes.
-            group: as for :meth:`all_reduce`.
-            reduce_op: as for :meth:`all_reduce`.
-
-        Returns:
-            The same collection, with tensors of shape ``s``: row ``rank`` of what :meth:`all_reduce` returns.
+        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
+        collection that is returned have the shape ``s``: row ``rank`` of what :meth:`all_reduce` returns.
         """
         return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
@@ -615,15 +592,13 @@ class Fabric:
 
         Args:
             data: any collection of tensors and Python numbers.
-            group: as for :meth:`all_reduce`.
             sync_grads: whether gradients flow back to the process that a part came from.
             ragged: whether the length of tensors along dim 0 may differ between processes.
             concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
 
         Returns:
             The same collection: tensors of shape ``s`` as ``(size, *s)``, on one process too; numbers as lists. With
-            ``ragged`` tensors of shape ``(n, *s)`` as the list of ``size`` tensors, with ``concat`` as one of shape
-            ``(n_0 + n_1 + ..., *s)``.
+            ``ragged`` as the list of ``size`` tensors, with ``concat`` as one of shape ``(n_0 + n_1 + ..., *s)``.
         """
         communicator = self._communicator("all_gather", group)
         if ragged or concat:
@@ -646,29 +621,21 @@ class Fabric:
 
         Raises:
             UsageError: no loop over a set-up loader is active, or only the loader knows which samples it repeated.
-            ConfigurationError: dim 0 of a tensor is not the number of samples; or a leaf is a Python number.
         """
         return self._running("gather_for_metrics").gather_batch(data)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
-        Args:
-            data: any collection of tensors of shape ``(size, *s)`` for a group of ``size`` processes.
-            group: as for :meth:`all_reduce`.
-
-        Returns:
-            The same collection, with tensors of the same shape, whose row j came from process j.
+        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
+        collection that is returned have it too, and their row j came from process j.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
     def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
         """Send any object from one process to all; tensors in it are sent as tensors. Collective and differentiable.
 
-        Args:
-            obj: the object; only that of rank ``src`` counts, the others may pass None. Its leaves can be pickled.
-            src: rank of the sender in the group.
-            group: as for :meth:`all_reduce`.
+        Only the object of rank ``src`` of the group counts; the others may pass None. Its leaves can be pickled.
         """
         self._running("broadcast")
         # Strategies of others need not know groups.
@@ -680,7 +647,6 @@ class Fabric:
         Args:
             parts: on rank ``src`` one for each rank; shapes and kinds may differ. Ignored elsewhere.
             src: rank of the sender in the group.
-            group: as for :meth:`all_reduce`.
 
         Returns:
             This process's part, detached; tensors that were on an accelerator are on this process's device.
@@ -690,13 +656,8 @@ class Fabric:
     def gather(self, obj: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
         """Collect one object or collection from each process on one of them. Collective.
 
-        Args:
-            obj: any object; shapes and kinds may differ between processes.
-            dst: rank of the receiver in the group.
-            group: as for :meth:`all_reduce`.
-
-        Returns:
-            On rank ``dst`` the list by rank, detached; None elsewhere.
+        Returns the list by rank, detached, on rank ``dst`` of the group, and None elsewhere. Shapes and kinds may
+        differ between processes.
         """
         return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
 
@@ -704,23 +665,15 @@ class Fabric:
         """Send any object or collection to another process, which has to call :meth:`recv`.
 
         Not a collective: the two processes call it. Several messages arrive in the order in which they were sent.
+        ``dst`` is the rank of the receiver in the group.
 
-        Args:
-            obj: any object.
-            dst: rank of the receiver in the group.
-            group: as for :meth:`all_reduce`.
         """
         collectives.send(self._communicator("send", group), obj, dst)
 
     def recv(self, src: int, group: Group = None) -> Any:
-        """Receive what another process sends with :meth:`send`; waits for it.
+        """Wait for what rank ``src`` of the group sends with :meth:`send`, and return it.
 
-        Args:
-            src: rank of the sender in the group.
-            group: as for :meth:`all_reduce`.
-
-        Returns:
-            The object, detached; tensors that were on an accelerator are on this process's device.
+        Tensors in it are detached; those that were on an accelerator are on this process's device.
         """
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
@@ -739,8 +692,8 @@ class Fabric:
             ranks: global ranks of the members, in any order; in the group they are numbered in ascending order.
 
         Returns:
-            The group, true; on a process that is not a member a :class:`fabric.communicators.NonMember`, false, with
-            which every collective raises. So ``if group:`` before the collectives of the members.
+            The group, which is true; on a process that is not a member a :class:`fabric.communicators.NonMember`,
+            which is false, and with which every collective raises.
         """
         return collectives.new_group(self._communicator("new_group"), ranks)
 
@@ -757,8 +710,6 @@ class Fabric:
         SIGTERM means in this process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on
         gives the ranks 30 s instead of 3. ``teardown`` changes it back.
 
-        Raises:
-            UsageError: first called in another thread than the main one.
         """
         received = self._running("should_stop").stop_request.received()
         return self.strategy.reduce_boolean_decision(received, all=False)
@@ -768,8 +719,7 @@ class Fabric:
 
         Collective. When the first process raises, the others raise a :class:`fabric.errors.UsageError` that names it.
 
-        Args:
-            local: the first process of each node goes first, for files that nodes do not share.
+        With ``local`` the first process of each node goes first, for files that nodes do not share.
         """
         return self._running("rank_zero_first").rank_zero_first(local)
 
@@ -781,14 +731,8 @@ class Fabric:
     ) -> PendingSave: ...
     @overload
     def save(
-        self,
-        path: _Path,
-        state: _State,
-        filter: _Keep = ...,
-        trainable_only: bool = ...,
-        *,
-        async_: Literal[False] = ...,
-    ) -> None: ...
+        self, path: _Path, state: _State, filter: _Keep = ..., trainable_only: bool = ..., *, async_: bool = ...
+    ) -> PendingSave | None: ...
     def save(
         self, path: _Path, state: _State, filter: _Keep = None, trainable_only: bool = False, *, async_: bool = False
     ) -> PendingSave | None:
@@ -804,20 +748,19 @@ class Fabric:
             path: the file or folder, new or one of the same kind, which is replaced.
             state: names and objects.
             filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
-                folder of shards, values are DTensors where they are spread over processes.
-            trainable_only: leave out parameters of modules that do not require a gradient. Buffers and what else
-                belongs to a module's state are kept, and so are optimizers; load it with ``strict=False``.
+                folder of shards, sharded values are DTensors.
+            trainable_only: leave out parameters of modules that do not require a gradient, and nothing else; load it
+                with ``strict=False``.
             async_: return as soon as everything has been copied to memory of the host, which is kept for the next save;
-                training may go on and change it. One save is under way at a time: the next ``save`` or ``load`` waits
-                for it, and so does ``teardown``.
+                training may go on. The next ``save``, ``load`` or ``teardown`` waits for the writing.
 
         Returns:
             With ``async_`` the :class:`fabric.checkpoint.PendingSave`, else None.
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
-            CheckpointError: it could not be written, ``path`` is of the other kind, or it failed on another process; or
-                an earlier save with ``async_`` did, and nobody was told yet.
+            CheckpointError: this save, or an earlier one with ``async_``, failed on some process; or ``path`` is of the
+                other kind.
         """
         session = self._running("save")
         with session.phase("save"):
@@ -834,9 +777,9 @@ class Fabric:
     ) -> dict[str, Any]:
         """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
 
-        Collective. Everything is checked before anything changes, and no code in the checkpoint is run. Whatever
-        strategy and number of processes wrote it, and whether it is a file or a folder of shards, any can load it; from
-        a folder each process reads only what it will hold.
+        Collective. Everything is checked before anything changes, and no code in the checkpoint is run. A file or a
+        folder of shards loads under any strategy and number of processes, whichever wrote it; from a folder each
+        process reads only what it will hold.
 
         Args:
             path: the file or folder.
@@ -844,17 +787,16 @@ class Fabric:
             strict: whether what one side lacks is an error; if not, what fits by name is loaded.
             rng: whether each process continues its random streams, if there were as many processes.
             weights_only: False rebuilds any object that a file holds, which runs whatever code the file names: only for
-                a file whose writer you trust. None means True, as it does for torch.
+                a file whose writer you trust. None means True, as it does for torch. A folder never needs it.
 
         Returns:
-            The entries that ``state`` did not name; of a folder those without tensors, since every process would hold
-            them whole: name an entry, with None, to get it like that.
+            The entries that ``state`` did not name; of a folder those without tensors: name an entry, with None, to get
+            its tensors whole.
 
         Raises:
             CheckpointNotFoundError: there is no such file or folder.
             CheckpointError: it is damaged or does not fit, with all reasons.
             UnsafeCheckpointError: it holds code, which is named and was not run.
-            ConfigurationError: ``weights_only=False`` for a folder, which never needs it.
         """
         session = self._running("load")
         with session.phase("load"):
@@ -866,12 +808,7 @@ class Fabric:
         Args:
             path: the file, as ``torch.save(model.state_dict(), path)`` wrote it.
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
-            strict: as for :meth:`load`.
-            weights_only: likewise.
-
-        Raises:
-            CheckpointError: the file is damaged, does not fit or has entries of several kinds; or it is a folder.
-            UnsafeCheckpointError: it holds code, which is named and was not run.
+            strict, weights_only: as for :meth:`load`, and so are the errors.
         """
         session = self._running("load_raw")
         with session.phase("load_raw"):
@@ -901,9 +838,6 @@ class Fabric:
         Args:
             metrics: numbers and tensors of one element, which are read (that waits for the device).
             step: where on the x axis; None leaves it to the logger.
-
-        Raises:
-            ArgumentTypeError: a value is no number; the text names the metric.
         """
         if not self._loggers or not self._is_first():
             return
@@ -912,7 +846,7 @@ class Fabric:
             logger.log_metrics(values, step)
 
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
-        """Seed python, numpy and torch; the same seed on every process unless asked otherwise.
+        """Seed python, numpy and torch, the same on every process unless asked otherwise; returns the seed.
 
         Before the processes exist it is remembered and done in each of them at its start. Collective without a seed.
 
@@ -922,8 +856,6 @@ class Fabric:
                 from now on. Without it worker k has the same stream on every process.
             per_rank: give each process streams of its own.
 
-        Returns:
-            The seed.
         """
         if seed is None and self._plan.world is not None and self.world_size > 1:
             self._running("seed_everything")

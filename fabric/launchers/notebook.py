@@ -1,6 +1,5 @@
 """Whether somebody types this code, and how processes can be started safely when they do."""
 
-import importlib.util
 import os
 import socket
 import sys
@@ -8,6 +7,7 @@ from typing import Literal
 
 from fabric.errors import ConfigurationError
 from fabric.launchers.function import initialised_backend
+from fabric.launchers.serialize import has_cloudpickle
 
 __all__ = ["is_interactive", "is_notebook", "notebook_start_method"]
 
@@ -36,7 +36,7 @@ def notebook_start_method(
         ConfigurationError: nothing is safe; the text says why for each.
     """
     if can_pickle_functions is None:
-        can_pickle_functions = importlib.util.find_spec("cloudpickle") is not None
+        can_pickle_functions = has_cloudpickle()
     backend = backend or initialised_backend("cuda")
     reasons = []
     if not can_pickle_functions:
