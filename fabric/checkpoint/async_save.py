@@ -182,13 +182,9 @@ class _Copying:
         copied = self._view(local) if is_dense else local.clone().cpu()
         if local_tensor(tensor) is not tensor:
             return around_local(tensor, copied)
-        if isinstance(tensor, nn.Parameter):
-            copied = nn.Parameter(copied, tensor.requires_grad)
-        elif tensor.requires_grad:
-            copied.requires_grad_()
-        if vars(tensor):
-            vars(copied).update(copy.deepcopy(vars(tensor)))
-        return copied
+        copied = nn.Parameter(copied, False) if isinstance(tensor, nn.Parameter) else copied
+        vars(copied).update(copy.deepcopy(vars(tensor)))
+        return copied.requires_grad_(tensor.requires_grad)
 
     def _view(self, local: Tensor) -> Tensor:
         storage = local.untyped_storage()

@@ -371,21 +371,19 @@ def _clean(path: Path) -> None:
 
 
 def _absent(request: str, path: Path) -> CheckpointError:
-    expected = f"a folder with an {INDEX}, as fabric.save writes it"
+    expected, problem, suggestion = f"a folder with an {INDEX}, as fabric.save writes it", "", ""
     if path.is_file():
-        return CheckpointError(request, "it is a file", expected, f"fabric.load({str(path)!r}, state)")
-    if (path / ".metadata").is_file():
-        command = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt"
-        return CheckpointError(
-            request, "torch.distributed.checkpoint wrote it, without fabric", expected, f"{command}, if you trust it"
+        problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
+    elif (path / ".metadata").is_file():
+        problem = "torch.distributed.checkpoint wrote it, without fabric"
+        suggestion = (
+            f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} {path}.pt, if you trust it"
         )
-    if (path / "manifest.json").is_file():
-        return CheckpointError(
-            request,
-            "a version of fabric from before its first release wrote it, in a format that is not read any more",
-            expected,
-            "fabric consolidate with the version that wrote it, which makes one file",
-        )
+    elif (path / "manifest.json").is_file():
+        problem = "fabric wrote it before its first release, in a format that is not read any more"
+        suggestion = "fabric consolidate with the version that wrote it, which makes one file"
+    if problem:
+        return CheckpointError(request, problem, expected, suggestion)
     problem, found = "there is no such folder", []
     if path.is_dir():
         unfinished = any(_SAVE_NAME.fullmatch(entry.name) for entry in path.iterdir())

@@ -62,10 +62,7 @@ def consolidate(
         key = _model_entry(request, described, key)
         described = {key: described[key]}
     elif key is not None:
-        raise ConfigurationError(
-            request, "--key chooses the model for .safetensors; other files hold all entries", "-o without --key, or "
-            "a .safetensors file", f"fabric consolidate {directory} -o {output.with_suffix(_WEIGHTS_ONLY)} --key {key}"
-        )  # fmt: skip
+        raise ConfigurationError(request, "--key chooses the model for .safetensors; other files hold all entries")
     output.parent.mkdir(parents=True, exist_ok=True)
     loaded = _read(request, stored, described, output.parent, progress)
     if key is not None:
@@ -77,17 +74,15 @@ def consolidate(
 
 
 def progress_line(command: str, stream: TextIO) -> Callable[[int, int], None]:
-    """A function for ``progress`` that shows it: one line that grows on a terminal, a line for each tenth elsewhere."""
-    start, end = ("\r", "") if stream.isatty() else ("", "\n")
+    """A function for ``progress`` that prints a line for each tenth."""
     shown = -1
 
     def show(done: int, total: int) -> None:
         nonlocal shown
         tenths = 10 * done // max(1, total)
-        if tenths > shown or not end:
+        if tenths > shown:
             shown = tenths
-            last = "\n" if done == total else end
-            print(f"{start}{command}: read {done / 1e6:.1f} of {total / 1e6:.1f} MB", end=last, file=stream, flush=True)
+            print(f"{command}: read {done / 1e6:.1f} of {total / 1e6:.1f} MB", file=stream, flush=True)
 
     return show
 
@@ -130,12 +125,8 @@ def _scratch_tensors(request: str, like: list[Tensor], folder: Path) -> list[Ten
             allocate(file.fileno(), 0, size)
             mapped = mmap.mmap(file.fileno(), size)
     except OSError as error:
-        raise CheckpointError(
-            request,
-            f"there is no room to assemble {size / 1e6:.0f} MB in {str(folder)!r}: {error}",
-            "a folder with room for the checkpoint twice",
-            f"fabric consolidate ... -o /a/larger/disk/{Path(folder).name}.pt",
-        ) from error
+        problem = f"there is no room to assemble {size / 1e6:.0f} MB in {str(folder)!r}: {error}"
+        raise CheckpointError(request, problem, "a folder with room for the checkpoint twice") from error
     # A buffer of no bytes is refused.
     return [
         torch.frombuffer(mapped, dtype=tensor.dtype, count=tensor.numel(), offset=start).view(tensor.shape)
@@ -148,14 +139,14 @@ def _scratch_tensors(request: str, like: list[Tensor], folder: Path) -> list[Ten
 def _model_entry(request: str, described: Mapping[str, Any], key: str | None) -> str:
     """The name of the entry that holds a model's weights."""
     models = [name for name, content in described.items() if _is_model(content)]
-    if key in models or (key is None and len(models) == 1):
-        return models[0] if key is None else key
+    if key is None and len(models) == 1:
+        return models[0]
+    if key in models:
+        return key
     problem = f"the entry {key!r} is not a model's state" if key in described else f"there is no entry {key!r}"
     if key is None:
-        problem = f"{len(models) or 'none'} of its entries can be a model"
-    expected = ", ".join(map(repr, models)) or "a checkpoint with an entry that maps names to tensors"
-    suggestion = f"--key {models[0]}" if models else f"fabric consolidate ... -o {Path('checkpoint.pt')}"
-    raise ConfigurationError(request, problem, expected, suggestion)
+        problem = f"{len(models) or 'none'} of its entries can be a model; choose by --key"
+    raise ConfigurationError(request, problem, ", ".join(map(repr, models)) or "an entry with names of tensors")
 
 
 def _is_model(content: Any) -> bool:

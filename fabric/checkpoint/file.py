@@ -7,6 +7,7 @@ import re
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -116,16 +117,16 @@ def _require_file(request: str, path: Path) -> None:
             f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
         )
     folder = Path(path).parent
-    wrong = "there is no such file" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
-    raise CheckpointNotFoundError(request, wrong, "a file that fabric.save wrote", _alternatives(folder, path))
+    problem = "there is no such file" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
+    raise CheckpointNotFoundError(request, problem, "a file that fabric.save wrote", _alternatives(folder, path))
 
 
 def _alternatives(folder: Path, path: Path) -> str:
     """Files in ``folder`` that resemble ``path``, as the last part of an error."""
     files: list[str] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        some = (entry for _, entry in zip(range(1000), entries, strict=False))
-        files = [entry.path for entry in some if entry.is_file() and not entry.name.startswith(".")]
+    with suppress(OSError):
+        entries = islice(Path(folder).iterdir(), 1000)
+        files = [str(entry) for entry in entries if entry.is_file() and not entry.name.startswith(".")]
     return nearby(Path(path), files, "the path of a file that exists")
 
 

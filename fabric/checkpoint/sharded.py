@@ -18,7 +18,7 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -28,14 +28,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -56,8 +50,6 @@ from fabric.checkpoint.atomic import (
 from fabric.checkpoint.base import DAMAGE, damaged, listed
 from fabric.checkpoint.state import (
     METADATA_KEY,
-    Place,
-    decode,
     encode,
     flatten_state,
     fqn,
@@ -131,20 +123,27 @@ class ShardedCheckpoint:
             return raise_on_any_rank_error(communicator, request, writing)
 
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        flat = agreed(lambda: flatten_state(entries))
+        tree, own_names, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
             target: Any = agreed(lambda: stack.enter_context(replace_folder(path)) if is_first else None)
-            folder, names = communicator.broadcast_object((target[0], flat.names) if target else None, 0)
+            folder, names = communicator.broadcast_object((target[0], own_names) if target else None, 0)
             writer = ShardWriter(folder, communicator.rank)
-            planner = DefaultSavePlanner(
+            planner = dcp.DefaultSavePlanner(
                 flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
             )
 
             def plan() -> SavePlan:
-                if names.keys() != flat.tensors.keys():
-                    raise _disagreement(request, names.keys(), flat.tensors.keys(), communicator.rank)
-                tensors = {name: flat.tensors[place] for place, name in names.items()}
-                planner.set_up_planner(tensors, is_coordinator=is_first)
+                if names.keys() != tensors.keys():
+                    here, there = (
+                        listed(sorted(map(fqn, places))) for places in (tensors.keys() - names, names.keys() - tensors)
+                    )
+                    raise CheckpointError(
+                        request,
+                        f"tensors only on rank {communicator.rank}: {here}; only on rank 0: {there}",
+                        "a state of the same structure on every rank, also with what only one rank needs",
+                    )
+                by_name = {name: tensors[place] for place, name in names.items()}
+                planner.set_up_planner(by_name, is_coordinator=is_first)
                 return writer.prepare_local_plan(planner.create_local_plan())
 
             plans = gather_on_first(communicator, agreed(plan))
@@ -161,7 +160,7 @@ class ShardedCheckpoint:
                 if layout is not None:
                     writer.finish(layout, [results for results, _ in written])
                     values = {"per_rank": [values for _, values in written if values]}
-                    metadata = {"metadata": encode(state.get(METADATA_KEY, {})), "state": flat.tree}
+                    metadata = {"metadata": encode(state.get(METADATA_KEY, {})), "state": tree}
                     write_index(target[1], folder, {**writer.index, **values, **metadata})
                 stack.close()
 
@@ -244,7 +243,7 @@ class StoredCheckpoint:
         values: dict[str, list[Any]] = {}
         for name, checksum in self.per_rank if rank is None else self.per_rank[rank : rank + 1]:
             content = json.loads(bytes(tensor_bytes(self.reader.open(name, checksum))))
-            for key, value in decode(content, _no_tensor).items():
+            for key, value in unflatten_state(content).items():
                 values.setdefault(key, []).append(value)
         return values
 
@@ -253,7 +252,8 @@ class StoredCheckpoint:
 
         Args:
             into: for each entry to load, something of the structure that was saved. Its tensors, full or sharded, of
-                the same shapes, are going to be overwritten; where it has anything else, there will be new ones.
+                the same shapes, are going to be overwritten; where it has anything else, there will be new ones, but
+                none for names that its dicts lack.
 
         Returns:
             The entries with the tensors, and what is to be read into these.
@@ -291,7 +291,11 @@ class StoredCheckpoint:
         if isinstance(stored, dict):
             built = copy.copy(stored)  # keeps the type, and what torch attaches to a module's state
             for key, item in stored.items():
-                built[key] = self._fit(item, present.get(key) if isinstance(present, Mapping) else None, found, new)
+                if isinstance(item, Tensor) and isinstance(present, Mapping) and key not in present:
+                    del built[key]  # nobody asks for it
+                else:
+                    inside = present.get(key) if isinstance(present, Mapping) else None
+                    built[key] = self._fit(item, inside, found, new)
             return built
         if type(stored) in (list, tuple):
             items = present[: len(stored)] if isinstance(present, list | tuple) else ()
@@ -329,7 +333,7 @@ def _nothing(*args: Any, **kwargs: Any) -> Any:
     """An instance is for one save, in a place that is known."""
 
 
-class ShardWriter(StorageWriter):
+class ShardWriter(dcp.StorageWriter):
     """Writes the part of one rank; see ``[Note: files of a sharded checkpoint]``.
 
     Attributes:
@@ -406,7 +410,7 @@ class _Target(NamedTuple):
     planner: LoadPlanner
 
 
-class ShardReader(StorageReader):
+class ShardReader(dcp.StorageReader):
     """Reads from the files of one save, once they are compared with their checksums.
 
     Attributes:
@@ -444,7 +448,7 @@ class ShardReader(StorageReader):
         Raises:
             CheckpointError: parts of it are missing, or damaged.
         """
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
             planner.set_up_planner({name: tensor}, self.metadata)
             plan = planner.create_local_plan()
@@ -467,9 +471,9 @@ class ShardReader(StorageReader):
         tensors: dict[str, Any] = {}
         places: dict[MetadataIndex, Any] = {}
         for name, (dtype_name, shape, chunks) in self._index["tensors"].items():
-            dtype = decode({"$dtype": dtype_name}, _no_tensor)
+            dtype = unflatten_state({"$dtype": dtype_name})
             boxes = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes, *_ in chunks]
-            tensors[name] = TensorStorageMetadata(TensorProperties(dtype), torch.Size(shape), boxes)
+            tensors[name] = TensorStorageMetadata(dcp.metadata.TensorProperties(dtype), torch.Size(shape), boxes)
             for offsets, sizes, file, start in chunks:
                 places[MetadataIndex(name, offsets)] = file, start, sizes, dtype
         return Metadata(tensors, storage_data=places)
@@ -496,30 +500,16 @@ def _open(request: str, path: Path) -> StoredCheckpoint:
             name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
             for name, tensor in described.items()
         }
-        content = unflatten_state(index["state"], tensors.__getitem__)
-        metadata = decode(index["metadata"], _no_tensor)
+        content = {**unflatten_state(index["state"], tensors.__getitem__)}
+        metadata = {**unflatten_state(index["metadata"])}
         names = {id(tensor): name for name, tensor in tensors.items()}
         return StoredCheckpoint(request, save, content, metadata, index["per_rank"], names, reader)
     except DAMAGE as error:
         raise damaged(request, f"its index cannot be understood ({type(error).__name__}: {error})") from error
 
 
-def _disagreement(request: str, first: Set[Place], own: Set[Place], rank: int) -> CheckpointError:
-    here, there = (sorted(map(fqn, places)) for places in (own - first, first - own))
-    return CheckpointError(
-        request,
-        f"tensors only on rank {rank}: {listed(here)}; only on rank 0: {listed(there)}",
-        "a state of the same structure on every rank",
-        "the same entries on every rank, also those that only one rank needs",
-    )
-
-
 def _bytes_of(tensor: Any) -> memoryview:
     return tensor_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
-
-
-def _no_tensor(name: str) -> Tensor:
-    raise ValueError(f"there is no tensor {name!r}")
 
 
 def _done(value: Any) -> Future[Any]:

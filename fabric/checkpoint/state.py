@@ -41,31 +41,16 @@ from fabric.checkpoint.base import listed, newer
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = [
-    "FORMAT_VERSION",
-    "METADATA_KEY",
-    "Access",
-    "FlatState",
-    "Place",
-    "check_entries",
-    "check_weights_only_safe",
-    "collect",
-    "decode",
-    "encode",
-    "flatten_state",
-    "fqn",
-    "is_stateful",
-    "read_metadata",
-    "tensor_bytes",
-    "unflatten_state",
-    "with_metadata",
-]
+    "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_weights_only_safe", "collect", "encode",
+    "flatten_state", "fqn", "is_stateful", "read_metadata", "tensor_bytes", "unflatten_state", "with_metadata",
+]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
-Place = tuple[Any, ...]
-Take = Callable[[Place, Any], Any]
+_Place = tuple[Any, ...]
+_Take = Callable[[_Place, Any], Any]
 
 _SURROGATES = re.compile("[\ud800-\udfff]")  # a pair of them would come back from JSON as one character
 _MAPPINGS = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
@@ -135,7 +120,7 @@ def collect(
             ``"__fabric__"``.
     """
     keep = filter or {}
-    check_entries(state, "save")
+    check_entries(state)
     if unknown := [name for name in keep if name not in state]:
         raise ConfigurationError(f"filter={{{unknown[0]!r}: ...}}", "no such entry in state", listed(map(repr, state)))
     collected: dict[str, Any] = {}
@@ -152,18 +137,12 @@ def collect(
     return collected
 
 
-def check_entries(state: Mapping[str, Any], verb: str) -> None:
+def check_entries(state: Mapping[str, Any]) -> None:
     """Raise unless every entry of a user's state is an object with a state, or plain."""
-    request = f"{verb} a checkpoint"
-    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
-        raise ArgumentTypeError(
-            request,
-            f"state is a {type(state).__name__} of {listed(map(repr, state))}",
-            "a dict with names, which are strings, and objects",
-            '{"model": model, "step": step}',
-        )
     if METADATA_KEY in state:
-        raise ConfigurationError(request, f"state[{METADATA_KEY!r}] is where fabric keeps its own", "any other name")
+        raise ConfigurationError(
+            "a checkpoint", f"state[{METADATA_KEY!r}] is where fabric keeps its own", "any other name"
+        )
     for name, value in state.items():
         if not is_stateful(value):
             check_weights_only_safe(name, value)
@@ -224,7 +203,7 @@ def check_weights_only_safe(name: str, value: Any) -> None:
     """
     allowed = {*_TAGS, *_allowed_classes()}
 
-    def take(place: Place, item: Any) -> None:
+    def take(place: _Place, item: Any) -> None:
         if isinstance(item, Tensor):
             if type(item) not in (Tensor, nn.Parameter, *allowed) or item.is_meta or hasattr(item, "full_tensor"):
                 raise _not_plain(place, item)
@@ -235,32 +214,21 @@ def check_weights_only_safe(name: str, value: Any) -> None:
     encode(value, take, (name,))
 
 
-@dataclass
-class FlatState:
-    """A state without its tensors, and the tensors by their place in it.
-
-    Attributes:
-        tree: the state as JSON, with the names of tensors.
-        tensors: full or sharded tensors of the strided layout, in the order in which they stand in the state.
-        names: the name of each place, unique but for those that hold the same memory.
-    """
-
-    tree: dict[str, Any]
-    tensors: dict[Place, Tensor]
-    names: dict[Place, str]
-
-
-def flatten_state(state: Mapping[str, Any]) -> FlatState:
+def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dict[_Place, Tensor]]:
     """Take a state apart. No tensor is copied, but sparse ones, which are kept in the JSON.
+
+    Returns:
+        The state as JSON with the names of its tensors; the name of each place, unique but for those that hold the same
+        memory; and the tensors, full or sharded, of the strided layout.
 
     Raises:
         ArgumentTypeError: something in it is not plain, or has no place in a sharded checkpoint.
     """
-    tensors: dict[Place, Tensor] = {}
-    names: dict[Place, str] = {}
+    tensors: dict[_Place, Tensor] = {}
+    names: dict[_Place, str] = {}
     owners: dict[Any, str] = {}
 
-    def take(place: Place, item: Any) -> Any:
+    def take(place: _Place, item: Any) -> Any:
         is_plain = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
         if not is_plain or ... in place or item.layout is not torch.strided or item.is_quantized or item.is_meta:
             return _inline(place, item)
@@ -268,20 +236,14 @@ def flatten_state(state: Mapping[str, Any]) -> FlatState:
         if owner not in owners:
             name = fqn(place)
             # {"a.b": x} and {"a": {"b": y}} would get the same name.
-            owners[owner] = f"{name}#{len(owners)}" if name in owners.values() else name
+            owners[owner] = f"{name}#{len(owners)}" if name in names.values() else name
         tensors[place], names[place] = item, owners[owner]
         return {"$tensor": owners[owner]}
 
-    tree = {name: encode(value, take, (name,)) for name, value in state.items()}
-    return FlatState(tree, tensors, names)
+    return encode(dict(state), take), names, tensors
 
 
-def unflatten_state(tree: Mapping[str, Any], tensors: Callable[[str], Tensor]) -> dict[str, Any]:
-    """The state of :func:`flatten_state`, with ``tensors(name)`` in the places of its tensors. Runs no code."""
-    return {name: decode(value, tensors) for name, value in tree.items()}
-
-
-def encode(value: Any, take: Take | None = None, place: Place = (), above: tuple[int, ...] = ()) -> Any:
+def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tuple[int, ...] = ()) -> Any:
     """A value as JSON; see ``[Note: JSON with type tags]``.
 
     Args:
@@ -313,26 +275,26 @@ def encode(value: Any, take: Take | None = None, place: Place = (), above: tuple
     return {_TAGS[kind]: pairs, **({"attributes": attributes} if attributes else {})}
 
 
-def decode(value: Any, tensors: Callable[[str], Tensor]) -> Any:
-    """The value that :func:`encode` wrote, with ``tensors(name)`` for what was taken out of it. Runs no code."""
+def unflatten_state(value: Any, tensors: Callable[[str], Tensor] | None = None) -> Any:
+    """The value of :func:`flatten_state` or :func:`encode`, with ``tensors(name)`` for its tensors. Runs no code."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [unflatten_state(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     tag, content = next(iter(value.items()), ("", cast(Any, None)))
     if not tag.startswith("$"):
-        return {key: decode(item, tensors) for key, item in value.items()}
-    if tag == "$tensor":
+        return {key: unflatten_state(item, tensors) for key, item in value.items()}
+    if tag == "$tensor" and tensors is not None:
         return tensors(content)
     if tag in _SEQUENCES:
-        return _SEQUENCES[tag](decode(content, tensors))
+        return _SEQUENCES[tag](unflatten_state(content, tensors))
     if tag not in _MAPPINGS:
         return _READERS[tag](content)
     mapping: Any = _MAPPINGS[tag]()
     for key, item in content:
-        mapping[decode(key, tensors)] = decode(item, tensors)
+        mapping[unflatten_state(key, tensors)] = unflatten_state(item, tensors)
     if "attributes" in value:
-        vars(mapping).update(decode(value["attributes"], tensors))
+        vars(mapping).update(unflatten_state(value["attributes"], tensors))
     return mapping
 
 
@@ -360,7 +322,7 @@ def _is_json(value: Any, kind: type) -> bool:
     return kind is int and abs(value) < 1 << 63
 
 
-def _inline(place: Place, value: Any) -> dict[str, Any]:
+def _inline(place: _Place, value: Any) -> dict[str, Any]:
     """A tensor with its values."""
     if not isinstance(value, Tensor) or (type(value) not in (Tensor, nn.Parameter)):
         if type(value) not in _TAGS and type(value) not in _allowed_classes():
@@ -443,7 +405,7 @@ def _memory(tensor: Any) -> Any:
     return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape
 
 
-def _written(place: Place) -> str:
+def _written(place: _Place) -> str:
     return "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
 
 
@@ -451,7 +413,7 @@ def _allowed_classes() -> set[Any]:
     return {entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()}
 
 
-def _not_plain(place: Place, value: Any) -> ArgumentTypeError:
+def _not_plain(place: _Place, value: Any) -> ArgumentTypeError:
     kind, written = type(value), _written(place)
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",

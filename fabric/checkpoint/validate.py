@@ -30,26 +30,16 @@ def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state
         ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
     """
     read_metadata(loaded)
-    check_entries(state, "load")
-    request = f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}"
+    check_entries(state)
     entries = [name for name in loaded if name != METADATA_KEY]
-    missing = [name for name in state if name not in entries]
-    if missing and strict:
-        raise CheckpointError(
-            request,
-            f"the file has no {listed(map(repr, missing))}",
-            f"entries of the file: {listed(map(repr, entries))}",
-            "a state with these names, or strict=False to leave the others as they are",
-        )
-    _raise(
-        request,
-        [
-            f"state[{name!r}]: {problem}"
-            for name, value in state.items()
-            if name in entries
-            for problem in mismatches(value, loaded[name], module_state, strict)
-        ],
-    )
+    problems: list[str] = []
+    for name, value in state.items():
+        if name in entries:
+            found = mismatches(value, loaded[name], module_state, strict)
+            problems += [f"state[{name!r}]: {problem}" for problem in found]
+        elif strict:
+            problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, entries))}")
+    _raise(f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}", problems)
 
 
 def check_fits_raw(loaded: Mapping[str, Any], target: Any, module_state: ModuleState, strict: bool) -> None:
@@ -65,12 +55,8 @@ def check_fits_raw(loaded: Mapping[str, Any], target: Any, module_state: ModuleS
     problems = list(mismatches(target, loaded, module_state, strict))
     holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
     if problems and holds_entries and not isinstance(target, Optimizer):
-        raise CheckpointError(
-            request,
-            f"the file is a checkpoint with the entries {listed(map(repr, loaded))}; {problems[0]}",
-            "a file that is the state dict itself",
-            "fabric.load(path, {'model': model}), with the entry that you want",
-        )
+        entries = f"the file is a checkpoint with the entries {listed(map(repr, loaded))}"
+        raise CheckpointError(request, entries, "a state dict itself", "fabric.load(path, {'model': model})")
     _raise(request, problems)
 
 
