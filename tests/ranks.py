@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from fabric import Fabric
@@ -31,13 +32,18 @@ class SharedRanks(Launcher):
         size = spec.num_processes
         if size not in _POOLS:
             _POOLS[size] = RankPool(size, timeout=TIMEOUT)
-        results = _POOLS[size].run(_without_the_pool, fn, args, kwargs)
+        # A store of its own: one that all launches share would be read again by each of them.
+        with TemporaryDirectory() as directory:
+            results = _POOLS[size].run(_without_the_pool, f"file://{directory}/store", fn, args, kwargs)
         return {"all": results, "first": results[0], "none": None}[spec.results]
 
 
-def _without_the_pool(fabric: Fabric, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _without_the_pool(
+    fabric: Fabric, store: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     fabric.teardown()  # closes its process group: the function makes one
     environment = dict(os.environ)
+    os.environ["FABRIC_STORE"] = store
     try:
         return fn(*args, **kwargs)
     finally:

@@ -65,7 +65,9 @@ def save_beyond_the_limit(fabric: Fabric, path: Path, sizes: list[int]) -> list[
 def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_old_checkpoint(io: Any, tmp_path: Path) -> None:
     path = tmp_path / "state"
     strategy = DDPStrategy(checkpoint_io=io, start_method="forkserver")
-    first, second = run_in_ranks(save_beyond_the_limit, path, [20_000, 399_000], strategy=strategy)
+    first, second = run_in_ranks(
+        save_beyond_the_limit, path, [20_000, 399_000], strategy=strategy, launcher="forkserver"
+    )
     assert len(first) == len(second) == 4
     for text in first:
         assert text.startswith("CheckpointError")

@@ -112,6 +112,7 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
     assert len(lines) - first < 10
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_script_is_passed_on(tmp_path, fabric_run):
     name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()")
     run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
@@ -137,7 +138,11 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
     assert "ValueError: only once" in run.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+# faults/test_parents.py sends the first two to a job that trains.
+SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+@pytest.mark.parametrize("number", [*SLOW, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number):
     name = script(tmp_path, 'print("up", os.getpid(), flush=True)\ndist.barrier() if rank else sys.stdin.read()')
     with subprocess.Popen(

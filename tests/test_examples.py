@@ -93,17 +93,30 @@ def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
     assert b"this loop knows one CPU" in done.stderr
 
 
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The losses of two processes that the script has started."""
+    return losses(tmp_path_factory.mktemp("two"), *PYTHON, TEXT / "train.py", *CPU, "--devices", 2)
+
+
+def test_two_processes_give_the_losses_of_the_plain_loop(
+    plain: list[dict[str, float]], on_two: list[dict[str, float]]
+) -> None:
+    assert on_two == [pytest.approx(record, abs=1e-5) for record in plain]
+
+
+LAUNCHERS = {
+    "torchrun": [SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", 2],
+    "fabric run": [SCRIPTS / "fabric", "run", *CPU, "--devices", 2],
+}
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.slow)])
 def test_two_processes_give_the_same_losses_however_they_are_launched(
-    tmp_path: Path, plain: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, on_two: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there, with --log-dir too
-    script = [TEXT / "train.py", *CPU]
-    itself = losses(tmp_path, *PYTHON, *script, "--devices", 2)
-    torchrun = losses(tmp_path, SCRIPTS / "torchrun", "--standalone", "--nproc-per-node", 2, *script)
-    fabric_run = losses(tmp_path, SCRIPTS / "fabric", "run", *CPU, "--devices", 2, *script)
-
-    assert itself == torchrun == fabric_run
-    assert itself == [pytest.approx(record, abs=1e-5) for record in plain]
+    assert losses(tmp_path, *LAUNCHERS[launcher], TEXT / "train.py", *CPU) == on_two
 
 
 @pytest.mark.slow
@@ -116,17 +129,17 @@ def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
     assert found[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(
     tmp_path: Path, devices: int
 ) -> None:
     command = [*PYTHON, TEXT / "train.py", *CPU, "--devices", devices, "--dropout", 0.2, "--save-every", 7]
-    whole = losses(tmp_path, *command, steps=60)
+    whole = losses(tmp_path, *command, steps=40)
     (tmp_path / "text.pt").unlink()
 
     kill_at_step(18, *command, *SMALL, "--steps", 10_000, "--checkpoint", tmp_path / "text.pt")
     (tmp_path / "losses.jsonl").unlink()
-    resumed = losses(tmp_path, *command, "--resume", steps=60)
+    resumed = losses(tmp_path, *command, "--resume", steps=40)
 
     assert resumed[0]["step"] % 7 == 1
     assert resumed == whole[-len(resumed) :]
@@ -178,7 +191,7 @@ def test_windows_are_one_character_apart_and_do_not_overlap(monkeypatch: pytest.
     assert len(CHARACTERS) == 96
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_gan_learns_in_float16_with_two_optimizers(devices: int) -> None:
     output = run(*PYTHON, EXAMPLES / "gan.py", *CPU, "--devices", devices, "--epochs", 1)
 

@@ -50,7 +50,7 @@ def small_units(module: nn.Module) -> bool:
         (2, {"cpu_offload": True}),
     ],
 )
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_option_changes_the_numbers(ranks: int, options: dict[str, Any], accumulation: int) -> None:
     expected = plain_loop(torch.float64, None, False, accumulation)
     records: list[Record] = in_ranks(

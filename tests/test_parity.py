@@ -37,7 +37,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp-hybrid-2x2": {"strategy": ("HYBRID_SHARD", (2, 2)), "devices": 4},
 }
 # Of those, what `make test` leaves out in all precisions but the most exact.
-SLOW = {"fsdp-3", "fsdp-grad-op-1", "fsdp-grad-op-2", "fsdp-grad-op-3", "fsdp-grad-op-4", "fsdp-hybrid-2x2"}
+SLOW = {name for name in JOBS if name.startswith("fsdp-grad-op") or name.endswith(("-3", "-4", "-2x2"))}
 CASES = [
     pytest.param(name, precision, marks=pytest.mark.slow if name in SLOW and precision != "64-true" else ())
     for name in JOBS

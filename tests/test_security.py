@@ -117,10 +117,10 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
 
 
 # The slow ones add nothing to what popen shows of fresh processes and forkserver of functions.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "fork")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fabric run", "spawn", "fork")]
 
 
-@pytest.mark.parametrize("launcher", ["popen", "forkserver", "fabric run", *SLOW])
+@pytest.mark.parametrize("launcher", ["popen", "forkserver", *SLOW])
 def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(tmp_path, launcher):
     command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
     done = subprocess.run(

@@ -85,6 +85,8 @@ def test_all_reduce_agrees_with_its_oracle(rank_pool: Callable[[int], RankPool],
     assert_same(results, oracles.all_reduce(values.values, op))
 
 
+# laws/test_planted.py finds the same one in seconds.
+@pytest.mark.slow
 def test_a_planted_bug_is_found_and_shrunk(rank_pool: Callable[[int], RankPool]) -> None:
     def ignores_strides(fabric: Fabric, x: torch.Tensor) -> torch.Tensor:
         dense = x.as_strided(x.shape, torch.empty(x.shape).stride())

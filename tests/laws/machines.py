@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabric import Fabric
 from fabric.errors import CollectiveMismatchError
-from fabric.testing import PerRank, World, assert_same, oracles
+from fabric.testing import PerRank, assert_same, oracles
 from fabric.testing import generators as gen
 from tests.laws.base import Subject
 from tests.laws.operations import EVERY, Operation, own_group, reduction
@@ -174,10 +174,11 @@ def outcome(fabric: Fabric, calls: list[Call], groups: list[list[int]], rank: in
     return "fine"
 
 
-def disagreeing(checked: Callable[[int], Any]) -> type[RuleBasedStateMachine]:
-    """A machine that writes calls, of which one rank makes one differently; ``checked`` opens a world with checks on.
+def disagreeing(checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine]:
+    """A machine that writes calls, of which one rank makes one differently.
 
-    After a mismatch the ranks are out of step, so that every example has a world of its own.
+    ``checked(size, fn, *args)`` runs ``fn(fabric, *args)`` on ranks with checks on, in a process group of its own:
+    after a mismatch the ranks are out of step.
     """
 
     class Disagreeing(RuleBasedStateMachine):
@@ -206,9 +207,7 @@ def disagreeing(checked: Callable[[int], Any]) -> type[RuleBasedStateMachine]:
         def teardown(self) -> None:
             if not self.calls:
                 return
-            world: World
-            with checked(self.size) as world:
-                found = world.run(outcome, self.calls, self.groups, self.rank, self.at, self.how)
+            found = checked(self.size, outcome, self.calls, self.groups, self.rank, self.at, self.how)
             [group] = [group for group in self.groups if self.rank in group] or [[]]
             assert found == ["told" if rank in group else "fine" for rank in range(self.size)]
 

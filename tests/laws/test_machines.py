@@ -1,7 +1,7 @@
 """Sequences of collectives on real processes agree with the oracles; a call that differs is told to all who came."""
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,8 +11,11 @@ from fabric.testing import RankPool, ThreadedWorld
 from tests.laws.base import Subject, profile
 from tests.laws.machines import disagreeing, interleaved
 from tests.laws.planted import ReusesItsBuffer
+from tests.ranks import run_in_ranks
 
-checked_pool = partial(RankPool, check_collectives=True)
+
+def checked(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    return run_in_ranks(fn, *args, ranks=size, check_collectives=True)
 
 
 def check(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
@@ -23,6 +26,7 @@ def test_interleaved_collectives_agree_with_their_oracles(rank_pool: Callable[[i
     check(interleaved(Subject(rank_pool)), 15, steps=12)
 
 
+@pytest.mark.slow
 def test_a_buffer_that_is_used_again_is_found_by_two_reductions() -> None:
     with pytest.raises(AssertionError) as caught:
         check(interleaved(Subject(ThreadedWorld, ReusesItsBuffer)), 100, steps=6)
@@ -31,7 +35,7 @@ def test_a_buffer_that_is_used_again_is_found_by_two_reductions() -> None:
 
 
 def test_every_rank_that_arrives_is_told_of_a_call_that_differs() -> None:
-    check(disagreeing(checked_pool), 8, steps=4)
+    check(disagreeing(checked), 8, steps=4)
 
 
 MANY = [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.soak])]
@@ -46,4 +50,4 @@ def test_many_interleaved_collectives_agree_with_their_oracles(
 
 @pytest.mark.parametrize("factor", MANY)
 def test_every_rank_that_arrives_is_told_in_many_ways_to_differ(factor: int) -> None:
-    check(disagreeing(checked_pool), 25 * factor, steps=6)
+    check(disagreeing(checked), 25 * factor, steps=6)
