@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--main-port", metavar="P", type=_at_least(1), default=29500, help="a free port there (default: 29500)")
     add("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
-    add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="times to restart all ranks (default: 0)")
+    add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="restarts, on one machine only (default: 0)")
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", metavar="script.py", help="the script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")

@@ -97,16 +97,9 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _is_warm_server(process: psutil.Process) -> bool:
-    """The fork server and multiprocessing's resource tracker live as long as this process, and what guards the files
-    of a pool as long as the pool, by design.
-    """
+    """The fork server and multiprocessing's resource tracker live as long as this process, by design."""
     try:
-        arguments = process.cmdline()
+        command = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    command = " ".join(arguments)
-    return "forkserver" in command or "resource_tracker" in command or _guards_a_pool(arguments)
-
-
-def _guards_a_pool(arguments: list[str]) -> bool:
-    return "shutil.rmtree(sys.argv[1]" in " ".join(arguments) and os.path.exists(arguments[-1])
+    return "forkserver" in command or "resource_tracker" in command

@@ -33,8 +33,8 @@ ORDER = {
     "data": "prefetch state sharding gathering loader",
     "deferred": "base recorder",
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
-    "launchers": "process_exit serialize signals base rank stop_request supervisor child forkserver function notebook "
-    "script",
+    "launchers": "process_exit serialize signals base rank stop_request rank_process supervisor child forkserver "
+    "function notebook script",
     "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "
     "single_device fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",

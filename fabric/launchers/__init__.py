@@ -6,7 +6,7 @@ from types import MappingProxyType
 from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.child import refuse_while_importing_main
 from fabric.launchers.function import ProcessLauncher
-from fabric.launchers.notebook import is_interactive, is_notebook, notebook_start_method
+from fabric.launchers.notebook import is_interactive, notebook_start_method
 from fabric.launchers.process_exit import exit_with_late_error
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.script import ScriptLauncher
@@ -23,7 +23,6 @@ __all__ = [
     "StopRequest",
     "exit_with_late_error",
     "is_interactive",
-    "is_notebook",
     "notebook_start_method",
     "refuse_while_importing_main",
 ]

@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from fabric.errors import UsageError
 from fabric.launchers.child import start_interpreter
 from fabric.launchers.rank import RankConfig, run
 
@@ -30,7 +29,6 @@ __all__ = ["UNKNOWN_EXIT_CODE", "ForkServer", "fork_server", "serve"]
 
 # What a rank shows when its server was killed and nobody knows its exit code.
 UNKNOWN_EXIT_CODE = 255
-_START_DEADLINE = 120.0  # seconds; importing torch on a loaded machine takes several
 # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
 # function of a rank is handed a Fabric.
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
@@ -49,13 +47,6 @@ class _ServedProcess:
     def __init__(self, status: Connection) -> None:
         self._status = status
         self._exit_code: int | None = None
-        if not status.poll(_START_DEADLINE):
-            raise UsageError(
-                "the start method 'forkserver'",
-                f"the fork server did not answer within {_START_DEADLINE:.0f} s",
-                "a machine on which `import torch` takes less",
-                'launcher="spawn"',
-            )
         self.pid: int = status.recv()
 
     def poll(self) -> int | None:

@@ -19,8 +19,9 @@ from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_va
 from fabric.launchers.child import CallPayload, refuse_while_importing_main, start_interpreter
 from fabric.launchers.forkserver import fork_server
 from fabric.launchers.rank import RankConfig, run_payload
+from fabric.launchers.rank_process import Process, exit_status
 from fabric.launchers.serialize import load_result
-from fabric.launchers.supervisor import JobInterrupted, Process, Supervisor, exit_status
+from fabric.launchers.supervisor import JobInterrupted, Supervisor
 
 __all__ = ["ProcessLauncher", "initialised_backend"]
 
@@ -61,15 +62,9 @@ class ProcessLauncher(Launcher):
 
         Raises:
             UsageError: the script has no guard, and a rank imports it.
-            ConfigurationError: the system cannot fork, or a device library is initialised that does not survive it.
+            ConfigurationError: a device library is initialised that does not survive a fork.
         """
         refuse_while_importing_main()
-        if self.name == "spawn":
-            return
-        if not hasattr(os, "fork"):
-            raise ConfigurationError(
-                f"the start method {self.name!r}", "this system cannot fork", "'spawn', 'popen'", 'launcher="spawn"'
-            )
         backend = initialised_backend(spec.device_type) if self.name == "fork" else None
         if backend is not None:
             raise ConfigurationError(
@@ -124,9 +119,8 @@ class ProcessLauncher(Launcher):
                 "fork": partial(_fork, job, _InheritedCall(call)),
                 "forkserver": fork_server(os.getpid()).start_rank,
             }[self.name]
-            with job.starting():
-                for world in single_node_worlds(spec.num_processes):
-                    job.start(start, world, variables, returns=spec.wants_result_of(world.rank))
+            for world in single_node_worlds(spec.num_processes):
+                job.start(start, world, variables, returns=spec.wants_result_of(world.rank))
             if payload is not None:
                 job.send_payload(payload)
             return job.run()

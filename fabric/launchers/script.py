@@ -17,7 +17,8 @@ from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_va
 from fabric.launchers.child import refuse_while_importing_main, start_interpreter
 from fabric.launchers.notebook import is_interactive
 from fabric.launchers.rank import RankConfig
-from fabric.launchers.supervisor import JobInterrupted, Process, Supervisor, exit_status
+from fabric.launchers.rank_process import Process, exit_status
+from fabric.launchers.supervisor import JobInterrupted, Supervisor
 from fabric.world import World
 
 __all__ = ["Script", "ScriptLauncher", "run_script"]
@@ -173,9 +174,8 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
 
     try:
         with Supervisor(needs_results=False) as job:
-            with job.starting():
-                for world in worlds:
-                    job.start(start, world, variables)
+            for world in worlds:
+                job.start(start, world, variables)
             job.send_payload(script)
             job.run()
     except JobInterrupted as interruption:

@@ -36,6 +36,7 @@ def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> Non
     signal.signal(signal.SIGTERM, RaiseOnce(SystemExit(128 + signal.SIGTERM)))
     if interruptible:
         signal.signal(signal.SIGINT, RaiseOnce(KeyboardInterrupt()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it
     # A signal that comes between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()

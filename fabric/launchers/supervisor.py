@@ -11,37 +11,24 @@ ended lately, or computes; where none of this is the case, the ranks wait for ea
 ``finally``.
 """
 
-import contextlib
-import math
 import multiprocessing
-import os
 import signal
 import socket
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
+from operator import itemgetter
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 from fabric.errors import RankFailedError
-from fabric.launchers.rank import Failure, RankConfig, RankPayload
+from fabric.launchers.rank import RankConfig, RankPayload
+from fabric.launchers.rank_process import PrivateFile, Process, RankProcess, describe_exit, explain_exit
 from fabric.world import World
 
-__all__ = [
-    "JobInterrupted",
-    "PrivateFile",
-    "Process",
-    "RankProcess",
-    "Supervisor",
-    "describe_exit",
-    "exit_status",
-    "explain_exit",
-]
+__all__ = ["JobInterrupted", "Supervisor"]
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
@@ -53,116 +40,12 @@ _POLL = 0.1  # seconds between two looks at the processes
 _IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
 
 
-class Process(Protocol):
-    """A process, however it was started."""
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        ...
-
-    def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
-        ...
-
-
 class JobInterrupted(Exception):
     """SIGINT or SIGTERM reached the launching process, and the ranks have been ended."""
 
     def __init__(self, number: int, previous: Any) -> None:
         super().__init__(number)
         self.number, self.previous = number, previous
-
-
-class PrivateFile:
-    """A file that other users cannot open, and that is gone with this process, be it killed.
-
-    Attributes:
-        path: under which processes of the same user open it.
-    """
-
-    def __init__(self) -> None:
-        if sys.platform == "linux":
-            # In memory, without a name; the system lets nobody else look into /proc/<pid>/fd.
-            self._file: Any = open(os.memfd_create("fabric"), "rb")  # noqa: SIM115 - closed by close()
-            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
-        else:
-            self._file = tempfile.NamedTemporaryFile(prefix="fabric-")  # noqa: SIM115 - likewise
-            self.path = self._file.name
-
-    def read(self) -> str:
-        """What it holds now."""
-        fd = self._file.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-
-    def close(self) -> None:
-        """Let it go."""
-        self._file.close()
-
-
-@dataclass(kw_only=True)
-class RankProcess:
-    """One rank, as its supervisor sees it.
-
-    Attributes:
-        config: what it was configured with.
-        process: the process.
-        control: this end of its control pipe; see ``rank.py``.
-        stack: where the stack of a fatal signal is.
-        messages: by kind, the content of the latest message from it.
-        exit_code: once it has ended.
-        ended: when that was noticed, on the monotonic clock.
-    """
-
-    config: RankConfig
-    process: Process
-    control: Connection
-    stack: PrivateFile
-    messages: dict[str, Any] = field(default_factory=dict)
-    exit_code: int | None = None
-    ended: float = 0.0
-
-    @property
-    def rank(self) -> int:
-        """Its global rank."""
-        return self.config.world.rank
-
-    @property
-    def failure(self) -> Failure | None:
-        """Its error, if it has sent one."""
-        return self.messages.get("error") or self.messages.get("described")
-
-    @property
-    def is_exiting(self) -> bool:
-        """Whether it has run its payload to an end, good or bad."""
-        return "finished" in self.messages or "error" in self.messages
-
-    def poll(self) -> bool:
-        """Whether it has ended."""
-        if self.exit_code is None:
-            self.exit_code = self.process.poll()
-            self.ended = time.monotonic()
-        return self.exit_code is not None
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, unless it has ended."""
-        if not self.poll():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
-
-    def send(self, kind: Any, content: Any = None) -> None:
-        """Send a message; that a rank has died is found by :meth:`poll`."""
-        with contextlib.suppress(OSError):
-            self.control.send((kind, content))
-
-    def receive(self) -> None:
-        """Take the messages that are there."""
-        try:
-            while not self.control.closed and self.control.poll():
-                kind, content = self.control.recv()
-                self.messages[kind] = content
-        except (EOFError, OSError):
-            self.control.close()
 
 
 class _SignalNotes:
@@ -238,21 +121,6 @@ class Supervisor:
             rank.stack.close()
         self._store.close()
 
-    @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """Start processes under this: they ignore Ctrl-C until they are ready to end well.
-
-        A process that is still importing would answer it with a page of traceback; ours hears of it from the parent.
-        """
-        if signal.SIGINT not in self._signals.previous:
-            yield
-            return
-        noting = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, noting)
-
     def start(
         self,
         start: Callable[[Connection, RankConfig], Process],
@@ -285,8 +153,14 @@ class Supervisor:
         )
         control, theirs = multiprocessing.Pipe()
         self._controls.append(control)
-        with theirs:
-            process = start(theirs, config)
+        # A process that is still starting would answer Ctrl-C with a page of traceback. Blocked signals are inherited,
+        # and arrive when the rank unblocks them.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            with theirs:
+                process = start(theirs, config)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.ranks.append(RankProcess(config=config, process=process, control=control, stack=stack))
 
     def send_payload(self, payload: RankPayload) -> None:
@@ -364,9 +238,9 @@ class Supervisor:
         self.collect_until(
             DESCRIBE, lambda: self._signals.received or all("described" in rank.messages for rank in self.alive())
         )
-        suspects = self._suspects()
+        error = self._root_cause()
         self._end(signal.SIGTERM, END)
-        raise self._error(suspects)
+        raise error
 
     def _interrupt(self) -> None:
         number, _ = self._signals.received[0]
@@ -390,95 +264,32 @@ class Supervisor:
         """Wait as long as it makes sense: ``[Note: Unresponsive ranks]``."""
         until = time.monotonic() + grace
         while (alive := self.alive()) and (left := until - time.monotonic()) > 0 and not stop():
-            before = sum(_processor_seconds(rank.process.pid) for rank in alive)
+            before = sum(rank.processor_seconds() for rank in alive)
             self.collect_until(min(RESPOND, left), stop)
-            worked = sum(_processor_seconds(rank.process.pid) for rank in alive) - before
+            worked = sum(rank.processor_seconds() for rank in alive) - before
             responding = any("signal" in rank.messages or rank.is_exiting for rank in alive)
             if self.alive() == alive and worked < _IDLE * RESPOND and not responding:
                 return
 
-    def _suspects(self) -> list["_Suspect"]:
-        """The ranks that may have ended the job."""
-        suspects = []
-        peer_lost = any(rank.failure is not None and rank.failure.peer_lost for rank in self.ranks)
-        for rank in self.ranks:
-            failure, finished = rank.failure, "finished" in rank.messages
-            # A rank that has finished did so too early only if another says that it was still needed.
-            left_early = failure is None and (peer_lost if finished else rank.exit_code == 0)
-            if left_early or failure is not None or self._has_failed(rank):
-                code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
-                suspects.append(_Suspect(rank, failure, left_early, code))
-        return suspects
-
-    def _error(self, suspects: list["_Suspect"]) -> RankFailedError:
-        suspects = sorted(suspects, key=_Suspect.order)
-        cause = suspects[0]
-        text = cause.failure.text if cause.failure else cause.rank.stack.read()
-        if cause.left_early:
+    def _root_cause(self) -> RankFailedError:
+        """The error of the rank that has ended the job."""
+        failures = [rank.failure for rank in self.ranks if rank.failure is not None]
+        peer_lost = any(failure.peer_lost for failure in failures)
+        suspects = [(suspicion, rank) for rank in self.ranks if (suspicion := rank.suspicion(peer_lost)) is not None]
+        _, rank = min(suspects, key=itemgetter(0))
+        failure = rank.failure
+        code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
+        text = failure.text if failure else rank.stack.read()
+        if code == 0:
             # To end early is no error by itself: show what it did to the first of the others.
-            text = next((other.failure.text for other in suspects if other.failure is not None), "")
-        code = cause.exit_code
+            text = min(failures, key=lambda failure: failure.time).text if failures else ""
         return RankFailedError(
-            f"rank {cause.rank.rank} of {cause.rank.config.world.world_size} {describe_exit(code, bool(text))}",
-            rank=cause.rank.rank,
+            f"rank {rank.rank} of {rank.config.world.world_size} {describe_exit(code, bool(text))}",
+            rank=rank.rank,
             exit_code=code,
             traceback=text,
             problem=explain_exit(code),
         )
-
-
-class _Suspect(NamedTuple):
-    """A rank that may have ended the job."""
-
-    rank: RankProcess
-    failure: Failure | None
-    left_early: bool
-    exit_code: int
-
-    def order(self) -> tuple[int, float, int]:
-        """How far from being the root cause: see the first note at the top."""
-        if self.failure is None:
-            return 2 if self.left_early else 0, self.rank.ended, self.rank.rank
-        level = 3 if self.failure.secondary else 1 if self.failure.pending else 0
-        return level, self.failure.time, self.rank.rank
-
-
-def exit_status(code: int) -> int:
-    """What a launching process ends with when a rank has ended with this code: as a shell shows it, and never 0."""
-    return 128 - code if code < 0 else code or 1
-
-
-def describe_exit(code: int, raised: bool = False) -> str:
-    """How a rank ended, for a sentence that begins with its name."""
-    if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        return f"was killed by {name} (exit code {code})"
-    if code == 128 + signal.SIGTERM:
-        return f"was ended by SIGTERM (exit code {code})"
-    if raised and code == 1:
-        return "failed (exit code 1)"
-    return f"exited with exit code {code}"
-
-
-def explain_exit(code: int) -> str:
-    """What that usually means; empty where there is no more to say."""
-    if code == 0:
-        return "it ended early, without an error, while the other ranks still needed it"
-    if code == -signal.SIGKILL:
-        return "fabric did not do it; the system kills this way when memory runs out"
-    return ""
-
-
-def _processor_seconds(pid: int) -> float:
-    """What all threads of a process have taken; not a number unless it is known, and its main thread sleeps."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended, or this is not a Linux
-        return math.nan
-    return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
 
 
 def _threads(omp_num_threads: str) -> int:

@@ -25,8 +25,9 @@ from fabric.launchers.base import available_cores, rank_variables, single_node_w
 from fabric.launchers.child import CallPayload
 from fabric.launchers.forkserver import UNKNOWN_EXIT_CODE, fork_server
 from fabric.launchers.rank import ControlThread
+from fabric.launchers.rank_process import RankProcess, describe_exit, explain_exit
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load_result
-from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit, explain_exit
+from fabric.launchers.supervisor import Supervisor
 from fabric.seed import seed_everything
 from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
 
