@@ -211,7 +211,8 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
 
 
 def described(communicator, text):
-    communicator.all_reduce(torch.ones(2), Reduce.SUM, CallDescription("all_reduce", lambda: text))
+    call = CallDescription("all_reduce", lambda: text)
+    communicator.run(Collective(Operation.ALL_REDUCE, torch.ones(2), Reduce.SUM, call=call))
 
 
 def in_a_group(communicator, ranks):

@@ -8,7 +8,14 @@ import torch
 import torch.distributed as dist
 
 from fabric._torch import default_store
-from fabric.communicators import CallDescription, LocalCommunicator, ProcessGroupCommunicator, Reduce
+from fabric.communicators import (
+    CallDescription,
+    Collective,
+    LocalCommunicator,
+    Operation,
+    ProcessGroupCommunicator,
+    Reduce,
+)
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
 from tests.ranks import run_in_ranks
@@ -73,7 +80,8 @@ def test_one_process_means_the_same_with_and_without_a_group():
 
 def test_a_call_is_not_described_where_nobody_reads_it():
     call = CallDescription("test", lambda: str(1 / 0))
-    of_one_process(lambda communicator: communicator.all_reduce(torch.ones(1), Reduce.SUM, call))
+    collective = Collective(Operation.ALL_REDUCE, torch.ones(1), Reduce.SUM, call=call)
+    of_one_process(lambda communicator: communicator.run(collective))
 
 
 @pytest.mark.timeout(60)

@@ -7,6 +7,7 @@ collections of the same structure, shapes and dtypes on all of them; nothing wri
 from collections.abc import Sequence
 from itertools import zip_longest
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -183,15 +184,17 @@ def _signature(tree: Any, grads: bool, numbers: bool = True) -> str:
 
 _BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 _ORDERED = (Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)  # and without a gradient
+_requires_grad = attrgetter("requires_grad")
 
 
 def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure, call: CallDescription) -> None:
     """Raise a ConfigurationError, which names a leaf and what to write, for a reduction that has no meaning."""
     for bucket in buckets:
-        tracked = [place for place, leaf in zip(bucket.places, bucket.tensors, strict=True) if leaf.requires_grad]
-        problem = _problem(op, bucket.dtype, bool(tracked) and torch.is_grad_enabled())
+        tracked = op in _ORDERED and torch.is_grad_enabled() and any(map(_requires_grad, bucket.tensors))
+        problem = _problem(op, bucket.dtype, tracked)
         if problem is not None:
-            place = min(tracked or [*bucket.places, *bucket.number_places], default=0)
+            trained = [place for place, leaf in zip(bucket.places, bucket.tensors, strict=True) if leaf.requires_grad]
+            place = min(trained or [*bucket.places, *bucket.number_places], default=0)
             leaf = leaf_paths(structure)[place] or "the tensor or number"
             raise ConfigurationError(
                 f"{call.operation}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})", *problem

@@ -161,33 +161,33 @@ class Communicator(ABC):
         """Release what this communicator owns; not a collective, and calling it again does nothing."""
 
     @final
-    def all_reduce(self, buffer: Tensor, op: Reduce, call: CallDescription | None = None) -> Tensor:
+    def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` (any shape) over the ranks, in place, and return it."""
-        return self.run(Collective(Operation.ALL_REDUCE, buffer, op, call=call))
+        return self.run(Collective(Operation.ALL_REDUCE, buffer, op))
 
     @final
-    def all_gather(self, buffer: Tensor, call: CallDescription | None = None) -> Tensor:
+    def all_gather(self, buffer: Tensor) -> Tensor:
         """A new tensor of shape ``(size, *buffer.shape)``: the buffer of every rank, of equal shape, in rank order."""
-        return self.run(Collective(Operation.ALL_GATHER, buffer, call=call))
+        return self.run(Collective(Operation.ALL_GATHER, buffer))
 
     @final
-    def reduce_scatter(self, buffer: Tensor, op: Reduce, call: CallDescription | None = None) -> Tensor:
+    def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` of shape ``(size, *s)`` over the ranks; a new tensor of shape ``s``, this rank's row."""
-        return self.run(Collective(Operation.REDUCE_SCATTER, buffer, op, call=call))
+        return self.run(Collective(Operation.REDUCE_SCATTER, buffer, op))
 
     @final
-    def all_to_all(self, buffer: Tensor, call: CallDescription | None = None) -> Tensor:
+    def all_to_all(self, buffer: Tensor) -> Tensor:
         """Send row i of ``buffer`` of shape ``(size, *s)`` to rank i.
 
         A new tensor of that shape, whose row j came from rank j.
         """
-        return self.run(Collective(Operation.ALL_TO_ALL, buffer, call=call))
+        return self.run(Collective(Operation.ALL_TO_ALL, buffer))
 
     @final
-    def broadcast(self, buffer: Tensor, src: int, call: CallDescription | None = None) -> Tensor:
+    def broadcast(self, buffer: Tensor, src: int) -> Tensor:
         """Overwrite ``buffer`` with that of rank ``src``, of the same shape and dtype, and return it."""
         self.check_rank(src, "broadcast", "src")
-        return self.run(Collective(Operation.BROADCAST, buffer, peer=src, call=call))
+        return self.run(Collective(Operation.BROADCAST, buffer, peer=src))
 
     @final
     def scatter(self, rows: Tensor | None, output: Tensor, src: int, call: CallDescription | None = None) -> Tensor:

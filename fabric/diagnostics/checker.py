@@ -99,21 +99,21 @@ class _Record:
     Attributes:
         begun: how many calls it has begun in each group.
         calls: its latest call; of a rank that waits in several threads, that of each.
-        left: why it makes no further calls; empty while it does.
+        end_reason: why it makes no further calls; empty while it does.
     """
 
     begun: Mapping[str, int] = field(default_factory=dict)
     calls: tuple[Call, ...] = ()
-    left: str = ""
+    end_reason: str = ""
 
     def to_json(self) -> Any:
         calls = [[c.group, c.members, c.operation, c.location, c.facts, c.data] for c in self.calls]
-        return [self.begun, calls, self.left]
+        return [self.begun, calls, self.end_reason]
 
     @classmethod
     def from_json(cls, value: Any) -> "_Record":
-        begun, calls, left = value
-        return cls(begun, tuple(Call(group, tuple(members), *rest) for group, members, *rest in calls), left)
+        begun, calls, end_reason = value
+        return cls(begun, tuple(Call(group, tuple(members), *rest) for group, members, *rest in calls), end_reason)
 
     def count(self, group: str) -> int:
         return self.begun.get(group, 0)
@@ -151,7 +151,7 @@ class CollectiveChecker:
         call = full.brief()
         with self._lock:
             own = self._own
-            if own.left:
+            if own.end_reason:
                 self._refuse(full)
             self._own = own = replace(own, begun={**own.begun, entry.group: count})
             if len(entry.members) == 1:
@@ -161,7 +161,7 @@ class CollectiveChecker:
         try:
             self._wait(call, count, full)
         except dist.DistError as error:
-            self._own = replace(self._own, left="the store of the job is gone")  # nobody can read of it
+            self._own = replace(self._own, end_reason="the store of the job is gone")  # nobody can read of it
             problem = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
             self._stop(full, problem, "a process that stays until the last collective of all ranks")
         with self._lock:  # not published: the next call does
@@ -173,12 +173,12 @@ class CollectiveChecker:
 
     def _leave(self, reason: str) -> None:
         with self._lock:
-            if self._own.left:
+            if self._own.end_reason:
                 return
             latest = "" if self._latest is None else f"; its latest call was {self._latest}"
             # The store goes with the process that hosts it; then nobody is left who could read this.
             with suppress(dist.DistError):
-                self._publish(replace(self._own, left=reason + latest))
+                self._publish(replace(self._own, end_reason=reason + latest))
 
     def _wait(self, call: Call, count: int, full: Call) -> None:
         started, pause = time.monotonic(), _FIRST_PAUSE
@@ -190,14 +190,14 @@ class CollectiveChecker:
                 self._disagree(full, count)
             missing = [r for r, record in records.items() if record.count(call.group) < count]
             # Twice the same: records are read one by one, and why a rank stopped may only show the second time.
-            stopped, before = [r for r in calls if records[r].left], stopped
+            stopped, before = [r for r in calls if records[r].end_reason], stopped
             lost = stopped and before
             now = time.monotonic()
             if lost or (missing and now > search):
                 self._search(full, count, missing)
                 search = now + _SEARCH_EVERY
             if lost:
-                self._stop(full, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].left}")
+                self._stop(full, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}")
             if not missing and not stopped:
                 return
             if missing and now - started > self._timeout:
@@ -245,8 +245,8 @@ class CollectiveChecker:
                 )
         for r in missing:
             record = records[r]
-            if record.count(call.group) < count and record.left:
-                self._stop(call, f"rank {r} does not call: {record.left}")
+            if record.count(call.group) < count and record.end_reason:
+                self._stop(call, f"rank {r} does not call: {record.end_reason}")
             if record.count(call.group) < count and r in ended:
                 self._stop(call, f"rank {r} does not call: its process ({ended[r]}) has ended; {_latest(record)}")
 
@@ -260,7 +260,7 @@ class CollectiveChecker:
     def _refuse(self, call: Call) -> NoReturn:
         raise CollectiveMismatchError(
             f"{call} (rank {self._rank} of {self._size})",
-            f"this rank makes no further collectives: {self._own.left}",
+            f"this rank makes no further collectives: {self._own.end_reason}",
             "collectives before the first error and before teardown()",
             "see the first CollectiveMismatchError; the job has to start again after it",
         ) from self._error
