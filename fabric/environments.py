@@ -314,18 +314,14 @@ def _find_rendezvous(
 
 
 def _first_host(env: Mapping[str, str], variables: _Variables) -> str | None:
-    """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib."""
-    hosts = read(env, *variables.hosts)
-    if hosts is None:
-        return None
+    """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib.
+
+    ``None`` when there is no list, or it does not begin with a host.
+    """
+    hosts = read(env, *variables.hosts) or ""
     match = _HOST.match(hosts)
     if match is None or hosts[match.end() :][:1] not in ("", ","):
-        raise ConfigurationError(
-            f"the node list {hosts!r} of {variables.launcher}",
-            "it does not begin with a host",
-            "hosts as in 'node[01-03,7]', 'a-[1-2]b' or 'n1,n2'",
-            variables.export.format("MASTER_ADDR=<host of rank 0>"),
-        )
+        return None
     return _RANGE.sub(r"\1", match.group())
 
 

@@ -1,6 +1,7 @@
 """What is gathered for metrics: each sample once, in the order of the data."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,9 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 from fabric import Fabric
-from fabric.data import FabricDataLoader
-from fabric.data.gathering import GatheredBatch
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, RankFailedError, UsageError
+from fabric.testing import ThreadedWorld
 from tests.ranks import run_in_ranks
 
 
@@ -27,23 +27,16 @@ class Unsized:
         return iter(range(5))
 
 
-def seen(replicas: int, make: Any, uneven: Any = "pad") -> list[int]:
-    """What a loop over a loader gathers, with the ranks one after the other in this process."""
-    noted: list[list[Any]] = [[] for _ in range(replicas)]
-    loaders = [
-        FabricDataLoader(make(rank), rank=rank, num_replicas=replicas, device=None, uneven=uneven, active=noted[rank])
-        for rank in range(replicas)
-    ]
-    result: list[int] = []
-    for batches in zip(*loaders, strict=True):
-        rounds = [GatheredBatch.of(*active[-1]) for active in noted]
-        assert all(one.kept == rounds[0].kept for one in rounds)
-        for one, batch in zip(rounds, batches, strict=True):
-            one.check([batch], None)
-        parts = list(batches)
-        result += rounds[0].arrange(parts if rounds[0].unit == "batches" else torch.stack(parts)).tolist()
-    assert noted == [[] for _ in range(replicas)]
-    return result
+def seen(replicas: int, make: Callable[[int], DataLoader[Any]], uneven: Any = "pad") -> list[int]:
+    """What a loop over a loader gathers, the same on every rank."""
+
+    def loop(fabric: Fabric) -> list[int]:
+        loader = fabric.setup_dataloaders(make(fabric.global_rank), uneven=uneven)
+        return [value for batch in loader for value in fabric.gather_for_metrics(batch).tolist()]
+
+    results = ThreadedWorld(replicas).run(loop)
+    assert all(result == results[0] for result in results)
+    return results[0]
 
 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
@@ -84,7 +77,7 @@ class Rows:
 
 
 def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
-    with pytest.raises(UsageError, match=r"Unsized has no length(.|\n)*drop"):
+    with pytest.raises(RankFailedError, match=r"Unsized has no length(.|\n)*drop"):
         seen(2, lambda _: DataLoader(range(5), sampler=Unsized()))
     assert seen(2, lambda _: DataLoader(range(5), sampler=Unsized()), "drop") == [0, 1, 2, 3]
 
