@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._plan import Plan
@@ -18,7 +17,7 @@ from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader, gather_batch
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.contract import calls
+from fabric.diagnostics.contract import Hooks
 from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
@@ -64,7 +63,7 @@ class Session:
         self.strategy.setup_environment(self.runtime)
         self.recorder = self.runtime.recorder
         self._uneven = None if self.recorder is None else UnevenInputDetector(self.recorder, self.runtime.store)
-        self._step_hooks: list[RemovableHandle] = []
+        self._step_layers: list[Hooks] = []
         self.stop_request = StopRequest(world)
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
@@ -113,7 +112,8 @@ class Session:
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
-        self._plan.precision.convert_module(module)
+        if self._plan.precision.param_dtype is not None:
+            self._plan.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)
         with self.phase(f"setup of {type(module).__name__}"):
@@ -138,11 +138,16 @@ class Session:
                 # torch's own loading puts state where its parameters are now.
                 optimizer.load_state_dict(optimizer.state_dict())
             self.strategy.setup_optimizer(optimizer)
-            if self.recorder is not None:
-                self._step_hooks += self.recorder.hooks().attach(optimizer)
+            layers = [] if self.recorder is None else [self.recorder.hooks()]
             if self._training is not None:
-                # Before the scaler, which takes gradients away from a step that is to be skipped.
-                self._training.watch(optimizer)
+                layers.append(self._training.watch(optimizer))
+            for layer in layers:
+                if layer.before_step is not None:
+                    layer.handles.append(optimizer.register_step_pre_hook(layer.before_step))
+                if layer.after_step is not None:
+                    layer.handles.append(optimizer.register_step_post_hook(layer.after_step))
+            self._step_layers += layers
+            # Last: it takes gradients away from a step that is to be skipped.
             if self.scaler is not None:
                 self.scaler.register(optimizer)
             self.optimizers[optimizer] = WeakSet()
@@ -209,12 +214,14 @@ class Session:
             layers.insert(0, self.recorder.hooks())
         if self._training is not None:
             layers.append(self._training.hooks)
-        self.before_backward, self.after_backward = calls(layers, "before_backward"), calls(layers, "after_backward")
+        self.before_backward = tuple(layer.before_backward for layer in layers if layer.before_backward is not None)
+        self.after_backward = tuple(layer.after_backward for layer in layers if layer.after_backward is not None)
 
     @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
         """``Fabric.join``: within, ranks without batches are answered for; afterwards all are in the same state."""
-        context = self.strategy.join([model._fabric_prepared for model in models], divide_by_initial_world_size)
+        prepared = [model._fabric_prepared for model in models]
+        context = models[0]._fabric_contract.join(prepared, divide_by_initial_world_size)
         if context is None:
             yield
             return
@@ -291,8 +298,8 @@ class Session:
             stack.callback(self._bypass.close)
             if self._training is not None:
                 stack.callback(self._training.close)
-            for hook in self._step_hooks:
-                stack.callback(hook.remove)
+            for handle in (handle for layer in self._step_layers for handle in layer.handles):
+                stack.callback(handle.remove)
             if self._uneven is not None:
                 stack.callback(self._uneven.finish)
             if self.strategy.checkpoint_io is not None:

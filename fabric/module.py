@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fabric._torch import uncompiled
 from fabric.diagnostics.bypass import BypassGuard
-from fabric.diagnostics.contract import GradientContract, Hooks, calls
+from fabric.diagnostics.contract import GradientContract, Hooks
 from fabric.errors import ArgumentTypeError, UsageError
-from fabric.precision import Precision, cast_inputs, cast_outputs, floating_dtype
+from fabric.precision import Precision, cast_inputs, cast_outputs
 
 __all__ = ["FabricModule"]
 
@@ -44,7 +44,7 @@ class FabricModule(nn.Module):
         prepared: what the strategy made of it.
         precision: dtypes of the forward pass.
         device: device of this process.
-        contract: how its gradients are synchronized; None for those of a module of this process alone.
+        contract: how its gradients are synchronized; None for a copy or a loaded pickle.
         layers: diagnostics that are called around a forward pass.
         guard: watches methods that bypass the forward pass, under a strategy that needs it.
     """
@@ -61,7 +61,7 @@ class FabricModule(nn.Module):
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
-        contract = contract or GradientContract(module=original)
+        casts = contract is None or not contract.casts
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -74,9 +74,9 @@ class FabricModule(nn.Module):
             _fabric_contract=contract,
             _fabric_guard=guard,
             _fabric_marked=set(),
-            _fabric_forward=prepared if contract.casts else _cast_forward(original, prepared, precision, device),
-            _fabric_before=calls(layers, "before_forward"),
-            _fabric_after=calls(layers, "after_forward"),
+            _fabric_forward=_cast_forward(original, prepared, precision, device) if casts else prepared,
+            _fabric_before=tuple(layer.before_forward for layer in layers if layer.before_forward is not None),
+            _fabric_after=tuple(layer.after_forward for layer in layers if layer.after_forward is not None),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class FabricModule(nn.Module):
         return _unpickle, (self._fabric_module, self._fabric_precision, self._fabric_device, self._fabric_marked)
 
     def _check_copyable(self, request: str, suggestion: str) -> None:
-        if self._fabric_contract.sharded is not None:
+        if self._fabric_contract is not None and self._fabric_contract.is_sharded:
             raise UsageError(
                 request,
                 "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
@@ -205,7 +205,8 @@ def _cast_forward(module: nn.Module, prepared: nn.Module, precision: Precision, 
     """The forward pass in the dtypes of a precision; what can be decided once is decided here."""
     if precision.compute_dtype is not None:
         return _mixed_forward(prepared, precision, device.type)
-    dtype = floating_dtype(module)
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
     return prepared if dtype is None else _true_forward(prepared, dtype)
 
 

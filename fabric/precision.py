@@ -25,7 +25,6 @@ __all__ = [
     "Precision",
     "cast_inputs",
     "cast_outputs",
-    "floating_dtype",
     "parse_precision",
 ]
 
@@ -107,12 +106,6 @@ def parse_precision(precision: "Precision | str | int | None") -> Precision:
             f"precision={precision!r}", "there is no such precision", expected, f'precision="{nearest}"'
         )
     return PRECISIONS[name]
-
-
-def floating_dtype(module: nn.Module) -> torch.dtype | None:
-    """The one dtype of all floating parameters of a module; None when there are several or none."""
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    return dtypes.pop() if len(dtypes) == 1 else None
 
 
 def cast_inputs(

@@ -41,8 +41,8 @@ def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(prec
     assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
 
 
-# Four of them note for the watchdog where this rank is, and two take hooks off that would cost several calls each.
-@pytest.mark.parametrize(("strategy", "most"), [("ddp", 17), ("fsdp", 15)])
+# Five of them note for the hang reports where this rank is.
+@pytest.mark.parametrize(("strategy", "most"), [("ddp", 16), ("fsdp", 15)])
 def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
     ours, by_hand = (run_in_ranks(count, strategy=strategy) for count in (count_ours, count_raw))
     assert all(mine - other <= most for mine, other in zip(ours, by_hand, strict=True))

@@ -172,3 +172,13 @@ def test_full_precision_leaves_parameters_as_they_were_built() -> None:
     with Fabric(accelerator="cpu", environment="none") as fabric:
         model = fabric.setup(Net().double())
         assert model(torch.ones(1, 4)).dtype is torch.float64
+
+
+@pytest.mark.parametrize("net", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).half()), nn.ReLU()], ids=str)
+def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: nn.Module) -> None:
+    with Fabric(accelerator="cpu", environment="none") as fabric:
+        seen = []
+        net.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+        net.forward = lambda x: x
+        fabric.setup(net)(torch.ones(1, 4, dtype=torch.float64))
+        assert seen == [torch.float64]

@@ -14,7 +14,6 @@ from fabric.precision import (
     Precision,
     cast_inputs,
     cast_outputs,
-    floating_dtype,
     parse_precision,
 )
 
@@ -104,12 +103,6 @@ def test_true_precisions_have_no_autocast():
 
 def test_only_16_mixed_scales_the_loss():
     assert [name for name, row in PRECISIONS.items() if row.loss_scaling] == ["16-mixed"]
-
-
-def test_the_dtype_of_a_module_is_that_of_all_its_floating_parameters():
-    assert floating_dtype(nn.Linear(1, 1).double()) is torch.float64
-    assert floating_dtype(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).half())) is None
-    assert floating_dtype(nn.ReLU()) is None
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ LIMITS = {
     "raw lines of a file": 532,
     "raw lines of _fabric.py": 955,
     "code lines of a class": 264,  # but Fabric, which is a line a method
-    "own public members of Strategy": 37,
+    "own public members of Strategy": 36,
 }
 # The files that somebody reads in an evening to know how it works: a file, or all files of a package.
 CORE = [

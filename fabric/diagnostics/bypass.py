@@ -69,7 +69,7 @@ class BypassChecks:
             guard = BypassGuard(contract, prepared, self._rank, self._uneven)
             self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
             return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
-        if contract.sharded is None:
+        if not contract.is_sharded:
             return None, Hooks()
         parts = _PartHooks()
         for path, part in _callable_parts(contract.module, contract.fsdp_modules.__contains__):

@@ -77,11 +77,13 @@ class TrainingChecks:
         """The layer around backward passes; empty when no optimizer is watched."""
         return Hooks(after_backward=self._after_backward) if self._watched else Hooks()
 
-    def watch(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer from its next step on."""
-        self._watched.append(_OptimizerChecks(optimizer, self._made, self._context))
+    def watch(self, optimizer: Optimizer) -> Hooks:
+        """Watch an optimizer from its next step on: the layer around its steps."""
+        checks = _OptimizerChecks(optimizer, self._made, self._context)
+        self._watched.append(checks)
         self._made += 1
         self._changed()
+        return checks.hooks
 
     def close(self) -> None:
         """Watch no optimizer any more; never from within a hook of one."""
@@ -121,7 +123,7 @@ class _OptimizerChecks:
         self._seen = self._steps = self._backwards = self._without = 0
         self._arrived: set[int] = set()
         self._posted: list[_Posted] = []
-        self._handles = Hooks(before_step=self._before_step, after_step=self._after_step).attach(optimizer)
+        self.hooks = Hooks(before_step=self._before_step, after_step=self._after_step)
 
     @property
     def is_finished(self) -> bool:
@@ -135,7 +137,7 @@ class _OptimizerChecks:
             self._look()
 
     def close(self) -> None:
-        for handle in self._handles:
+        for handle in self.hooks.handles:
             handle.remove()
 
     # -- before a step --------------------------------------------------------------------------------------------

@@ -215,7 +215,13 @@ class Strategy(ABC):
 
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         """How the gradients of a prepared module are synchronized; what diagnostics read."""
-        return GradientContract(module=self._users(prepared))
+        module = self._users(prepared)
+        return GradientContract(
+            module=module,
+            title=type(module).__name__,
+            parameters=lambda: dict(module.named_parameters()),
+            join=self._join,
+        )
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""
@@ -283,18 +289,8 @@ class Strategy(ABC):
         """
         return nullcontext()
 
-    def join(
-        self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[Any] | None:
-        """A context in which ranks may run prepared modules for different numbers of batches; None: nothing to do.
-
-        Args:
-            modules: the prepared modules.
-            divide_by_initial_world_size: as for ``Fabric.join``.
-
-        Raises:
-            UsageError: this strategy cannot do it.
-        """
+    def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
+        """:attr:`fabric.diagnostics.contract.GradientContract.join` of this strategy."""
         if not self.is_distributed:
             return None
         raise UsageError(

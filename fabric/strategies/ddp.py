@@ -168,9 +168,7 @@ class DDPStrategy(ParallelStrategy):
         )
 
     @override
-    def join(
-        self, modules: Sequence[nn.Module], divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[Any] | None:
+    def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
         if not self.is_distributed:
             return None
         unfit = [type(module).__name__ for module in modules if not isinstance(module, DistributedDataParallel)]
@@ -186,7 +184,7 @@ class DDPStrategy(ParallelStrategy):
                 "modules with trainable parameters, without model averaging and without synchronised batch norm",
                 'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
             )
-        return _joined(modules, divide_by_initial_world_size)
+        return _joined(modules, divide_by_all)
 
     @override
     def _explain(self, exception: BaseException) -> None:
@@ -246,8 +244,8 @@ def _synchronized(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _joined(wrappers: Sequence[Any], divide_by_initial_world_size: bool) -> Any:
-    join = Join(list(wrappers), divide_by_initial_world_size=divide_by_initial_world_size)
+def _joined(wrappers: Sequence[Any], divide_by_all: bool) -> Any:
+    join = Join(list(wrappers), divide_by_initial_world_size=divide_by_all)
     try:
         yield
         with warnings.catch_warnings():  # leaving it changes the filters of the process

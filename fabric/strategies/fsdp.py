@@ -327,12 +327,16 @@ class FSDPStrategy(ParallelStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
         doors = self._doors[root]
-        return GradientContract(
-            module=root,
+        sharded = dict(root.named_parameters())
+        contract = super().gradient_contract(prepared)
+        return replace(
+            contract,
+            title=contract.title.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
+            parameters=lambda: sharded,
+            is_sharded=True,
             synchronizes=lambda: self._synced[root],
             gradients_differ=True,
             unreduced=partial(unreduced_parameters, root),
-            sharded=dict(root.named_parameters()),
             fsdp_modules=doors.units,
             in_forward=doors.in_forward,
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
