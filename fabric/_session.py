@@ -22,9 +22,9 @@ from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, Tra
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
+from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
-from fabric.scaling import LossScaler
 from fabric.strategies import Strategy
 from fabric.world import World
 
@@ -68,7 +68,7 @@ class Session:
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
             agree = self._agree_on_overflow if world.world_size > 1 else None
-            self.scaler = LossScaler(self.runtime.device, agree=agree)
+            self.scaler = LossScaler(self.runtime.device, max_over_ranks=agree)
         self._gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.

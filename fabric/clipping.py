@@ -15,18 +15,18 @@ __all__ = ["check_clipping", "clip_gradients"]
 
 def check_clipping(clip_val: float | None, max_norm: float | None, norm_type: float) -> None:
     """Raise a ConfigurationError unless exactly one positive limit, and a norm type that is a norm, is given."""
-    asked = f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})"
-    if (clip_val is None) == (max_norm is None):
-        wrong = "give one of clip_val and max_norm" + (", not both" if clip_val is not None else "")
-    elif not _is_positive(limit := clip_val if max_norm is None else max_norm):
-        wrong = f"{limit!r} is not a positive number"
-    elif not _is_positive(norm_type, allow_infinite=True):
-        wrong = f"norm_type={norm_type!r} is not a norm"
+    limit = clip_val if max_norm is None else max_norm
+    if limit is None or (clip_val is not None and max_norm is not None):
+        problem = "give one of clip_val and max_norm" + ("" if limit is None else ", not both")
+    elif not 0 < limit < math.inf:
+        problem = f"{limit!r} is not a positive number"
+    elif not norm_type > 0:
+        problem = f"norm_type={norm_type!r} is not a norm"
     else:
         return
     raise ConfigurationError(
-        asked,
-        wrong,
+        f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
+        problem,
         "clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
         "clip_gradients(model, optimizer, max_norm=1.0)",
     )
@@ -82,9 +82,3 @@ def _largest(tensors: list[Tensor]) -> Tensor:
     maxima = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
     largest = torch.stack([maximum.to(maxima[0].device) for maximum in maxima]).max()
     return largest.nan_to_num(nan=math.inf, posinf=math.inf)
-
-
-def _is_positive(value: object, allow_infinite: bool = False) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return value > 0 and (allow_infinite or math.isfinite(value))

@@ -97,14 +97,9 @@ def test_parameters_may_come_from_a_generator():
         (None, 0.0, 2.0, "0.0 is not"),
         (None, math.nan, 2.0, "nan is not"),
         (None, math.inf, 2.0, "inf is not"),
-        (None, True, 2.0, "True is not"),
-        (None, "1", 2.0, "'1' is not"),
-        (None, torch.tensor(1.0), 2.0, "is not a positive number"),
         (None, 1.0, 0, "norm_type=0 is not a norm"),
         (None, 1.0, -math.inf, "not a norm"),
         (None, 1.0, math.nan, "not a norm"),
-        (None, 1.0, "inf", "not a norm"),
-        (None, 1.0, None, "not a norm"),
     ],
 )
 def test_limits_that_mean_nothing_are_refused(clip_val, max_norm, norm_type, wrong):

@@ -14,7 +14,7 @@ LAYERS = [
     ["precision", "initialization", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report", "diagnostics.uneven"],
-    ["collectives", "scaling", "clipping", "deferred"],
+    ["collectives", "loss_scaler", "clipping", "deferred"],
     ["diagnostics"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers"],
@@ -35,8 +35,7 @@ ORDER = {
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize signals base rank stop_request rank_process supervisor child forkserver "
     "function notebook script",
-    "strategies": "doors sync_batchnorm wrapping replicas materialise base data_parallel ddp fsdp_options "
-    "single_device fsdp",
+    "strategies": "doors wrapping materialise base data_parallel ddp fsdp_options single_device fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -1,7 +1,23 @@
-"""One process that drives several devices: a replica of the module on each, with a part of the batch."""
+"""Data parallelism in one process: replicas of one module, each with a part of the batch.
 
+[Note: Replicas] A *replica* is a copy of the user's module for one forward pass, on one device, with a *part* of the
+batch. Each is a copy of the module tree and of its Python attributes, so that what a forward pass assigns to ``self``
+is gone afterwards. On the CPU all replicas share the parameters themselves: their gradients meet on them, and equal
+those of one device. Replica 0 shares the buffers too, whether they are written in place or assigned; the others have
+copies. Hooks are shared, and thus run once for each replica.
+
+[Note: Threads] Grad mode, inference mode and autocast belong to a thread, and a new one has torch's defaults, so each
+replica enters those of the caller. autocast's cache of casted parameters is off in them: the cache is one for all
+threads, and whether two replicas meet in it would decide in which precision their gradients are summed. Threads are
+new in each forward pass: the order in which autograd sums gradients depends on how much a thread has computed before.
+The generator of the CPU is one for all threads: the random numbers of two replicas are drawn in no fixed order.
+"""
+
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
+from contextlib import ExitStack
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,24 +31,13 @@ from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import Runtime
 from fabric.strategies.base import Group, ParallelStrategy
-from fabric.strategies.replicas import CopiedDataParallel, ThreadedDataParallel
-from fabric.tree import flatten, leaf_paths, map_tensors
+from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
-__all__ = ["DataParallelStrategy"]
+__all__ = ["CopiedDataParallel", "DataParallelStrategy", "ThreadedDataParallel"]
 
 # Where torch's own DataParallel runs the module once, on the whole batch.
 _NOT_REPLICATED_BY_TORCH = ("cpu", "mps")
-
-_REDUCTIONS: Mapping[Reduce, Callable[[Tensor], Tensor]] = {
-    Reduce.MEAN: lambda tensor: tensor.mean(0),
-    Reduce.SUM: lambda tensor: tensor.sum(0, dtype=tensor.dtype),
-    Reduce.MIN: lambda tensor: tensor.amin(0),
-    Reduce.MAX: lambda tensor: tensor.amax(0),
-    Reduce.PRODUCT: lambda tensor: tensor.prod(0, dtype=tensor.dtype),
-    Reduce.BAND: lambda tensor: reduce(torch.bitwise_and, tensor.unbind()),
-    Reduce.BOR: lambda tensor: reduce(torch.bitwise_or, tensor.unbind()),
-    Reduce.BXOR: lambda tensor: reduce(torch.bitwise_xor, tensor.unbind()),
-}
+_EQUAL_IF_SAME_VALUE = (bool, int, float, complex, str, bytes)
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -119,32 +124,12 @@ class DataParallelStrategy(ParallelStrategy):
             A new collection of the same structure and dtypes, with tensors of shape ``s``.
 
         Raises:
-            ConfigurationError: dim 0 of a tensor is not the number of replicas, or the reduction is unknown or has no
-                meaning for the tensor's dtype.
+            ConfigurationError: the reduction is unknown or has no meaning for the tensor's dtype.
         """
         op = Reduce(reduce_op)
-        _check_gathered(collection, len(self.runtime.devices))
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
         checked = super().all_reduce(collection, group, op)
-        reduction = _REDUCTIONS[op]
-        return map_tensors(lambda tensor: reduction(tensor) if tensor.dim() else tensor, checked)
-
-
-def _check_gathered(collection: Any, replicas: int) -> None:
-    leaves, structure = flatten(collection)
-    wrong = [
-        f"{path or 'the tensor'} has shape {tuple(leaf.shape)}"
-        for path, leaf in zip(leaf_paths(structure), leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] != replicas
-    ]
-    if wrong:
-        raise ConfigurationError(
-            f"DataParallelStrategy.all_reduce() over {replicas} replica(s)",
-            "; ".join(wrong),
-            f"({replicas}, ...), gathered from the replicas, or (); a batch smaller than the number of devices uses "
-            "fewer replicas",
-            "tensor.mean(0), for a tensor that was gathered from as many replicas as it has rows",
-        )
+        return map_tensors(lambda tensor: op.fold(tensor.unbind()) if tensor.dim() else tensor, checked)
 
 
 def _check_not_compiled(module: nn.Module) -> None:
@@ -163,10 +148,240 @@ def _check_not_compiled(module: nn.Module) -> None:
         )
 
 
-def _refuse(asked: str, wrong: str) -> None:
+def _refuse(request: str, problem: str) -> None:
     raise ConfigurationError(
-        f'strategy="dp" on {asked}',
-        f"it drives all devices from one process: {wrong}",
+        f'strategy="dp" on {request}',
+        f"it drives all devices from one process: {problem}",
         "one process on one node, with distinct devices or any number of CPU replicas",
         'Fabric(strategy="dp", devices=2) in a plain `python script.py`; or strategy="ddp", with a process a device',
+    )
+
+
+class ThreadedDataParallel(nn.DataParallel[Any]):
+    """:class:`torch.nn.DataParallel` for replicas that share one device, such as those of the CPU.
+
+    torch's own runs the module once there, on the whole batch. The semantics are torch's, see ``[Note: Replicas]``:
+    tensors of shape ``(batch, *s)`` among the arguments are split along dim 0 as :meth:`torch.Tensor.chunk` does, so
+    that parts may be uneven and a small batch uses fewer replicas; 0-dim tensors and what is no tensor go to every
+    replica. Outputs are joined along dim 0, 0-dim ones into a vector with one entry for each part. A call without
+    anything to split runs on replica 0. With a single device the module is called as it is.
+
+    Args:
+        module: the user's module, on that device.
+        devices: the device, once for each replica.
+
+    Raises:
+        ConfigurationError: in a call, when the tensors among the arguments differ in dim 0, or when the outputs of
+            the replicas cannot be joined.
+    """
+
+    def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
+        # Not torch's own: it looks for GPUs, and moves the module to one when there is one.
+        nn.Module.__init__(self)
+        self.module, self.dim = module, 0
+        self.device_ids = list(devices)
+        self.output_device = self.src_device_obj = devices[0]
+
+    @override
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on each part of the batch and join what comes out."""
+        if len(self.device_ids) == 1:
+            return self.module(*inputs, **kwargs)
+        return super().forward(*inputs, **kwargs)
+
+    @override
+    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+        """Split the arguments of a call into those of each replica that has something to do."""
+        leaves, structure = flatten((inputs, kwargs or {}))
+        batch = _batch_size(leaves, inputs, kwargs or {})
+        size = -(-batch // len(device_ids))
+        parts = []
+        for start in range(0, batch, size) if batch else (0,):
+            own = [_part(leaf, start, min(size, batch - start)) for leaf in leaves]
+            parts.append(unflatten(structure, own))
+        return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+
+    @override
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
+        """One replica of the module for each device."""
+        return [_replicate(module, owns_buffers=index == 0) for index in range(len(device_ids))]
+
+    @override
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica on its part, in threads that end before this returns."""
+        if len(replicas) == 1:
+            return [replicas[0](*inputs[0], **kwargs[0])]
+        as_caller = _as_caller(self.src_device_obj.type)
+        calls = [
+            partial(as_caller, replica, *own_inputs, **own_kwargs)
+            for replica, own_inputs, own_kwargs in zip(replicas, inputs, kwargs, strict=True)
+        ]
+        return _run_in_threads(calls, self.src_device_obj)
+
+    @override
+    def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
+        """Join the outputs of the replicas, collections leaf by leaf."""
+        if all(isinstance(output, Tensor) for output in outputs):
+            return _join("output", outputs)
+        flat = [flatten(output) for output in outputs]
+        paths = [leaf_paths(structure, "output") for _, structure in flat]
+        for index, other in enumerate(paths):
+            if other != paths[0]:
+                _refuse_outputs("output", f"replica 0 returned {paths[0]}, replica {index} {other}")
+        values = zip(*(leaves for leaves, _ in flat), strict=True)
+        return unflatten(flat[0][1], [_join(path, leaves) for path, leaves in zip(paths[0], values, strict=True)])
+
+
+class CopiedDataParallel(nn.DataParallel[Any]):
+    """:class:`torch.nn.DataParallel` on several accelerator devices, with the caller's autocast in each replica.
+
+    torch's own enters autocast in the threads of the replicas, but with its default dtype, whatever the caller's is.
+    Arguments as for torch's.
+    """
+
+    @override
+    def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
+        """One replica of the module for each device, whose methods are its own."""
+        replicas = super().replicate(module, device_ids)
+        for replica in replicas:
+            for original, copied in zip(module.modules(), replica.modules(), strict=True):
+                _rebind_methods(original, copied)
+        return replicas
+
+    @override
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run each replica on its part, in a thread with the caller's autocast."""
+        as_caller = _as_caller(self.src_device_obj.type)
+        return super().parallel_apply([partial(as_caller, replica) for replica in replicas], inputs, kwargs)
+
+
+def _as_caller(device_type: str) -> Callable[..., Any]:
+    """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [kind for kind in sorted({"cpu", device_type}) if torch.is_autocast_enabled(kind)]
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+
+    def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            if inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
+    """Call each in a thread of its own; once all have ended, raise the error of the first that has one."""
+    results: list[Any] = [None] * len(calls)
+    errors: dict[int, BaseException] = {}
+
+    def work(index: int) -> None:
+        try:
+            results[index] = calls[index]()
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+            errors[index] = error
+
+    threads = [threading.Thread(target=work, args=(index,), name=f"replica-{index}") for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if not errors:
+        return results
+    first = min(errors)
+    error = errors[first]
+    others = f"; so did {', '.join(f'replica {index}' for index in sorted(errors)[1:])}" if len(errors) > 1 else ""
+    error.add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch{others}")
+    try:
+        raise error
+    finally:
+        # The error's traceback leads to these frames: without this, their tensors would outlive it.
+        errors.clear()
+        del error
+
+
+def _batch_size(leaves: Sequence[Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Dim 0 of all tensors that have one; 0 without any."""
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if len(sizes) <= 1:
+        return sizes.pop() if sizes else 0
+    paths = [
+        path for name, tree in (("inputs", inputs), ("kwargs", kwargs)) for path in leaf_paths(flatten(tree)[1], name)
+    ]
+    named = zip(paths, leaves, strict=True)
+    shapes = [f"{path}: {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor) and leaf.dim()]
+    raise ConfigurationError(
+        f"a forward pass under dp with {', '.join(shapes)}",
+        "a batch is split over the replicas along dim 0, and these tensors differ in it",
+        "tensors of shape (batch, ...) with one batch size; 0-dim tensors and other objects go to every replica",
+        "mask.expand(batch, ...) for a tensor that belongs to every sample, or a buffer of the module",
+    )
+
+
+def _part(leaf: Any, start: int, length: int) -> Any:
+    """The rows of a batch that one replica gets."""
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return leaf
+    part = leaf.narrow(0, start, length)
+    # Apart from each other for autograd: replicas that write to their parts in place must not share a history.
+    return part.clone() if part.requires_grad else part.detach()
+
+
+def _replicate(module: nn.Module, owns_buffers: bool) -> nn.Module:
+    """A copy of a module tree that shares its parameters, and its buffers or copies of them."""
+    replicas: dict[nn.Module, nn.Module] = {original: _bare_copy(original) for original in module.modules()}
+    buffers: dict[Tensor, Tensor] = {}
+    for original, replica in replicas.items():
+        own: dict[str, Any] = {
+            "_parameters": dict(original._parameters),
+            "_buffers": original._buffers,
+            "_modules": {name: child and replicas[child] for name, child in original._modules.items()},
+        }
+        if not owns_buffers:
+            own["_buffers"] = {
+                name: None if buffer is None else buffers.setdefault(buffer, buffer.clone())
+                for name, buffer in original._buffers.items()
+            }
+        vars(replica).update(own)
+        _rebind_methods(original, replica)
+    return replicas[module]
+
+
+def _bare_copy(module: nn.Module) -> nn.Module:
+    # Not copy.copy, which goes through the state that a class gives to pickle.
+    replica = module.__class__.__new__(module.__class__)
+    vars(replica).update(vars(module))
+    return replica
+
+
+def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
+    """Have methods of the instance, such as a ``forward`` that was replaced for one call, act on the replica."""
+    for name, value in vars(original).items():
+        if isinstance(value, MethodType) and value.__self__ is original:
+            vars(replica)[name] = MethodType(value.__func__, replica)
+
+
+def _join(path: str, values: Sequence[Any]) -> Any:
+    """One leaf of the output from those of the replicas."""
+    first = values[0]
+    if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
+        if len({(value.shape[1:], value.dim()) for value in values}) > 1:
+            _refuse_outputs(path, f"the replicas returned {', '.join(str(tuple(value.shape)) for value in values)}")
+        return torch.stack(tuple(values)) if first.dim() == 0 else torch.cat(tuple(values))
+    same_value = isinstance(first, _EQUAL_IF_SAME_VALUE)
+    for index, value in enumerate(values):
+        if value is not first and not (same_value and type(value) is type(first) and value == first):
+            _refuse_outputs(path, f"replica 0 returned {first!r}, replica {index} {value!r}")
+    return first
+
+
+def _refuse_outputs(path: str, wrong: str) -> None:
+    raise ConfigurationError(
+        f"gathering {path} of a forward pass under dp",
+        f"it cannot be joined along dim 0: {wrong}",
+        "collections of the same structure; tensors that differ in dim 0 alone; other objects that are equal",
+        "return tensors of shape (batch part, ...), or torch.tensor(number) for a vector with one entry a replica",
     )

@@ -10,11 +10,12 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -28,7 +29,6 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
-from fabric.strategies.sync_batchnorm import SyncedBatchNorms
 
 __all__ = ["DDPStrategy"]
 
@@ -97,7 +97,8 @@ class DDPStrategy(ParallelStrategy):
         self.ddp_kwargs = ddp_kwargs
         # The names that DistributedDataParallel numbers: what is frozen later keeps its number.
         self._wrappers: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
-        self._batchnorms = SyncedBatchNorms()
+        # BatchNorm layers and where their replacements are; weak, so that a model that the user drops is freed.
+        self._batchnorms: list[tuple[ref[nn.Module], str, nn.Module]] = []
         self._averaging: list[RemovableHandle] = []
 
     @override
@@ -117,7 +118,7 @@ class DDPStrategy(ParallelStrategy):
             self.share_values(module)
             return module
         if self.sync_batchnorm:
-            self._batchnorms.convert(module)
+            self._batchnorms += _sync_batchnorms(module)
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
         if self.ddp_comm_hook is not None:
@@ -193,7 +194,9 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self._batchnorms.revert()
+        for parent, name, original in self._batchnorms:
+            _revert_batchnorm(parent(), name, original)
+        self._batchnorms.clear()
         self._wrappers.clear()
         for handle in self._averaging:
             handle.remove()
@@ -214,6 +217,35 @@ class DDPStrategy(ParallelStrategy):
         if isinstance(self.ddp_comm_state, _Packed):
             self.ddp_comm_state = pickle.loads(self.ddp_comm_state.payload)  # noqa: S301 - packed by the same object
         return self.ddp_comm_state
+
+
+def _sync_batchnorms(module: nn.Module) -> Sequence[tuple[ref[nn.Module], str, nn.Module]]:
+    """Replace BatchNorm layers by torch's SyncBatchNorm, which shares their parameters and buffers."""
+    if isinstance(module, _BatchNorm):
+        raise ConfigurationError(
+            f"sync_batchnorm=True for a module that is itself a {type(module).__name__}",
+            "layers are replaced inside their parent, and this one has none",
+            "a module that holds BatchNorm layers",
+            "torch.nn.Sequential(batch_norm)",
+        )
+    found = [
+        (ref(parent), name, layer)
+        for parent in module.modules()
+        for name, layer in parent.named_children()
+        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+    ]
+    for parent, name, layer in found:
+        setattr(parent(), name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
+    return found
+
+
+def _revert_batchnorm(parent: nn.Module | None, name: str, original: nn.Module) -> None:
+    """Put a layer back, with the values that its replacement has now."""
+    synced = None if parent is None else parent._modules.get(name)
+    if isinstance(synced, nn.SyncBatchNorm):
+        original._parameters, original._buffers = synced._parameters, synced._buffers
+        original.training = synced.training
+        setattr(parent, name, original)
 
 
 class _Packed(NamedTuple):

@@ -25,8 +25,6 @@ class SingleDeviceStrategy(Strategy):
     """
 
     name = "single_device"
-    connects_processes = False
-    drives_all_devices = False
 
     def __init__(
         self,

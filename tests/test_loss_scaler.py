@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from fabric.errors import CheckpointError, ConfigurationError, UsageError
-from fabric.scaling import LossScaler
+from fabric.loss_scaler import LossScaler
 from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
@@ -275,7 +275,7 @@ def overflow_on_one_rank(fabric):
     communicator = fabric.strategy.runtime.communicator
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = LossScaler(CPU, agree=lambda found: all_reduce(communicator, found, Reduce.MAX), **OPTIONS)
+    scaler = LossScaler(CPU, max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX), **OPTIONS)
     scaler.register(optimizer)
     for step in range(3):
         factor = math.inf if step == 1 and fabric.global_rank == 1 else 1.0
@@ -301,7 +301,7 @@ def zero_part_on_one_rank(fabric):
     stepping, waiting = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (stepping, waiting)]
     scaler = LossScaler(
-        CPU, init_scale=4.0, growth_interval=1, agree=lambda found: all_reduce(communicator, found, Reduce.MAX)
+        CPU, init_scale=4.0, growth_interval=1, max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX)
     )
     for optimizer in optimizers:
         scaler.register(optimizer)
@@ -394,15 +394,6 @@ def test_float16_parameters_are_refused_before_anything_is_unscaled():
         with pytest.raises(ConfigurationError, match=r"model\.float"):
             optimizer.step()
     assert full.grad.item() == 4.0
-
-
-def test_an_optimizer_is_registered_once_and_before_it_is_unscaled():
-    _, optimizer = twins()[0]
-    scaler = scaler_of(optimizer)
-    with pytest.raises(UsageError, match="registered already"):
-        scaler.register(optimizer)
-    with pytest.raises(UsageError, match="not registered"):
-        scaler.unscale(twins()[0][1])
 
 
 def test_optimizers_are_not_kept_alive():

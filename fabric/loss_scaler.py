@@ -50,8 +50,8 @@ class LossScaler:
         growth_factor: what the scale is multiplied by to grow.
         backoff_factor: what it is multiplied by after an overflow.
         growth_interval: number of good steps in a row after which it grows.
-        agree: collective that takes the maximum of a float32 tensor over ranks; given when ranks hold different
-            gradients, so that an overflow on one of them skips the step on all.
+        max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; given when ranks may hold
+            different gradients, so that an overflow on one of them skips the step on all.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class LossScaler:
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
         growth_interval: int = 2000,
-        agree: Callable[[Tensor], Tensor] | None = None,
+        max_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
         self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
         self._growth_interval = growth_interval
-        self._agree = agree
+        self._max_over_ranks = max_over_ranks
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
@@ -79,18 +79,7 @@ class LossScaler:
         return float(self._scale)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow.
-
-        Raises:
-            UsageError: it is watched already.
-        """
-        if optimizer in self._states:
-            raise UsageError(
-                f"LossScaler.register({type(optimizer).__name__})",
-                "this optimizer is registered already, and a second unscaling would make its gradients too small",
-                "one registration for each optimizer",
-                "one fabric.setup_optimizers(optimizer)",
-            )
+        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
         self._states[optimizer] = _OptimizerState(_Stage.STEPPED, torch.zeros_like(self._scale))
         self._handles.append(optimizer.register_step_pre_hook(self._before_step))
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -134,14 +123,7 @@ class LossScaler:
         Returns:
             Whether any gradient is infinite or not a number, in which case the next step will be skipped.
         """
-        state = self._states.get(optimizer)
-        if state is None:
-            raise UsageError(
-                f"LossScaler.unscale({type(optimizer).__name__})",
-                "this optimizer is not registered, so that nothing is known of its gradients",
-                "an optimizer that was set up",
-                "fabric.setup_optimizers(optimizer) first",
-            )
+        state = self._states[optimizer]
         if state.stage is _Stage.SCALED:
             self._unscale_gradients(optimizer, state)
             state.stage = _Stage.UNSCALED
@@ -174,21 +156,21 @@ class LossScaler:
         state.found_inf = torch.zeros_like(self._scale)
         # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
         inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
-        parcels = list(_by_device_and_dtype(_gradients(optimizer)))
-        if any(grads[0].dtype is torch.float16 for grads in parcels):
+        groups = list(_by_device_and_dtype(_gradients(optimizer)))
+        if any(grads[0].dtype is torch.float16 for grads in groups):
             raise ConfigurationError(
                 'precision="16-mixed" with float16 parameters',
                 "their gradients are float16 too, and lose in unscaling what the scale had kept",
                 "float32 parameters under 16-mixed, float16 ones under 16-true",
                 'model.float(), or Fabric(precision="16-true")',
             )
-        for grads in parcels:
+        for grads in groups:
             found_inf = state.found_inf.to(grads[0].device)
             unscale_and_check(grads, found_inf, inverse.to(grads[0].device))
             if found_inf is not state.found_inf:  # gradients on another device than the scale
                 state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
-        if self._agree is not None:
-            state.found_inf = self._agree(state.found_inf)
+        if self._max_over_ranks is not None:
+            state.found_inf = self._max_over_ranks(state.found_inf)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
@@ -221,10 +203,10 @@ class LossScaler:
         holds = any(
             state.stage is _Stage.SCALED and _holds_gradients(optimizer) for optimizer, state in self._states.items()
         )
-        if self._agree is None:
+        if self._max_over_ranks is None:
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
-        return bool(self._agree(torch.full_like(self._scale, float(holds))))
+        return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
 
 
 def _gradients(optimizer: Optimizer) -> list[Tensor]:
