@@ -89,14 +89,12 @@ class Fabric:
             in seconds or as a timedelta; None is the strategy's, half an hour.
         watchdog: how long a rank waits before the first one prints which ranks are missing, and their stacks, in
             seconds or as a timedelta; 0 for never.
-        callbacks: objects whose methods :meth:`call` calls.
-        loggers: objects that :meth:`log` writes to.
+        callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
             drift apart. It issues no collective and costs nothing after these steps.
 
     Raises:
-        ConfigurationError: a value or a combination that cannot work; no process has been started.
-        ArgumentTypeError: a value of a type that is not understood.
+        ConfigurationError, ArgumentTypeError: a value or a combination that cannot work; nothing has been started.
     """
 
     def __init__(
@@ -139,8 +137,6 @@ class Fabric:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
             cls.run = _launched(cls.__dict__["run"])
-
-    # -- what was resolved ----------------------------------------------------------------------------------------
 
     @property
     def accelerator(self) -> Accelerator:
@@ -199,10 +195,7 @@ class Fabric:
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        lines = self._plan.describe() + ([] if self._session is None else self._session.describe())
-        return "\n".join(lines)
-
-    # -- the life of a job ----------------------------------------------------------------------------------------
+        return "\n".join([*self._plan.describe(), *([] if self._session is None else self._session.describe())])
 
     def launch(
         self,
@@ -222,10 +215,9 @@ class Fabric:
 
         Args:
             function: what every process runs; under ``popen`` and where nothing is started it may be left out.
-            *args: its arguments after the fabric.
+            *args, **kwargs: its arguments after the fabric.
             return_result: whether the result is returned.
             return_all: whether all results are returned, as a list by rank.
-            **kwargs: its keyword arguments.
 
         Returns:
             What ``function`` returned: in process 0, by value and on the CPU, or in a process that was there before.
@@ -251,12 +243,8 @@ class Fabric:
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
         if self._session is not None and function is None:
-            raise UsageError(
-                f"fabric.launch() on rank {plan.world.rank}",
-                "the job has been launched already",
-                "one launch() without a function for each Fabric",
-                "a Fabric of its own for another job, or fabric.launch(function)",
-            )
+            problem, expected = "the job has been launched already", "one launch() without a function"
+            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem, expected, "fabric.launch(function)")
         self._running("launch")
         spec = LaunchSpec(num_processes=1, device_type=plan.accelerator.name)
         result = plan.launcher.launch(function, (self, *args), kwargs, spec)
@@ -266,12 +254,9 @@ class Fabric:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process."""
-        raise UsageError(
-            f"{type(self).__name__}.run()",
-            "there is no loop in it",
-            "a subclass of Fabric with a method run(self, ...) that holds the loop",
-            "fabric.launch(main), with the loop in a function main(fabric)",
-        )
+        expected = "a subclass of Fabric with a method run(self, ...) that holds the loop"
+        suggestion = "fabric.launch(main), with the loop in a function main(fabric)"
+        raise UsageError(f"{type(self).__name__}.run()", "it has no loop of its own", expected, suggestion)
 
     def teardown(self) -> None:
         """Close the strategy, the process group and the loggers. Calling it again does nothing."""
@@ -302,8 +287,6 @@ class Fabric:
                     raise
                 # A background save often fails because of what happened, and must not take its place.
                 exception.add_note(f"Besides: {error}")
-
-    # -- setting up -----------------------------------------------------------------------------------------------
 
     @overload
     def setup(self, module: nn.Module, *, scheduler: None = None, move_to_device: bool = True) -> FabricModule: ...
@@ -379,6 +362,8 @@ class Fabric:
     ) -> Any:
         """Shard the data of loaders over the processes, and move batches to their devices.
 
+        Returns the :class:`fabric.data.FabricDataLoader`, or a list of them.
+
         Args:
             *loaders: the loaders; they are left as they are, what is returned is built around copies.
             use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
@@ -388,9 +373,6 @@ class Fabric:
                 worker processes must return CPU tensors. On other devices it has no effect.
             uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
                 ``"drop"`` leaves some out.
-
-        Returns:
-            The :class:`fabric.data.FabricDataLoader`, or a list of them.
         """
         session = self._running("setup_dataloaders")
         seed_workers = self._seed is None or self._seed["workers"]
@@ -454,15 +436,11 @@ class Fabric:
             return inner.module
         return obj.loader if isinstance(obj, FabricDataLoader) else obj
 
-    # -- the loop -------------------------------------------------------------------------------------------------
-
     def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 
-        Collective where the strategy synchronizes gradients.
-
-        Raises:
-            UsageError: gradients would not be synchronized, see :class:`fabric.module.FabricModule`.
+        Collective where the strategy synchronizes gradients. Raises a :class:`fabric.errors.UsageError` where it could
+        not synchronize them, see :class:`fabric.module.FabricModule`.
         """
         session = self._session
         if session is None:
@@ -494,7 +472,7 @@ class Fabric:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of an optimizer's parameters in place, by value or by their total norm.
+        """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
 
         Collective where gradients are sharded. Under loss scaling they are unscaled first, and a norm that is not
         finite is no error, since the step is skipped.
@@ -507,9 +485,6 @@ class Fabric:
             norm_type: p of the p-norm, or ``inf``.
             error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
                 norm is infinite or not a number. Checking waits for the device.
-
-        Returns:
-            The total norm before clipping, shape ``()``.
         """
         check_clipping(clip_val, max_norm, norm_type)
         [model] = set_up_modules("clip_gradients", module)
@@ -556,12 +531,10 @@ class Fabric:
         models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
 
-    # -- between processes ----------------------------------------------------------------------------------------
-
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
-        Sum and mean are differentiable.
+        Sum and mean are differentiable. Tensors come back as new tensors on their device, numbers as numbers.
 
         Args:
             data: any collection of tensors and Python numbers.
@@ -569,9 +542,6 @@ class Fabric:
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
                 (any) and the bitwise ones.
-
-        Returns:
-            The same collection; tensors as new tensors on their device, numbers as numbers.
         """
         return collectives.all_reduce(self._communicator("all_reduce", group), data, Reduce(reduce_op))
 
@@ -618,9 +588,6 @@ class Fabric:
         Returns:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
-
-        Raises:
-            UsageError: no loop over a set-up loader is active, or only the loader knows which samples it repeated.
         """
         return self._running("gather_for_metrics").gather_batch(data)
 
@@ -642,14 +609,10 @@ class Fabric:
         return self.strategy.broadcast(obj, src) if group is None else self.strategy.broadcast(obj, src, group)
 
     def scatter(self, parts: Sequence[Any] | None = None, src: int = 0, group: Group = None) -> Any:
-        """Send one object or collection to each process. Collective.
+        """Send one object or collection to each process, and return this process's part. Collective.
 
-        Args:
-            parts: on rank ``src`` one for each rank; shapes and kinds may differ. Ignored elsewhere.
-            src: rank of the sender in the group.
-
-        Returns:
-            This process's part, detached; tensors that were on an accelerator are on this process's device.
+        ``parts``, on rank ``src`` of the group alone, has one for each rank; shapes and kinds may differ. Tensors are
+        detached; those that were on an accelerator are on this process's device.
         """
         return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
 
@@ -686,14 +649,9 @@ class Fabric:
     def new_group(self, ranks: Sequence[int]) -> Communicator | NonMember:
         """A group of some processes, for the argument ``group`` of the collectives.
 
-        Collective: every process of the job must call it, also those outside.
-
-        Args:
-            ranks: global ranks of the members, in any order; in the group they are numbered in ascending order.
-
-        Returns:
-            The group, which is true; on a process that is not a member a :class:`fabric.communicators.NonMember`,
-            which is false, and with which every collective raises.
+        Collective: every process of the job must call it, also those outside. ``ranks`` are the global ranks of the
+        members, in any order; in the group they are numbered in ascending order. The group is true; a process outside
+        gets a :class:`fabric.communicators.NonMember`, which is false, and with which every collective raises.
         """
         return collectives.new_group(self._communicator("new_group"), ranks)
 
@@ -706,10 +664,9 @@ class Fabric:
     def should_stop(self) -> bool:
         """Whether any process of the job has received SIGTERM, so that it is time to save and stop. Collective.
 
-        The same on every process. The first call, which belongs before the loop or into its first step, changes what
-        SIGTERM means in this process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on
-        gives the ranks 30 s instead of 3. ``teardown`` changes it back.
-
+        The first call, before the loop or in its first step and in the main thread, changes what SIGTERM means in this
+        process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on gives the ranks 30 s
+        instead of 3. ``teardown`` changes it back.
         """
         received = self._running("should_stop").stop_request.received()
         return self.strategy.reduce_boolean_decision(received, all=False)
@@ -722,8 +679,6 @@ class Fabric:
         With ``local`` the first process of each node goes first, for files that nodes do not share.
         """
         return self._running("rank_zero_first").rank_zero_first(local)
-
-    # -- checkpoints ----------------------------------------------------------------------------------------------
 
     @overload
     def save(
@@ -752,10 +707,8 @@ class Fabric:
             trainable_only: leave out parameters of modules that do not require a gradient, and nothing else; load it
                 with ``strict=False``.
             async_: return as soon as everything has been copied to memory of the host, which is kept for the next save;
-                training may go on. The next ``save``, ``load`` or ``teardown`` waits for the writing.
-
-        Returns:
-            With ``async_`` the :class:`fabric.checkpoint.PendingSave`, else None.
+                training may go on. The next ``save``, ``load`` or ``teardown`` waits for the writing, as does the
+                :class:`fabric.checkpoint.PendingSave` that is returned.
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
@@ -814,8 +767,6 @@ class Fabric:
         with session.phase("load_raw"):
             session.checkpoint().load_raw(Path(path), obj, strict, weights_only is not False)
 
-    # -- output ---------------------------------------------------------------------------------------------------
-
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process only."""
         if self._is_first():
@@ -835,9 +786,8 @@ class Fabric:
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand metrics to every logger, on the first process only.
 
-        Args:
-            metrics: numbers and tensors of one element, which are read (that waits for the device).
-            step: where on the x axis; None leaves it to the logger.
+        They are numbers and tensors of one element, which are read (that waits for the device). A ``step`` of None is
+        left to the logger.
         """
         if not self._loggers or not self._is_first():
             return
@@ -846,9 +796,9 @@ class Fabric:
             logger.log_metrics(values, step)
 
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
-        """Seed python, numpy and torch, the same on every process unless asked otherwise; returns the seed.
+        """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Before the processes exist it is remembered and done in each of them at its start. Collective without a seed.
+        Before the processes exist it is remembered and done in each of them at its start.
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
@@ -864,8 +814,6 @@ class Fabric:
         chosen = seed_everything(seed, rank=rank, per_rank=per_rank)
         self._seed = {"seed": chosen, "workers": workers, "per_rank": per_rank}
         return chosen
-
-    # -- inside ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
@@ -924,9 +872,8 @@ class Fabric:
 
 def _as_list(objects: Any) -> list[Any]:
     """``callbacks`` or ``loggers`` as a list: None, one object, or several."""
-    if objects is None:
-        return []
-    return list(objects) if isinstance(objects, list | tuple) else [objects]
+    several = objects if isinstance(objects, list | tuple) else [objects]
+    return [] if objects is None else list(several)
 
 
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

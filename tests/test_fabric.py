@@ -175,7 +175,7 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "plain loader": (
         lambda t: t.fabric.save(t.path, {"loader": DataLoader([1])}),
         ArgumentTypeError,
-        ["state['loader']", "setup_dataloaders"],
+        ["DataLoader", "setup_dataloaders"],
     ),
     "seed": (lambda t: t.fabric.seed_everything(-1), ConfigurationError, ["-1"]),
 }

@@ -19,7 +19,7 @@ LIMITS = {
     "code lines of the core": 3_800,
     "tokens of the core": 34_100,
     "raw lines of a file": 532,
-    "raw lines of _fabric.py": 955,
+    "raw lines of _fabric.py": 900,
     "code lines of a class": 264,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
