@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fabric.checkpoint.atomic import atomic_write, write_errors
 from fabric.checkpoint.file import FullCheckpoint
-from fabric.checkpoint.sharded import ALIGNMENT, ShardedCheckpoint, StoredCheckpoint, safetensors_header
+from fabric.checkpoint.sharded import ALIGNMENT, ShardedCheckpoint, safetensors_header
 from fabric.checkpoint.state import METADATA_KEY, tensor_bytes
+from fabric.checkpoint.stored import StoredCheckpoint
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.tree import map_tensors
 

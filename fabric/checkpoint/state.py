@@ -63,7 +63,6 @@ _SPARSE = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-# What to write instead of a value that is not plain.
 _REPLACEMENTS: tuple[tuple[type, str], ...] = (
     (enum.Enum, "value.name"),
     (torch.Generator, "generator.get_state()"),
@@ -103,8 +102,8 @@ def collect(
     """Turn ``state`` into plain state, entry by entry. No tensor is copied.
 
     Modules and optimizers are read through ``access``; another object with ``state_dict()`` and ``load_state_dict()``
-    (a scheduler, a loader) becomes its ``state_dict()``; plain values stay as they are. Every entry that can be refused
-    without these is looked at first, since they may be collectives.
+    becomes its ``state_dict()``; plain values stay as they are. Every entry that can be refused without these is looked
+    at first, since they may be collectives.
 
     Args:
         state: names and objects; not changed.
@@ -114,10 +113,9 @@ def collect(
         checks_content: whether the states of objects have to be plain.
 
     Raises:
-        ArgumentTypeError: an entry could not be loaded again without running code; the text names its place in
-            ``state`` and what to write instead. Or a plain ``DataLoader``, which has no position to save.
-        ConfigurationError: ``filter`` names an entry that ``state`` lacks or that is no dict, or ``state`` has an entry
-            ``"__fabric__"``.
+        ArgumentTypeError: an entry could not be loaded again without running code, or is a ``DataLoader`` that is not
+            set up.
+        ConfigurationError: ``filter`` names an entry that is missing or no dict, or one is called ``"__fabric__"``.
     """
     keep = filter or {}
     check_entries(state)
@@ -170,10 +168,7 @@ def is_stateful(value: Any) -> bool:
 def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Add what fabric itself wants to know about a checkpoint to its entries.
 
-    Args:
-        entries: what :func:`collect` gave.
-        metadata: plain values, such as ``world_size`` and the states of random generators. The version of the format
-            and that of torch are added.
+    The version of the format and that of torch are added to ``metadata``, which is plain.
     """
     stamp = {"format_version": FORMAT_VERSION, "torch_version": str(torch.__version__), **metadata}
     return {**entries, METADATA_KEY: stamp}
@@ -193,13 +188,9 @@ def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_weights_only_safe(name: str, value: Any) -> None:
-    """Raise unless an entry of a state is plain: see ``[Note: plain state]``.
+    """Raise an ArgumentTypeError unless an entry of a state is plain: see ``[Note: plain state]``.
 
-    Classes that the user has allowed with ``torch.serialization.add_safe_globals`` are taken as they are, and so are
-    collections that hold themselves.
-
-    Raises:
-        ArgumentTypeError: something in it is not plain; the text names its place and what to write instead.
+    Classes of ``torch.serialization.add_safe_globals`` and collections that hold themselves are taken as they are.
     """
     allowed = {*_TAGS, *_allowed_classes()}
 
@@ -219,10 +210,10 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dic
 
     Returns:
         The state as JSON with the names of its tensors; the name of each place, unique but for those that hold the same
-        memory; and the tensors, full or sharded, of the strided layout.
+        memory; and the tensors.
 
     Raises:
-        ArgumentTypeError: something in it is not plain, or has no place in a sharded checkpoint.
+        ArgumentTypeError: something in it has no place in a sharded checkpoint.
     """
     tensors: dict[_Place, Tensor] = {}
     names: dict[_Place, str] = {}
@@ -247,7 +238,7 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
     """A value as JSON; see ``[Note: JSON with type tags]``.
 
     Args:
-        value: of any type.
+        value: any.
         take: what to write for tensors, for values that are not plain, and for collections that hold themselves, by
             their place. None keeps the values of tensors in the JSON, and refuses the others.
         place: where the value is; an ellipsis in it says that a load could not fill in a tensor there.
