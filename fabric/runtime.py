@@ -166,7 +166,7 @@ class Runtime:
 
     def _record(self, shared: dist.Store, *, reports: bool) -> None:
         world, reporter = self.world, None
-        own = second_connection(shared, self._owns_group, bool(self._threshold)) if reports else None
+        own = second_connection(shared, bool(self._threshold)) if reports else None
         if own is not None:
             control = ControlThread.of_this_process()
             reporter = HangReporter(
@@ -195,7 +195,13 @@ class Runtime:
     def _connect(self) -> dist.Store:
         world = self.world
         if dist.is_initialized():
-            self._check_group()
+            group = (dist.get_rank(), dist.get_world_size())
+            if group != (world.rank, world.world_size):
+                raise ConfigurationError(
+                    f"a job of {world.world_size} processes, this one rank {world.rank}",
+                    f"torch.distributed is already initialized in this process, as rank {group[0]} of {group[1]}",
+                    suggestion="torch.distributed.destroy_process_group() before Fabric(...).launch()",
+                )
             return own_part(default_store(), world.rank, self._timeout)
         store = own_part(find_store(world, self._timeout), world.rank, self._timeout)
         dist.init_process_group(
@@ -213,16 +219,6 @@ class Runtime:
         store.wait(["all connected"])
         return store
 
-    def _check_group(self) -> None:
-        group = (dist.get_rank(), dist.get_world_size())
-        if group != (self.world.rank, self.world.world_size):
-            raise ConfigurationError(
-                f"a job of {self.world.world_size} processes, this one rank {self.world.rank}",
-                f"torch.distributed is already initialised in this process, as rank {group[0]} of {group[1]}",
-                "one process group that agrees with the launcher",
-                "torch.distributed.destroy_process_group() before Fabric(...).launch()",
-            )
-
 
 class _NotStarted(Communicator):
     """Stands for the collectives of a runtime that is not started: each raises a UsageError."""
@@ -235,8 +231,7 @@ class _NotStarted(Communicator):
         raise UsageError(
             f"a collective on rank {self.rank} of {self.size}",
             "the runtime has not been started, or has been closed by teardown()",
-            "collectives between launch() and teardown()",
-            "fabric.launch() before the first collective",
+            suggestion="fabric.launch() before the first collective",
         )
 
     @override

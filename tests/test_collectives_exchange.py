@@ -321,7 +321,7 @@ def test_every_collective_carries_what_the_user_called_and_what_has_to_agree() -
         ("reduce_scatter", "mean of float32[1, 2]"),
         ("all_to_all", "float32[1, 2]"),
         ("all_gather", "sync_grads=False of [0] int"),
-        ("all_gather", "sync_grads=False of ragged, concat=False"),
+        ("all_gather", "sync_grads=False of [0] float32[1, 2]"),
         ("broadcast", "src=0"),
         ("scatter", "src=0"),
         ("gather", "dst=0"),

@@ -6,7 +6,6 @@ collections of the same structure, shapes and dtypes on all of them; nothing wri
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from math import prod
 from operator import attrgetter
 from typing import Any
 
@@ -112,22 +111,31 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
             or a leaf cannot travel. All ranks raise it.
     """
     leaves, structure = flatten(tree)
-    buckets: list[Bucket] = []
     own: list[_Part] | FabricError = []
     try:
-        buckets = pack(leaves, structure)
+        pack(leaves, structure)
         own = [_part(leaf, path, sync_grads) for path, leaf in zip(leaf_paths(structure), leaves, strict=True)]
     except FabricError as error:
         own = error
     call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
     parts = raise_first(communicator.gather_objects(own, call))
     _check_same(parts, communicator.rank)
-    for bucket in buckets:
-        shapes = [[of_rank[place][2] for place in bucket.places] for of_rank in parts]
-        _gather_ragged(communicator, bucket, leaves, shapes, call, detach=not sync_grads)
-        for place, tensor in zip(bucket.places if concat else (), bucket.tensors, strict=concat):
-            leaves[place] = torch.cat(leaves[place]) if tensor.dim() else torch.stack(leaves[place])
-    return unflatten(structure, leaves)
+    lengths = {
+        place: [of_rank[place][2][0] for of_rank in parts]
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.dim()
+    }
+    for place, of_ranks in lengths.items():
+        leaf = leaves[place]
+        leaves[place] = torch.cat([leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])])
+    gathered = all_gather(communicator, leaves, sync_grads=sync_grads)
+    for place, rows in enumerate(gathered):
+        if isinstance(rows, Tensor):
+            of_ranks = lengths.get(place)
+            cut = rows if of_ranks is None else [row[:n] for row, n in zip(rows, of_ranks, strict=True)]
+            joined = rows if of_ranks is None else torch.cat(list(cut))
+            gathered[place] = joined if concat else [row.clone() for row in cut]
+    return unflatten(structure, gathered)
 
 
 def barrier(communicator: Communicator, name: str | None = None) -> None:
@@ -274,29 +282,3 @@ def _in_words(part: _Part | None) -> str:
     path, kind, shape, tracked = part
     size = f" of shape {shape}" if kind.startswith("torch") else ""
     return f"{path} {kind}{size}{', requires grad' * tracked}".lstrip()
-
-
-def _gather_ragged(
-    communicator: Communicator,
-    bucket: Bucket,
-    leaves: list[Any],
-    shapes: list[list[tuple[int, ...]]],
-    call: CallDescription,
-    detach: bool,
-) -> None:
-    """Put the list of all ranks' parts in the place of each leaf; ``shapes`` are those of the tensors, by rank."""
-    sizes = [[*map(prod, of_rank), len(bucket.numbers)] for of_rank in shapes]
-    buffer = bucket.buffer(communicator.device, detach)
-    padded = torch.cat([buffer, buffer.new_zeros(max(map(sum, sizes)) - buffer.numel())])
-    collective = Collective(Operation.ALL_GATHER, padded, call=call)
-    tracked = padded.requires_grad and torch.is_grad_enabled()
-    rows = run_differentiable(communicator, collective) if tracked else communicator.run(collective)
-    split = [row[: sum(of_rank)].split(of_rank) for row, of_rank in zip(rows, sizes, strict=True)]
-    for index, (place, tensor) in enumerate(zip(bucket.places, bucket.tensors, strict=True)):
-        parts = [row[index] if tensor.requires_grad else row[index].detach() for row in split]
-        leaves[place] = [
-            part.to(tensor.device, tensor.dtype, copy=True).reshape(of_rank[index])
-            for part, of_rank in zip(parts, shapes, strict=True)
-        ]
-    if bucket.numbers:
-        bucket.unpack_numbers(torch.stack([row[-1] for row in split], dim=-1).tolist(), leaves)

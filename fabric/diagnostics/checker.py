@@ -152,7 +152,8 @@ class CollectiveChecker:
         with self._lock:
             own = self._own
             if own.end_reason:
-                self._refuse(full)
+                problem = f"this rank makes no further collectives: {own.end_reason}"
+                raise CollectiveMismatchError(f"{full} (rank {self._rank} of {self._size})", problem) from self._error
             self._own = own = replace(own, begun={**own.begun, entry.group: count})
             if len(entry.members) == 1:
                 return
@@ -256,14 +257,6 @@ class CollectiveChecker:
         request = f"{call} (rank {self._rank} of {self._size})"
         self._error = CollectiveMismatchError(request, problem, expected, suggestion)
         raise self._error
-
-    def _refuse(self, call: Call) -> NoReturn:
-        raise CollectiveMismatchError(
-            f"{call} (rank {self._rank} of {self._size})",
-            f"this rank makes no further collectives: {self._own.end_reason}",
-            "collectives before the first error and before teardown()",
-            "see the first CollectiveMismatchError; the job has to start again after it",
-        ) from self._error
 
     def _ended(self, rank: int) -> str:
         """The process of a rank of this node if it has ended, as text; empty if it lives or cannot be seen."""

@@ -99,29 +99,22 @@ def _table(states: Mapping[int, RankState], requester: int, missing: Sequence[in
         yield f"  ... and {len(states) - len(order)} ranks more"
 
 
-def second_connection(store: dist.Store, is_own: bool, is_required: bool) -> dist.Store | None:
+def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None:
     """A connection for the reports alone: the main thread may wait on the other for as long as it likes.
 
-    Args:
-        store: of the job.
-        is_own: whether it was made by fabric.
-        is_required: whether reports were asked for.
-
-    Returns:
-        The connection; None where the store of a user has none and it is not required.
+    None where the store of a user has none, and it is not required.
     """
     try:
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
     except RuntimeError as error:
-        if is_own or isinstance(error, dist.DistError):
+        if isinstance(error, dist.DistError):
             raise
         if not is_required:
             return None
         raise ConfigurationError(
             "a process group that was there before, made with a store of your own",
             f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
-            "a store of torch, or one whose clone() returns another connection",
-            "Fabric(..., watchdog=0), without a report when ranks wait for each other",
+            suggestion="Fabric(..., watchdog=0), without a report when ranks wait for each other",
         ) from error
     own = dist.PrefixStore("watchdog", own)
     own.set_timeout(_ANSWER_WITHIN)
