@@ -232,7 +232,9 @@ def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
     tasks = _require(variables, variables.local_world_size, tasks)
     local_world_size = _tasks_on_node(variables, tasks, node_rank or 0)
     if node_rank is None:
-        node_rank = _derive_node_rank(rank, local_rank, world_size, local_world_size)
+        # Nodes of equal size are assumed, filled one after the other unless local_rank shows that ranks alternate.
+        in_order = rank % local_world_size == local_rank
+        node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
     address, port = _find_rendezvous(env, variables, world_size, local_world_size)
     return World(
         rank=rank,
@@ -276,39 +278,24 @@ def _tasks_on_node(variables: _Variables, tasks: str, node: int) -> int:
     )
 
 
-def _derive_node_rank(rank: int, local_rank: int, world_size: int, local_world_size: int) -> int:
-    """Number of the node that holds ``rank``; nodes of equal size are assumed.
-
-    Ranks fill one node after the other, unless ``local_rank`` shows that they go round the nodes.
-    """
-    if local_world_size < 1 or rank % local_world_size == local_rank:
-        return rank // max(1, local_world_size)
-    return rank % -(-world_size // local_world_size)
-
-
 def _find_rendezvous(
     env: Mapping[str, str], variables: _Variables, world_size: int, local_world_size: int
 ) -> tuple[str, int | None]:
     """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; a single process has no port."""
     several_nodes = local_world_size < world_size
     address = read(env, "MASTER_ADDR") or (_first_host(env, variables) if several_nodes else "127.0.0.1")
-    if address is None:
-        raise ConfigurationError(
-            f"a job of {world_size} processes, {local_world_size} of them on this node, of {variables.launcher}",
-            "they are on several nodes, and no variable names the host of rank 0",
-            "MASTER_ADDR set to the host name or address of the node of rank 0, the same in every process",
-            variables.export.format("MASTER_ADDR=<host of rank 0>"),
-        )
     port = read_port(env)
     job_id = [read(env, *names) for names in variables.job_id]
     if port is None and world_size > 1 and job_id and None not in job_id:
         port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
-    if port is None and world_size > 1:
+    if address is None or (port is None and world_size > 1):
+        name, value = ("MASTER_ADDR", "host of rank 0") if address is None else ("MASTER_PORT", "port")
         raise ConfigurationError(
-            f"a job of {world_size} processes of {variables.launcher}",
-            "no port is set, nor an id of the job, from which one could be derived",
-            "MASTER_PORT set to a free port of the node of rank 0, the same in every process",
-            variables.export.format("MASTER_PORT=<port>"),
+            f"a job of {world_size} processes of {variables.launcher}, {local_world_size} of them on this node",
+            f"{name} is not set, and cannot be derived from the other variables",
+            "MASTER_ADDR with the host name of the node of rank 0 and MASTER_PORT with a free port there, the same in "
+            "every process",
+            variables.export.format(f"{name}=<{value}>"),
         )
     return address, port
 

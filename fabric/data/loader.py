@@ -101,8 +101,8 @@ class FabricDataLoader:
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         object.__setattr__(prepared, "_iterator", None)
-        options: dict[str, Any] = {"uneven": uneven, "from_rank0": from_rank0, "name": name}
-        spec = _shard(prepared, rank=rank, num_replicas=num_replicas, enabled=shard, **options)
+        place = rank, num_replicas
+        spec = _shard(prepared, place, enabled=shard, uneven=uneven, from_rank0=from_rank0, name=name)
         if seed_workers and rank > 0 and loader.num_workers > 0 and spec.base_seed is None:
             object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)

@@ -26,26 +26,19 @@ from fabric.seed import Streams
 __all__ = ["AgreedStreams", "IndexSampler", "InterleavedIterable", "ShardedSampler", "shard"]
 
 Uneven = Literal["pad", "drop"]
+Place = tuple[int, int]  # rank and number of replicas
 FromRank0 = Callable[[str, bytes], bytes]
 _T = TypeVar("_T")
 
 
 def shard(
-    loader: DataLoader[Any],
-    *,
-    rank: int,
-    num_replicas: int,
-    enabled: bool,
-    uneven: Uneven,
-    from_rank0: FromRank0 | None,
-    name: str,
+    loader: DataLoader[Any], place: Place, *, enabled: bool, uneven: Uneven, from_rank0: FromRank0 | None, name: str
 ) -> LoaderSpec:
     """Make a loader, which is a copy of the user's, iterate one rank's shard.
 
     Args:
         loader: it is changed.
-        rank: whose shard it is to be.
-        num_replicas: number of shards.
+        place: whose shard it is to be, and the number of shards.
         enabled: False gives every rank the whole data.
         uneven: what becomes of an incomplete last round.
         from_rank0: returns what rank 0 passed.
@@ -54,7 +47,7 @@ def shard(
     Raises:
         ConfigurationError: its sampler shards by itself, but for another rank or number of ranks.
     """
-    dataset, replicas = loader.dataset, num_replicas if enabled else 1
+    dataset, (rank, replicas) = loader.dataset, place if enabled else (0, 1)
     own = () if loader.generator is None else (loader.generator,)
     indices = base_seed = None
     if isinstance(dataset, IterableDataset):
@@ -65,23 +58,19 @@ def shard(
             base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
     else:
         order, unit, batches = _find_order(loader)
-        streams, place = _streams_of(order, loader.generator), _place_of(order)
-        if enabled and place is not None and place != (rank, num_replicas):
+        streams, own_place = _streams_of(order, loader.generator), _place_of(order)
+        if enabled and own_place is not None and own_place != place:
             raise ConfigurationError(
-                f"setup_dataloaders(loader) with a {type(order).__name__} for rank {place[0]} of {place[1]}",
-                f"this is rank {rank} of {num_replicas}: some samples would be seen twice, others never",
+                f"setup_dataloaders(loader) with a {type(order).__name__} for rank {own_place[0]} of {own_place[1]}",
+                f"this is rank {rank} of {replicas}: some samples would be seen twice, others never",
                 "a sampler for this rank, or one that does not shard at all: fabric shards what it yields",
-                f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={num_replicas}, rank={rank}",
+                f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={replicas}, rank={rank}",
             )
-        shards = replicas if place is None else 1
+        shards = replicas if own_place is None else 1
         if shards > 1 or not hasattr(type(loader), "state_dict"):
-            sharded = ShardedSampler(
-                order,
-                rank=rank % shards,
-                num_replicas=shards,
-                uneven="drop" if batches is not None and loader.drop_last else uneven,
-                streams=AgreedStreams(streams, from_rank0 if shards > 1 else None, name),
-            )
+            agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
+            drops = uneven == "drop" or (batches is not None and loader.drop_last)
+            sharded = ShardedSampler(order, (rank % shards, shards), "drop" if drops else "pad", agreed)
             indices = IndexSampler(sharded, batches)
             object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", indices)
             if shards > 1 and batches is not None:
@@ -109,7 +98,7 @@ def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
     return batches, "batches", None
 
 
-def _place_of(sampler: Any) -> tuple[int, int] | None:
+def _place_of(sampler: Any) -> Place | None:
     """``(rank, num_replicas)`` of a sampler that shards by itself, as torch's ``DistributedSampler`` does."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
         rank, num_replicas = getattr(candidate, "rank", None), getattr(candidate, "num_replicas", None)
@@ -196,23 +185,14 @@ class ShardedSampler:
 
     Args:
         sampler: yields samples, or batches of them.
-        rank: whose shard this is.
-        num_replicas: number of shards.
+        place: whose shard this is, and the number of shards.
         uneven: ``"pad"`` repeats entries from the start of the order until all shards are equally long, ``"drop"``
             leaves the incomplete last round out.
         streams: what the sampler draws from.
     """
 
-    def __init__(
-        self,
-        sampler: Iterable[Any],
-        *,
-        rank: int,
-        num_replicas: int,
-        uneven: Uneven,
-        streams: AgreedStreams,
-    ) -> None:
-        self.sampler, self.rank, self.num_replicas, self.uneven = sampler, rank, num_replicas, uneven
+    def __init__(self, sampler: Iterable[Any], place: Place, uneven: Uneven, streams: AgreedStreams) -> None:
+        self.sampler, (self.rank, self.num_replicas), self.uneven = sampler, place, uneven
         self._streams, self._epoch = streams, EpochState(0)
 
     def in_epoch(self, state: EpochState) -> "ShardedSampler":
