@@ -29,7 +29,6 @@ from fabric.data import FabricDataLoader
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
-from fabric.initialization import created_on
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec, exit_with_late_error, refuse_while_importing_main
 from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
@@ -37,6 +36,7 @@ from fabric.precision import Precision
 from fabric.seed import seed_everything
 from fabric.strategies import Strategy
 from fabric.strategies.base import Group
+from fabric.strategies.init_module import created_on
 from fabric.world import World
 
 __all__ = ["Fabric"]
@@ -389,21 +389,21 @@ class Fabric:
         ]
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def init_module(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
+    def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
 
-        Under a strategy that shards, they are built without memory and get their values, shard by shard, in ``setup``:
-        those of the whole build on the CPU with the same seed.
+        Under a strategy that shards, they are built on the CPU with the values of a plain build, but in scratch space
+        on disk in place of memory, and get to the device shard by shard in ``setup``. That takes room for the whole
+        model, once for each process of the node, in the folder for temporary files, which ``TMPDIR`` names.
 
         Args:
-            empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
-            source: where the values come from under a strategy that shards. ``"recorded"``: what fills the parameters
-                is recorded, and every rank computes it. ``"rank0"``, for what cannot be recorded, such as numpy arrays:
-                the model is built in the memory of rank 0's host and sent out, one tensor at a time.
+            empty_init: leave parameters uninitialized, for a model that a checkpoint fills; takes no scratch space.
+            source: ``"every_rank"``, or ``"rank0"`` where a strategy shards: only rank 0 has values and scratch space,
+                and code on other ranks cannot read large parameters. Collective on leaving the context.
 
         Raises:
             ConfigurationError: another source.
-            UsageError: within, what cannot be recorded; it names the parameter and the way out.
+            UsageError: on entering and within, the scratch space is full.
         """
         self._running("init_module")
         return self.strategy.module_init_context(empty_init, source)

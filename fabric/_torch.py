@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
@@ -19,6 +18,7 @@ __all__ = [
     "OneLevel",
     "abort_process_group",
     "all_gather_into",
+    "allocates_outputs",
     "around_local",
     "backoff_or_grow",
     "compiled_in_place",
@@ -33,14 +33,10 @@ __all__ = [
     "max_over_shards",
     "operations_behind",
     "operations_recorded",
-    "operator_schema",
     "own_versions",
     "reduce_scatter_into",
     "reset_after_error",
     "set_group_timeout",
-    "storage_key",
-    "storage_reference",
-    "tensor_property",
     "uncompiled",
     "unreduced_parameters",
     "unscale_and_check",
@@ -263,24 +259,6 @@ def reset_after_error(module: Any) -> bool:
     return reset is not None
 
 
-def operator_schema(operator: Any) -> Any:
-    """What an ATen operator declares: its ``name``, and its ``arguments`` with what each of them aliases."""
-    return operator._schema
-
-
-def tensor_property(name: str) -> Any:
-    """The descriptor of a property of tensors, whose accessors are what a ``TorchFunctionMode`` is handed.
-
-    It belongs to the private base class, for which ``torch.Tensor`` has only inherited access.
-    """
-    return vars(torch._C.TensorBase)[name]
-
-
-def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that identifies a storage while it is alive; meta storages have no address to compare."""
-    return storage._cdata
-
-
-def storage_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """A weak reference that keeps the :func:`storage_key` of a storage from being given to another; has ``expired``."""
-    return StorageWeakRef(storage)
+def allocates_outputs(operator: Any) -> bool:
+    """Whether what an ATen operator returns lies in new memory: it declares which outputs share an input's."""
+    return all(output.alias_info is None for output in operator._schema.returns)

@@ -324,7 +324,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
 
     @property
     def _prepared(self) -> list[nn.Module]:
-        return list(self._synced)
+        return list(self._forwards)
 
 
 def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:

@@ -1,4 +1,4 @@
-"""Which parts of a model become units, found without any process."""
+"""Which parts of a model become FSDP modules, found without any process."""
 
 import functools
 
@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.strategies.wrapping import check_wrap_policy, find_units
+from fabric.strategies.wrapping import check_wrap_policy, find_fsdp_modules
 from tests.loops import Block, Transformer
 
 
 def names(root: nn.Module, policy: object = None) -> set[str]:
-    units = find_units(root, check_wrap_policy(policy))
-    return {name for name, module in root.named_modules() if module in units}
+    modules = find_fsdp_modules(root, check_wrap_policy(policy))
+    return {name for name, module in root.named_modules() if module in modules}
 
 
 class Layers(nn.Module):
@@ -41,7 +41,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "units"),
+    ("model", "modules"),
     [
         (Transformer(), {"blocks.0", "blocks.1"}),
         (Layers(), {"layers.0.0", "layers.1.0"}),
@@ -57,16 +57,16 @@ class Tied(nn.Module):
         (nn.ModuleList([Block()] * 3), set()),
     ],
 )
-def test_repeated_blocks_are_found(model: nn.Module, units: set[str]) -> None:
-    assert names(model) == units
+def test_repeated_blocks_are_found(model: nn.Module, modules: set[str]) -> None:
+    assert names(model) == modules
 
 
-def test_classes_choose_units_inner_before_outer() -> None:
+def test_classes_choose_inner_before_outer() -> None:
     model = Transformer()
     assert names(model, Block) == {"blocks.0", "blocks.1"}
-    units = find_units(model, check_wrap_policy({Block, nn.LayerNorm}))
-    assert units.index(model.blocks[0].norm) < units.index(model.blocks[0])
-    assert len(units) == 4
+    modules = find_fsdp_modules(model, check_wrap_policy({Block, nn.LayerNorm}))
+    assert modules.index(model.blocks[0].norm) < modules.index(model.blocks[0])
+    assert len(modules) == 4
 
 
 def test_a_size_counts_what_no_inner_unit_holds() -> None:
@@ -85,7 +85,7 @@ def test_a_size_counts_what_no_inner_unit_holds() -> None:
         functools.partial(size_based_auto_wrap_policy, min_num_params=500),
     ],
 )
-def test_a_function_chooses_units(policy: object) -> None:
+def test_a_function_chooses_modules(policy: object) -> None:
     assert names(Transformer(), policy) == {"blocks.0", "blocks.1"}
 
 

@@ -11,10 +11,10 @@ LAYERS = [
     ["errors", "_torch", "_late"],
     ["tree", "seed", "world", "diagnostics.stacks", "diagnostics.contract"],
     ["store"],
-    ["precision", "initialization", "accelerators", "environments"],
+    ["precision", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report", "diagnostics.uneven"],
-    ["collectives", "loss_scaler", "clipping", "deferred"],
+    ["collectives", "loss_scaler", "clipping"],
     ["diagnostics"],
     ["runtime", "data"],
     ["strategies", "checkpoint", "loggers"],
@@ -31,11 +31,11 @@ ORDER = {
     "collectives": "autograd buckets objects ops",
     "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",
-    "deferred": "base recorder",
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize signals base rank stop_request rank_process supervisor child forkserver "
     "function notebook script",
-    "strategies": "doors wrapping materialise base data_parallel ddp fsdp_options single_device fsdp",
+    "strategies": "wrapping init_module initial_values sharded_forward base data_parallel ddp fsdp_options "
+    "single_device fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -7,7 +7,7 @@
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -24,9 +24,9 @@ from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.initialization import check_source, created_on
 from fabric.precision import PRECISIONS, Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
+from fabric.strategies.init_module import check_source, created_on
 from fabric.tree import to_device
 from fabric.world import World
 
@@ -226,13 +226,13 @@ class Strategy(ABC):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         """Attach to an optimizer what has to happen around its step."""
 
-    def module_init_context(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
+    def module_init_context(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
         """A context in which modules are created on the right device, in the dtype of the precision.
 
         Args:
-            empty_init: leave parameters uninitialised, for a model that a checkpoint fills.
-            source: where the values come from under a strategy that shards: ``"recorded"`` or ``"rank0"``, see
-                :meth:`fabric.Fabric.init_module`. Every other strategy builds the whole model on every rank.
+            empty_init: leave parameters uninitialized, for a model that a checkpoint fills.
+            source: ``"every_rank"`` or ``"rank0"``, which are the same but for a strategy that shards; see
+                :meth:`fabric.Fabric.init_module`.
 
         Raises:
             ConfigurationError: another source.
@@ -427,17 +427,11 @@ class ParallelStrategy(Strategy):
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.start_method, self.num_nodes = start_method, num_nodes
 
-    def share_values(self, module: nn.Module, except_for: Collection[str] = ()) -> None:
-        """Give every rank rank 0's values of a module, one tensor at a time; meta tensors have none. Collective.
-
-        Args:
-            module: the module.
-            except_for: names of parameters and buffers that stay as they are.
-        """
+    def share_values(self, module: nn.Module) -> None:
+        """Give every rank rank 0's values of a module, one tensor at a time. Collective."""
         with torch.no_grad():
-            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                if not tensor.is_meta and name not in except_for:
-                    tensor.copy_(self.broadcast(tensor.detach()))
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.copy_(self.broadcast(tensor.detach()))
 
     def _check_options(self, backend: str | None, timeout: Any, start_method: str, num_nodes: int) -> None:
         asked, wrong, valid = type(self).__name__, "", ""

@@ -1,4 +1,4 @@
-"""One process for each device, each with a shard of the model; see ``[Note: Units]`` and ``[Note: Shards]``."""
+"""One process for each device, each with a shard of the model; see ``[Note: FSDP modules]``."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,17 +20,14 @@ from fabric._torch import full_tensor, local_tensor, uncompiled, unreduced_param
 from fabric.accelerators import Accelerator
 from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment
-from fabric.errors import ConfigurationError, FabricError, UsageError
-from fabric.initialization import check_source
+from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies.base import ParallelStrategy, refuse_unprepared
-from fabric.strategies.doors import Doors
 from fabric.strategies.fsdp_options import (
     check_device_mesh,
     check_fsdp_kwargs,
     check_world,
-    parse_activation_checkpointing,
     parse_backward_prefetch,
     parse_cpu_offload,
     parse_mixed_precision,
@@ -39,8 +35,16 @@ from fabric.strategies.fsdp_options import (
     parse_state_dict_type,
     policy_of_precision,
 )
-from fabric.strategies.materialise import Blank, Nursery, has_meta, placed
-from fabric.strategies.wrapping import WrapPolicy, check_wrap_policy, find_units
+from fabric.strategies.init_module import MappedMemory, built_for_shards, check_source
+from fabric.strategies.initial_values import check_same_model, check_shardable, receive_values
+from fabric.strategies.sharded_forward import ShardedForward
+from fabric.strategies.wrapping import (
+    WrapPolicy,
+    check_activation_checkpointing,
+    check_wrap_policy,
+    find_fsdp_modules,
+    find_recomputed,
+)
 from fabric.tree import map_tensors
 
 if TYPE_CHECKING:
@@ -50,16 +54,16 @@ if TYPE_CHECKING:
 __all__ = ["FSDPStrategy"]
 
 M = TypeVar("M", bound=nn.Module)
-_OF_THIS_PROCESS = frozenset(["_doors", "_nursery", "_synced", "_sharded_as"])
+_OF_THIS_PROCESS = frozenset(["_forwards", "_memory", "_sharded_as"])
 
 
 class FSDPStrategy(ParallelStrategy):
-    """Data parallelism with parameters, gradients and optimizer state spread over the ranks, by ``fully_shard``.
+    """Data parallelism with parameters, gradients and optimizer state sharded over the ranks, by ``fully_shard``.
 
     The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean over ranks. Under a
     ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, where autocast
     decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers are
-    not spread and keep their dtype.
+    not sharded and keep their dtype.
 
     Args:
         accelerator: as for :class:`fabric.strategies.ParallelStrategy`, and so are the other shared ones.
@@ -71,15 +75,15 @@ class FSDPStrategy(ParallelStrategy):
         timeout: how long a collective may wait.
         cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
             ``CPUOffload``. Means nothing, and warns, where the device is the CPU.
-        backward_prefetch: how many units are gathered ahead in the backward pass; or ``BackwardPrefetch.BACKWARD_PRE``
-            for one, ``BACKWARD_POST`` for none; None leaves it to torch.
+        backward_prefetch: how many FSDP modules are gathered ahead in the backward pass; or
+            ``BackwardPrefetch.BACKWARD_PRE`` for one, ``BACKWARD_POST`` for none; None leaves it to torch.
         mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what ``precision`` says;
             ``output_dtype`` is that of the whole model's outputs.
         activation_checkpointing: a class of layers, a list of them or a function of a module: these compute their
             activations again in the backward pass in place of keeping them.
-        auto_wrap_policy: what is a unit: a set of classes, a number of parameters, or a function of a module; None for
-            the repeated blocks. See :func:`fabric.strategies.wrapping.find_units`.
-        sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each unit,
+        auto_wrap_policy: what is an FSDP module: a set of classes, a number of parameters, or a function of a module;
+            None for the repeated blocks. See :func:`fabric.strategies.wrapping.find_fsdp_modules`.
+        sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each FSDP module,
             ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` shards as the first within each
             row of ``device_mesh`` and has replicas over its columns.
         state_dict_type: what ``save`` writes: ``"sharded"``, a folder into which each rank writes its shards, or
@@ -89,7 +93,7 @@ class FSDPStrategy(ParallelStrategy):
             replica for each node, as in torch, and a warning where there is one node.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
         num_nodes: number of nodes of the job.
-        **fsdp_kwargs: passed to ``fully_shard`` for every unit, such as ``reshard_after_forward=True``.
+        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``.
 
     Raises:
         ArgumentTypeError: an option of a type that is not understood, or one that ``fully_shard`` does not take.
@@ -125,11 +129,10 @@ class FSDPStrategy(ParallelStrategy):
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
         check_fsdp_kwargs(fsdp_kwargs)
-        parse_activation_checkpointing(activation_checkpointing)
         self.cpu_offload = parse_cpu_offload(cpu_offload)
         self.backward_prefetch = parse_backward_prefetch(backward_prefetch)
         self.mixed_precision, self._buffer_dtype = parse_mixed_precision(mixed_precision)
-        self.activation_checkpointing = activation_checkpointing
+        self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
         self.auto_wrap_policy = check_wrap_policy(auto_wrap_policy)
         self.sharding_strategy = parse_sharding_strategy(sharding_strategy)
         self.state_dict_type = parse_state_dict_type(state_dict_type)
@@ -165,8 +168,8 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for doors in self._doors.values():
-            doors.close()
+        for forward in self._forwards.values():
+            forward.close()
         self._forget()
         super().teardown()
 
@@ -179,38 +182,48 @@ class FSDPStrategy(ParallelStrategy):
         self._forget()
 
     def _forget(self) -> None:
-        self._doors: WeakKeyDictionary[nn.Module, Doors] = WeakKeyDictionary()
-        # Whether a backward pass through a prepared module reduces gradients; torch can be told, but not asked.
-        self._synced: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._forwards: WeakKeyDictionary[nn.Module, ShardedForward] = WeakKeyDictionary()
         # What became of each parameter that was sharded, for as long as something still holds it.
         self._sharded_as = WeakTensorKeyDictionary()
-        self._nursery = Nursery()
+        self._memory = MappedMemory()
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     @override
-    def module_init_context(self, empty_init: bool = False, source: str = "recorded") -> AbstractContextManager[Any]:
-        """A context in which modules are built without memory; :meth:`setup_module` gives each rank its shards.
+    def module_init_context(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
+        """A context in which modules are built for :meth:`setup_module`, which gives each rank its shards.
 
         The values, and the state of torch's generator afterwards, are those of the same build on the CPU, in the dtype
-        of the precision. They are computed one tensor at a time, so that no rank ever holds the whole model. Every rank
-        computes them, which takes the same seed on all. With ``source="rank0"`` rank 0 builds the whole model in the
-        memory of its host, and :meth:`setup_module` sends it out, one tensor at a time; what the build draws from
-        random generators is still drawn on every rank.
+        of the precision. Memory that the build needs is scratch space on disk: the whole model, once for each rank of
+        the node, in the folder for temporary files (``TMPDIR``). It is free again as :meth:`setup_module` shards one
+        FSDP module after another; every rank then has shards of rank 0's values.
+
+        With ``source="rank0"`` only rank 0 has values and needs scratch space. On the other ranks parameters and
+        buffers of 64 KB or more are meta tensors. Collective when the context is left, if so: a rank whose generator
+        was in rank 0's state gets the state that rank 0's is in.
 
         Args:
-            empty_init: skip what the common layers draw, for a model that a checkpoint fills.
-            source: ``"recorded"`` or ``"rank0"``.
+            empty_init: parameters of 64 KB or more are meta tensors until :meth:`setup_module`, for a model that a
+                checkpoint fills. Takes no scratch space.
+            source: ``"every_rank"`` or ``"rank0"``.
 
         Raises:
             ConfigurationError: another source.
-            UsageError: within, what cannot be recorded; it names the parameter.
+            UsageError: on entering and within, the scratch space is full.
         """
         check_source(source)
-        dtype = self.runtime.precision.param_dtype
-        if source == "rank0":
-            return self._nursery.receiving(dtype, empty_init, self.global_rank)
-        return self._nursery.building(dtype, empty_init)
+        return self._building(empty_init, source)
+
+    @contextmanager
+    def _building(self, empty_init: bool, source: str) -> Iterator[None]:
+        before, receives = torch.get_rng_state(), source == "rank0" and not self.is_global_zero
+        dtype, warn = self.runtime.precision.param_dtype, self.local_rank == 0
+        with built_for_shards(self._memory, dtype, empty=empty_init, receives=receives, warn=warn):
+            yield
+        if source == "rank0" and not empty_init:
+            first, last = self.broadcast((before, torch.get_rng_state()))
+            if torch.equal(first, before):
+                torch.set_rng_state(last)
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Older name of :meth:`module_init_context`."""
@@ -218,8 +231,9 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def module_to_device(self, module: M) -> M:
-        # What has no memory yet, or is whole in rank 0's, gets to the device in setup_module, shard by shard.
-        waits = has_meta(module) or uncompiled(module) in self._nursery
+        # What was built in init_module() gets to the device in setup_module, one FSDP module after another.
+        tensors = (*module.parameters(), *module.buffers())
+        waits = any(tensor.is_meta or tensor in self._memory for tensor in tensors)
         return module if waits else super().module_to_device(module)
 
     @override
@@ -231,34 +245,56 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = uncompiled(module)
-        blank, units = self._examine(root)
-        whole = dict(root.named_parameters())
-        _recompute_activations(root, self.activation_checkpointing)
-        self.share_values(root, except_for=blank.to_send)
-        self._shard(root, units)
-        blank.fill(self.runtime.communicator, self._home)
-        self._nursery.forget(root)
-        for name, parameter in root.named_parameters():
-            self._sharded_as[whole[name]] = parameter
-        self._doors[root] = Doors(root, frozenset(units), self.global_rank)
-        self._synced[root] = True
+        fsdp_modules = self._examine(root)
+        for part in find_recomputed(root, self.activation_checkpointing):
+            # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+        receive_values(self.runtime.communicator, root, list(root.buffers()), self._memory)
+        if self._buffer_dtype is not None:
+            _convert_buffers(root, self._buffer_dtype)
+        for part in fsdp_modules:
+            self._shard(part, is_root=False)
+        self._shard(root, is_root=True)
+        _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
+        self._forwards[root] = ShardedForward(root, frozenset(fsdp_modules), self.global_rank)
         return module
 
-    def _examine(self, root: nn.Module) -> tuple[Blank, list[nn.Module]]:
-        """What is to be filled, and the units; an error on every rank when any rank has one. Collective."""
-        blank, units, refusal = self._nursery.blank(root), [], None
+    def _examine(self, root: nn.Module) -> list[nn.Module]:
+        """The FSDP modules without the root; an error on every rank when any rank has one. Collective."""
+        fsdp_modules, error = [], None
         try:
-            _refuse_what_has_no_shards(root)
-            _chosen_for_recomputation(root, self.activation_checkpointing)
-            units = find_units(root, self.auto_wrap_policy)
-        except FabricError as error:
-            refusal = error
-        blank.check(self.runtime.communicator, refusal)
-        return blank, units
+            check_shardable(root, has_values=self.is_global_zero)
+            find_recomputed(root, self.activation_checkpointing)
+            fsdp_modules = find_fsdp_modules(root, self.auto_wrap_policy)
+        except FabricError as raised:
+            error = raised
+        check_same_model(self.runtime.communicator, root, error)
+        return fsdp_modules
+
+    def _shard(self, module: nn.Module, is_root: bool) -> None:
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+        whole = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
+        receive_values(self.runtime.communicator, module, list(whole.values()), self._memory)
+        policy = self.mixed_precision or policy_of_precision(self.runtime.precision)
+        if not is_root:
+            # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
+            policy = replace(policy, output_dtype=None)
+        # What torch does of itself is to free all FSDP modules but the root, which the backward pass needs first.
+        resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
+        options: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
+        if self.cpu_offload is not None and self.root_device.type != "cpu":
+            options["offload_policy"] = self.cpu_offload
+        fully_shard(module, mp_policy=policy, **options)
+        for name, parameter in module.named_parameters():
+            if name in whole:
+                vars(parameter).update(vars(whole[name]))
+                self._sharded_as[whole[name]] = parameter
+        self._memory.release()
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:
         own = set() if module is None else set(module.parameters())
-        gathered = {p for root in self._doors for p in root.parameters() if local_tensor(p) is p}
+        gathered = {p for root in self._forwards for p in root.parameters() if local_tensor(p) is p}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if any(parameter in self._sharded_as for parameter in parameters):
@@ -311,72 +347,39 @@ class FSDPStrategy(ParallelStrategy):
         content = dict(state_dict["state"])
         for number, parameter in zip(numbers, parameters, strict=False):
             for name, value in content.get(number, {}).items():
-                # What has another shape, such as a number of steps, is not spread.
+                # What has another shape, such as a number of steps, is not sharded.
                 if getattr(value, "shape", None) == parameter.shape:
-                    content[number] = {**content[number], name: placed(value, parameter, parameter.device)}
+                    content[number] = {**content[number], name: _placed(value, parameter)}
         optimizer.load_state_dict({**state_dict, "state": content})
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
         root = uncompiled(module)
-        if root not in self._synced:
+        if root not in self._forwards:
             refuse_unprepared(self, module)
-        return self._without_sync(root) if enabled else nullcontext()
+        return _without_sync(root, self._forwards[root]) if enabled else nullcontext()
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
-        doors = self._doors[root]
-        sharded = dict(root.named_parameters())
+        forward, sharded = self._forwards[root], dict(root.named_parameters())
         contract = super().gradient_contract(prepared)
         return replace(
             contract,
             title=contract.title.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
-            synchronizes=lambda: self._synced[root],
+            synchronizes=lambda: forward.synchronizes,
             gradients_differ=True,
             unreduced=partial(unreduced_parameters, root),
-            fsdp_modules=doors.units,
-            in_forward=doors.in_forward,
+            fsdp_modules=forward.fsdp_modules,
+            in_forward=forward.in_forward,
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
         )
-
-    @contextmanager
-    def _without_sync(self, root: Any) -> Iterator[None]:
-        before, self._synced[root] = self._synced[root], False
-        root.set_requires_gradient_sync(False)
-        try:
-            yield
-        finally:
-            self._synced[root] = before
-            root.set_requires_gradient_sync(before)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         # What is kept on the CPU is gathered on the device, where the process group works.
         return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
-
-    def _shard(self, root: nn.Module, units: Sequence[nn.Module]) -> None:
-        from torch.distributed.fsdp import fully_shard  # takes a second to import
-
-        policy = self.mixed_precision or policy_of_precision(self.runtime.precision)
-        # What torch does of itself is to free all units but the root, which the backward pass needs first.
-        resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-        options: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
-        if self.cpu_offload is not None and self.root_device.type != "cpu":
-            options["offload_policy"] = self.cpu_offload
-        if self._buffer_dtype is not None:
-            _convert_buffers(root, self._buffer_dtype)
-        # The next unit casts its inputs itself: only the whole model's outputs are to have a dtype of their own.
-        inner = replace(policy, output_dtype=None)
-        for unit in units:
-            fully_shard(unit, mp_policy=inner, **options)
-        fully_shard(root, mp_policy=policy, **options)
-        _prefetch_in_backward(root, units, self.backward_prefetch)
-
-    def _home(self, tensor: torch.Tensor) -> torch.device:
-        offloaded = self.cpu_offload is not None and local_tensor(tensor) is not tensor
-        return torch.device("cpu") if offloaded else self.root_device
 
     def _mesh(self) -> "DeviceMesh":
         if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
@@ -388,24 +391,30 @@ class FSDPStrategy(ParallelStrategy):
         return self.runtime.mesh(replicas=replicas, shards=shards)
 
 
-def _recompute_activations(root: nn.Module, which: Any) -> None:
-    for module in _chosen_for_recomputation(root, which):
-        # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
-        module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+@contextmanager
+def _without_sync(root: Any, forward: ShardedForward) -> Iterator[None]:
+    before, forward.synchronizes = forward.synchronizes, False
+    root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        forward.synchronizes = before
+        root.set_requires_gradient_sync(before)
 
 
-def _chosen_for_recomputation(root: nn.Module, which: Any) -> list[nn.Module]:
-    chosen = parse_activation_checkpointing(which)
-    found = [] if chosen is None else [module for module in root.modules() if chosen(module)]
-    if chosen is not None and not found:
-        present = sorted({type(module).__name__ for module in root.modules()})
-        raise ConfigurationError(
-            f"FSDPStrategy(activation_checkpointing={which!r}) for {type(root).__name__}",
-            "no part of it is chosen",
-            f"classes that it is made of: {', '.join(present)}",
-            "FSDPStrategy(activation_checkpointing=Block)",
-        )
-    return found
+def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole value like a parameter: on its device, and of what is sharded this rank's shard."""
+    if local_tensor(like) is like:
+        return value.to(like.device)
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import; here it has been
+
+    assert isinstance(like, DTensor)
+    shard = distribute_tensor(
+        value.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
+    )
+    placed = torch.empty_like(like, dtype=value.dtype)
+    local_tensor(placed).copy_(local_tensor(shard))
+    return placed
 
 
 def _convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
@@ -415,35 +424,21 @@ def _convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
                 setattr(module, name, buffer.to(dtype))
 
 
-def _prefetch_in_backward(root: Any, units: Sequence[Any], ahead: int | None) -> None:
-    """Have each unit gather those that come before it in the forward pass, taken to be in the order of the model."""
+def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[Any], ahead: int | None) -> None:
+    """Have each FSDP module gather those before it in the forward pass, taken to be in the order of the model."""
     if ahead is None:
         return
-    order: list[FSDPModule] = [module for module in root.modules() if module in set(units)]
-    for index, unit in enumerate([*order, root]):
-        # A unit that gathers itself gathers nothing more; an empty list would mean torch's own choice.
+    order: list[FSDPModule] = [module for module in root.modules() if module in set(fsdp_modules)]
+    for index, module in enumerate([*order, root]):
+        # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
-        unit.set_modules_to_backward_prefetch(previous or [unit])
+        module.set_modules_to_backward_prefetch(previous or [module])
 
 
 def _is_freed(parameter: torch.Tensor) -> bool:
     """Whether a parameter was gathered for a forward pass, and its memory given back since."""
     is_plain = local_tensor(parameter) is parameter
     return is_plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
-
-
-def _refuse_what_has_no_shards(root: nn.Module) -> None:
-    parameters = dict(root.named_parameters())
-    wrong, valid = "these are lazy and have no shape before a first forward pass", "parameters that have a shape"
-    instead = "nn.Linear(in_features, out_features) in place of nn.LazyLinear, or one model(batch) before setup()"
-    names = [name for name, parameter in parameters.items() if is_lazy(parameter)]
-    if not names:
-        wrong, valid = "a single number cannot be spread over ranks", "parameters of at least one dimension"
-        instead = "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.ones(()))"
-        names = [name for name, parameter in parameters.items() if parameter.dim() == 0]
-    if names:
-        asked = f"setup({type(root).__name__}) with FSDP"
-        raise ConfigurationError(asked, f"{wrong}: {', '.join(names)}", valid, instead)
 
 
 def _refuse_optimizer(optimizer: Optimizer, wrong: str) -> None:

@@ -1,15 +1,13 @@
 """The options of FSDPStrategy as users write them, turned into what ``fully_shard`` understands."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.precision import Precision
 from fabric.strategies.base import check_passed_on
-from fabric.strategies.wrapping import module_classes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +17,6 @@ __all__ = [
     "check_device_mesh",
     "check_fsdp_kwargs",
     "check_world",
-    "parse_activation_checkpointing",
     "parse_backward_prefetch",
     "parse_cpu_offload",
     "parse_mixed_precision",
@@ -200,9 +197,9 @@ def policy_of_precision(precision: Precision) -> "MixedPrecisionPolicy":
 
 
 def parse_backward_prefetch(value: Any) -> int | None:
-    """How many units ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
+    """How many FSDP modules ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
 
-    ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one unit whole at a time, is 0.
+    ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one FSDP module unsharded at a time, is 0.
 
     Raises:
         ConfigurationError: it is no such number.
@@ -213,29 +210,9 @@ def parse_backward_prefetch(value: Any) -> int | None:
         return number
     raise ConfigurationError(
         f"FSDPStrategy(backward_prefetch={value!r})",
-        "it is no number of units to gather ahead",
+        "it is no number of modules to gather ahead",
         "BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, an integer from 0, or None",
         "FSDPStrategy(backward_prefetch=2)",
-    )
-
-
-def parse_activation_checkpointing(value: Any) -> Callable[[nn.Module], object] | None:
-    """Which modules recompute their activations, as a function; from a class, several, a function or None.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
-    if value is None:
-        return None
-    if classes := module_classes(value):
-        return lambda module: isinstance(module, classes)
-    if callable(value) and not isinstance(value, type):
-        return value
-    raise ArgumentTypeError(
-        f"FSDPStrategy(activation_checkpointing={value!r})",
-        "it names no classes of modules",
-        "a class, a list of classes, or a function (module) -> bool",
-        "FSDPStrategy(activation_checkpointing=Block)",
     )
 
 

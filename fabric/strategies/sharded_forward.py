@@ -9,21 +9,24 @@ from torch import nn
 from fabric._torch import reset_after_error
 from fabric.errors import UsageError
 
-__all__ = ["Doors"]
+__all__ = ["ShardedForward"]
 
 
-class Doors:
+class ShardedForward:
     """Leaves a sharded module ready for the next forward pass: after an error, and after one without gradients.
 
     Args:
         root: the user's module, sharded already.
-        units: the parts that gather their parameters themselves.
+        fsdp_modules: the parts that gather their parameters themselves.
         rank: rank of this process, for the error.
+
+    Attributes:
+        synchronizes: whether a backward pass reduces gradients; torch can be told, but not asked.
     """
 
-    def __init__(self, root: nn.Module, units: Collection[nn.Module], rank: int) -> None:
+    def __init__(self, root: nn.Module, fsdp_modules: Collection[nn.Module], rank: int) -> None:
         self._depth, self._finished, self._usable = 0, True, True
-        self.units, self._rank = units, rank
+        self.fsdp_modules, self.synchronizes, self._rank = fsdp_modules, True, rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
             root.register_forward_hook(self._finish),

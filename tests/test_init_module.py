@@ -1,0 +1,414 @@
+"""Modules built in init_module() have the values, and leave the generator, of a plain build, under every strategy."""
+
+import copy
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import init
+
+from fabric import Fabric
+from fabric.errors import UsageError
+
+LARGE = 128  # a matrix of so many rows and columns takes 64 KB, from which on tensors lie in files
+
+
+@pytest.fixture
+def fsdp() -> Iterator[Fabric]:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        fabric.launch()
+        yield fabric
+
+
+def tensors(module):
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def kind(tensor):
+    return type(tensor), tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
+
+
+def mapped_files():
+    """The addresses at which unnamed files are mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if line.endswith("(deleted)")]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
+def in_a_file(tensor):
+    return any(begin <= tensor.data_ptr() < end for begin, end in mapped_files())
+
+
+def assert_equal_to_the_plain_build(fabric, build, seed=3):
+    torch.manual_seed(seed)
+    plain, state = build(), torch.get_rng_state()
+    torch.manual_seed(seed)
+    with fabric.init_module():
+        module = build()
+    assert torch.equal(torch.get_rng_state(), state)
+    expected, found = tensors(plain), tensors(module)
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert kind(found[name]) == kind(tensor), name
+        assert torch.equal(found[name], tensor), name
+    return module
+
+
+class Holder(nn.Module):
+    """One weight of the given shape that was initialized by the given function; a bias that was drawn after it."""
+
+    def __init__(self, initialize, shape=(130, 140), dtype=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        initialize(self.weight)
+        self.bias = nn.Parameter(torch.randn(3))
+
+
+INITIALIZERS = {
+    "uniform_": lambda w: init.uniform_(w, -1, 2),
+    "normal_": lambda w: init.normal_(w, 1, 2),
+    "trunc_normal_": lambda w: init.trunc_normal_(w, std=0.02),
+    "trunc_normal_ with rejections": init.trunc_normal_,
+    "trunc_normal_ in a tail": lambda w: init.trunc_normal_(w, a=1.5, b=3),
+    "constant_": lambda w: init.constant_(w, 0.5),
+    "eye_": init.eye_,
+    "xavier_uniform_": init.xavier_uniform_,
+    "xavier_normal_": init.xavier_normal_,
+    "kaiming_uniform_": lambda w: init.kaiming_uniform_(w, a=5**0.5),
+    "kaiming_normal_": lambda w: init.kaiming_normal_(w, mode="fan_out"),
+    "orthogonal_": init.orthogonal_,
+    "orthogonal_ of a view": lambda w: init.orthogonal_(w.t(), 1.5),
+    "sparse_": lambda w: init.sparse_(w, 0.3),
+}
+
+
+@pytest.mark.parametrize("initialize", INITIALIZERS.values(), ids=INITIALIZERS)
+def test_every_initializer_gives_the_values_of_the_plain_build(fsdp, initialize):
+    module = assert_equal_to_the_plain_build(fsdp, lambda: Holder(initialize))
+    assert in_a_file(module.weight)
+    assert not in_a_file(module.bias)
+
+
+@pytest.mark.parametrize("name", ["trunc_normal_ with rejections", "normal_", "uniform_", "sparse_"])
+def test_low_precision_gives_the_values_of_the_plain_build(fsdp, name):
+    assert_equal_to_the_plain_build(fsdp, lambda: Holder(INITIALIZERS[name], (260, 140), torch.bfloat16))
+
+
+def own_generator(w):
+    generator = torch.Generator().manual_seed(5)
+    w.data.normal_(generator=generator)
+    w.data += torch.rand(w.shape, generator=generator)
+
+
+def in_place_without_grad(w):
+    with torch.no_grad():
+        w.normal_().mul_(0.5)[0].fill_(2.0)
+        w[:, 1:3] = torch.rand(130, 2)
+
+
+def replaced(w):
+    w.data = torch.randn(140, 130).t() * 0.02
+
+
+def replaced_by_a_real_one(w):
+    w.data = torch.frombuffer(bytearray(130 * 140), dtype=torch.uint8).float().view(130, 140)
+
+
+def scaled_by_a_number_that_was_read(w):
+    w.data.normal_()
+    w.data.div_(w.detach().norm().item() if w[0, 0] < 10 else 1.0)
+
+
+def masked(w):
+    w.data.normal_()
+    w.data[w > 0] = -1
+    w.data[w.data.argmax(0).unique()] *= 3
+
+
+def drawn_with_values(w):
+    w.data.copy_(torch.poisson(torch.rand(130, 140) * 5) + torch.bernoulli(torch.rand(130, 140)))
+    w.data += torch.normal(torch.rand(130, 140), 2.0)
+
+
+def from_factories(w):
+    w.data = torch.randn_like(w) + torch.rand_like(w) + torch.randint_like(w, 5) + w.new_zeros(130, 140)
+    w.data += torch.arange(18200).view(130, 140) + torch.full_like(w, 2).double().float()
+    w.data += torch.stack([torch.randperm(18200), torch.linspace(0, 1, 18200)]).sum(0).view(130, 140)
+
+
+def seeded_inside(w):
+    torch.manual_seed(11)
+    w.data.normal_()
+    with torch.random.fork_rng():
+        torch.manual_seed(12)
+        w.data.add_(torch.rand(140))
+
+
+def through_numpy(w):
+    w.data.normal_()
+    w.detach().numpy()[:] *= 2
+    w.data.copy_(torch.from_numpy(w.detach().numpy() + 1))
+
+
+def by_address(w):
+    assert w.data_ptr() == w.untyped_storage().data_ptr()
+    w.untyped_storage().fill_(1)
+
+
+def through_a_sparse_tensor(w):
+    w.data = torch.eye(130, 140).to_sparse().to_dense()
+
+
+def shaped_on_meta(w):
+    with torch.device("meta"):
+        shape = nn.Linear(140, 130)(torch.empty(2, 140)).shape
+    w.data.fill_(shape[0])
+
+
+CASES = [
+    own_generator,
+    in_place_without_grad,
+    replaced,
+    replaced_by_a_real_one,
+    scaled_by_a_number_that_was_read,
+    masked,
+    drawn_with_values,
+    from_factories,
+    seeded_inside,
+    through_numpy,
+    by_address,
+    through_a_sparse_tensor,
+    shaped_on_meta,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_way_to_fill_a_weight_gives_the_values_of_the_plain_build(fsdp, case):
+    assert_equal_to_the_plain_build(fsdp, lambda: Holder(case))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(150, LARGE), nn.Linear(LARGE, 150, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("position", torch.arange(20_000), persistent=False)
+        self.register_buffer("mask", torch.ones(300, 300).tril() == 0)
+        self.frozen = nn.Parameter(torch.randn(LARGE, LARGE) * 0.02, requires_grad=False)
+
+
+def initialize(layer):
+    if isinstance(layer, nn.Linear):
+        init.trunc_normal_(layer.weight, std=0.5)
+        init.zeros_(layer.bias)
+
+
+def applied():
+    block = nn.Sequential(nn.Linear(LARGE, LARGE), nn.LayerNorm(LARGE))
+    return nn.Sequential(block, copy.deepcopy(block), nn.Linear(LARGE, 200)).apply(initialize)
+
+
+def tried():
+    """A dry run inside the context updates running statistics, and says how wide the next layer is."""
+    model = nn.Sequential(nn.Conv2d(1, 20, 3), nn.BatchNorm2d(20), nn.Flatten())
+    return model.append(nn.Linear(model(torch.rand(2, 1, 12, 12)).shape[1], 20))
+
+
+def skipped():
+    layer = nn.utils.skip_init(nn.Linear, LARGE, 200)
+    init.ones_(layer.weight)
+    init.ones_(layer.bias)
+    return layer
+
+
+LAYERS = {
+    "Transformer with its deep copies": lambda: nn.Transformer(LARGE, 2, 2, 2, LARGE, batch_first=True),
+    "LSTM": lambda: nn.LSTM(LARGE, LARGE, 2),
+    "Embedding with padding": lambda: nn.Embedding(200, LARGE, padding_idx=1),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(LARGE, LARGE)),
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(LARGE, LARGE)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(LARGE, LARGE)),
+    "moved and cast": lambda: nn.Linear(LARGE, 300, device="cpu").to("cpu").double().bfloat16(),
+    "without elements": lambda: Holder(lambda w: None, (0, 3)),
+    "tied": Tied,
+    "applied": applied,
+    "tried": tried,
+    "skipped": skipped,
+}
+
+
+@pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
+def test_layers_of_torch_get_the_values_of_the_plain_build(fsdp, build):
+    assert_equal_to_the_plain_build(fsdp, build)
+
+
+SOME_LAYERS = st.sampled_from(
+    [
+        lambda: nn.Linear(LARGE, LARGE),
+        lambda: nn.Conv1d(LARGE, 60, 3),
+        lambda: nn.Embedding(7, 6),
+        lambda: nn.GRU(6, LARGE),
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(LARGE, 2, 8), 2, enable_nested_tensor=False),
+        lambda: nn.Sequential(*[nn.Linear(LARGE, 6)] * 2),
+        Tied,
+        lambda: Holder(drawn_with_values),
+    ]
+)
+MATRICES = {name: function for name, function in INITIALIZERS.items() if name != "orthogonal_ of a view"}
+
+
+def reinitialized(layer, function):
+    for parameter in layer.parameters():
+        if parameter.dim() == 2:
+            function(parameter)
+    return layer
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+@given(
+    parts=st.lists(st.tuples(SOME_LAYERS, st.sampled_from([None, *MATRICES]), st.booleans()), min_size=1, max_size=3),
+    last=st.sampled_from([None, *MATRICES]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_composition_gives_the_values_of_the_plain_build(parts, last, seed):
+    def build():
+        model = nn.Sequential()
+        for make, name, twice in parts:
+            layer = make() if name is None else reinitialized(make(), MATRICES[name])
+            model.append(layer)
+            if twice:
+                model.append(copy.deepcopy(layer))
+        return model if last is None else reinitialized(model, MATRICES[last])
+
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        fabric.launch()
+        assert_equal_to_the_plain_build(fabric, build, seed)
+
+
+# -- scratch space ----------------------------------------------------------------------------------------------------
+
+
+def test_files_are_gone_once_the_model_is_sharded_and_no_descriptor_stays(fsdp):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with fsdp.init_module():
+        module = nn.Sequential(*(nn.Linear(LARGE, LARGE) for _ in range(50)))
+    assert all(in_a_file(layer.weight) for layer in module)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    optimizer = torch.optim.SGD(module.parameters())
+    fsdp.setup(module, optimizer)
+    assert mapped_files() == []
+
+
+def test_an_empty_build_takes_no_scratch_space_and_keeps_tables_and_constants(fsdp):
+    torch.manual_seed(3)
+    with fsdp.init_module(empty_init=True):
+        module = copy.deepcopy(nn.Sequential(Tied(), nn.LSTM(LARGE, LARGE), nn.BatchNorm1d(3)))
+    assert mapped_files() == []
+    assert module[0].head.weight is module[0].embedding.weight
+    assert module[1].weight_ih_l0.is_meta
+    model = fsdp.setup(module).module
+    assert not any(tensor.is_meta for tensor in tensors(model).values())
+    assert model[0].head.weight is model[0].embedding.weight
+    assert torch.equal(model[0].position, torch.arange(20_000))
+    assert model[2].running_var.tolist() == [1.0] * 3
+
+
+def test_leaving_by_an_error_ends_the_build(fsdp):
+    with pytest.raises(KeyError), fsdp.init_module():
+        raise KeyError
+    assert not in_a_file(torch.ones(LARGE, LARGE))
+
+
+@pytest.fixture
+def limited() -> Iterator[None]:
+    """Files of this process cannot grow over 100 KB: the system's answer is that of a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_scratch_folder_is_an_error_that_names_it(fsdp, limited):
+    with fsdp.init_module(), pytest.raises(UsageError) as caught:
+        nn.Linear(400, 400)
+    text = str(caught.value)
+    assert all(word in text for word in ("640,000 bytes", tempfile.gettempdir(), "bytes free", "TMPDIR=", "rank0"))
+
+
+def test_a_scratch_folder_without_any_room_is_an_error_before_the_build(fsdp, limited):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    with pytest.raises(UsageError, match="TMPDIR="), fsdp.init_module():
+        raise AssertionError("the build began")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="only Linux has this folder in memory")
+def test_a_scratch_folder_in_memory_is_a_warning_before_the_build(fsdp, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    with pytest.warns(UserWarning, match="TMPDIR=/var/tmp"), fsdp.init_module():
+        pass
+
+
+KILLED = """
+import os, signal, torch
+from fabric import Fabric
+fabric = Fabric(accelerator="cpu", devices=1, strategy="fsdp")
+fabric.launch()
+with fabric.init_module():
+    model = torch.nn.Linear(1000, 1000)
+    assert "(deleted)" in open("/proc/self/maps").read()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_a_build_that_is_killed(tmp_path):
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- other strategies -------------------------------------------------------------------------------------------------
+
+
+def single(**options):
+    fabric = Fabric(accelerator="cpu", devices=1, **options)
+    fabric.launch()
+    return fabric
+
+
+def test_modules_are_built_in_the_dtype_of_the_precision_also_after_an_error():
+    with single(precision="64-true") as fabric:
+        with pytest.raises(KeyError), fabric.init_module():
+            raise KeyError
+        assert torch.ones(1).dtype is torch.float32
+        torch.manual_seed(3)
+        with fabric.init_module(), fabric.init_module():
+            inside = nn.Linear(4, 4)
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(3)
+        plain = nn.Linear(4, 4)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(inside.weight, plain.weight)
+
+
+def test_an_empty_build_draws_nothing_in_common_layers_and_fills_in_constants():
+    with single() as fabric, fabric.init_module(empty_init=True):
+        state = torch.get_rng_state()
+        nn.Sequential(nn.Linear(4, 4), nn.Conv2d(2, 2, 3), nn.Embedding(4, 2), nn.LSTM(2, 2))
+        assert torch.equal(torch.get_rng_state(), state)
+        assert nn.BatchNorm1d(3).weight.tolist() == [1.0] * 3
+        assert init.constant_(torch.empty(2), 5.0).tolist() == [5.0, 5.0]
+        tensor = torch.full((2,), 3.0)
+        assert init.normal_(tensor) is init.normal_(tensor=tensor, std=2.0) is tensor
+    assert tensor.tolist() == [3.0, 3.0]
