@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
@@ -152,30 +152,17 @@ class Session:
                 self.scaler.register(optimizer)
             self.optimizers[optimizer] = WeakSet()
 
-    def setup_loader(
-        self,
-        loader: DataLoader[Any],
-        *,
-        shard: bool,
-        move_to_device: bool,
-        overlap_copies: bool,
-        uneven: Literal["pad", "drop"],
-        seed_workers: bool,
-    ) -> FabricDataLoader:
-        """Shard a loader's data over the processes and move its batches."""
-        share = self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+    def setup_loader(self, loader: DataLoader[Any], *, move_to_device: bool, **options: Any) -> FabricDataLoader:
+        """Shard a loader's data over the processes and move its batches; options of :class:`FabricDataLoader`."""
         made = FabricDataLoader(
             loader,
             device=self.runtime.device if move_to_device else None,
-            uneven=uneven,
-            shard=shard,
-            overlap_copies=overlap_copies,
             from_rank0=self.runtime.store.from_rank0,
             name=str(self._loaders_made),
-            seed_workers=seed_workers,
             active=self._active_iterators,
             on_epoch=None if self._uneven is None else self._uneven.on_epoch,
-            **share,
+            **(self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
+            **options,
         )
         self._loaders_made += 1
         self.loaders[made] = None
@@ -281,7 +268,11 @@ class Session:
 
     def describe(self) -> list[str]:
         """What was set up, a line each."""
-        lines = [f"module       {type(model.module).__name__} in {_prepared_name(model)}" for model in self.modules]
+        lines = []
+        for model in self.modules:
+            prepared = model._fabric_prepared
+            outer = "itself" if prepared is model.module else type(prepared).__name__
+            lines.append(f"module       {type(model.module).__name__} in {outer}")
         lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self.optimizers]
         lines += [f"loader       {loader!r}" for loader in self.loaders]
         if self.scaler is not None:
@@ -314,16 +305,12 @@ class Session:
     def _node_communicator(self) -> Communicator:
         """All processes of this node. Collective when first called on several nodes."""
         communicator, world = self.runtime.communicator, self.runtime.world
-        if world.num_nodes == 1:
-            return communicator
-        if self._node_group is None:
+        if world.num_nodes > 1 and self._node_group is None:
             nodes = communicator.gather_objects(world.node_rank)
-            groups = [
-                communicator.new_group([rank for rank, node in enumerate(nodes) if node == one])
-                for one in sorted(set(nodes))
-            ]
-            [self._node_group] = [group for group in groups if group is not None]
-        return self._node_group
+            for node in sorted(set(nodes)):
+                group = communicator.new_group([rank for rank, other in enumerate(nodes) if other == node])
+                self._node_group = self._node_group if group is None else group
+        return communicator if self._node_group is None else self._node_group
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         if not self._gradients_differ:
@@ -351,11 +338,6 @@ def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
     inner = uncompiled(module)
     return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
-
-
-def _prepared_name(model: FabricModule) -> str:
-    prepared = prepared_module(model)
-    return "itself" if prepared is model.module else type(prepared).__name__
 
 
 @contextmanager
