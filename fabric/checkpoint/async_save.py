@@ -83,10 +83,6 @@ class PendingSave:
         # What it holds is not needed any more, and the handle may live on.
         del self._write
 
-    def __repr__(self) -> str:
-        state = "failed" if self._error is not None else "done" if self.done() else "running"
-        return f"PendingSave({str(self.path)!r}, {state})"
-
 
 class AsyncSaver:
     """Runs the saves of one job in the background; see ``[Note: Thread]``.

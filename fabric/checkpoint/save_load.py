@@ -2,11 +2,11 @@
 
 import copy
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from fabric.checkpoint.sharded import ShardedCheckpoint
 
 __all__ = ["CheckpointCoordinator", "restore", "restore_one"]
+
+T = TypeVar("T")
 
 
 class CheckpointCoordinator:
@@ -70,17 +72,10 @@ class CheckpointCoordinator:
         self._join_pending()
         request, io, sharded = f"fabric.save({str(path)!r}, ...)", self._io, _saves_shards(self._io)
         is_first = self._communicator.rank == 0
-        entries = raise_on_any_rank_error(
-            self._communicator,
-            request,
-            lambda: collect(
-                state,
-                self._shards if sharded else self._full,
-                filter=filter,
-                trainable_only=trainable_only,
-                checks_content=not sharded,  # the format of shards does so itself, once it has taken the DTensors out
-            ),
-        )
+        access = self._shards if sharded else self._full
+        # The format of shards checks the content itself, once it has taken the DTensors out.
+        options = {"trainable_only": trainable_only, "checks_content": not sharded}
+        entries = self._agreed(request, lambda: collect(state, access, filter=filter, **options))
         metadata: dict[str, Any] = {
             "world_size": self._communicator.size,
             "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -103,12 +98,7 @@ class CheckpointCoordinator:
         return None
 
     def load(
-        self,
-        path: Path,
-        state: MutableMapping[str, Any] | None,
-        strict: bool,
-        rng: bool,
-        weights_only: bool = True,
+        self, path: Path, state: MutableMapping[str, Any] | None, strict: bool, rng: bool, weights_only: bool = True
     ) -> dict[str, Any]:
         """Restore ``state``, the loss scale and this rank's random state. Collective; every rank reads.
 
@@ -127,11 +117,9 @@ class CheckpointCoordinator:
                     check_fits(loaded, state, self._shards.module_state, strict)
                 return loaded
 
-            loaded = raise_on_any_rank_error(self._communicator, request, read)
+            loaded = self._agreed(request, read)
             metadata = read_metadata(loaded)
-            rest = raise_on_any_rank_error(
-                self._communicator, request, lambda: restore(loaded, state, self._full, strict, is_mapped=True)
-            )
+            rest = self._agreed(request, lambda: restore(loaded, state, self._full, strict, is_mapped=True))
         if state is not None:
             self._restore_process(metadata, rng)
         return rest
@@ -148,10 +136,11 @@ class CheckpointCoordinator:
             check_fits_raw(loaded, target, self._shards.module_state, strict)
             return loaded
 
-        loaded = raise_on_any_rank_error(self._communicator, request, read)
-        raise_on_any_rank_error(
-            self._communicator, request, lambda: restore_one(target, loaded, self._full, strict, is_mapped=True)
-        )
+        loaded = self._agreed(request, read)
+        self._agreed(request, lambda: restore_one(target, loaded, self._full, strict, is_mapped=True))
+
+    def _agreed(self, request: str, action: Callable[[], T]) -> T:
+        return raise_on_any_rank_error(self._communicator, request, action)
 
     def _join_pending(self) -> None:
         if self._saver.pending is not None:
@@ -171,12 +160,8 @@ class CheckpointCoordinator:
             else:
                 io = FullCheckpoint()
         if not weights_only and not isinstance(io, FullCheckpoint):
-            raise ConfigurationError(
-                request,
-                f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code",
-                "weights_only=False for one file, as torch.save writes it, whose writer you trust",
-                f"{request} without weights_only",
-            )
+            problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
+            raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
         return io
 
     def _load_shards(
@@ -203,9 +188,7 @@ class CheckpointCoordinator:
                     others[name] = _targets(value, stored.content[name])
             return metadata, stored.prepare(others), stored.prepare(modules)
 
-        metadata, (others, other_tensors), (modules, module_tensors) = raise_on_any_rank_error(
-            self._communicator, request, prepare
-        )
+        metadata, (others, other_tensors), (modules, module_tensors) = self._agreed(request, prepare)
         # When the first module is restored: an object that refused its state before has left the modules alone.
         fill = cache(lambda: stored.read(module_tensors))
 
@@ -218,7 +201,7 @@ class CheckpointCoordinator:
             access = replace(self._shards, load_module=load_module)
             return restore({**others, **modules}, state, access, strict, is_mapped=False)
 
-        return metadata, raise_on_any_rank_error(self._communicator, request, read)
+        return metadata, self._agreed(request, read)
 
     def _restore_process(self, metadata: Mapping[str, Any], rng: bool) -> None:
         if self._scaler is not None and metadata.get("loss_scaler") is not None:

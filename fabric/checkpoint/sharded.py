@@ -30,17 +30,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from fabric.checkpoint.atomic import (
-    data_name,
-    gather_on_first,
-    raise_on_any_rank_error,
-    remove_folder,
-    replace_folder,
-    scatter_from_first,
-    sync_folder,
-    write_errors,
-    write_index,
-)
+from fabric.checkpoint import atomic
+from fabric.checkpoint.atomic import raise_on_any_rank_error
 from fabric.checkpoint.base import listed
 from fabric.checkpoint.state import METADATA_KEY, encode, flatten_state, fqn, tensor_bytes
 from fabric.checkpoint.stored import StoredCheckpoint, nothing, open_stored
@@ -105,7 +96,7 @@ class ShardedCheckpoint:
 
         def agreed(action: Callable[[], T]) -> T:
             def writing() -> T:
-                with write_errors(request):
+                with atomic.write_errors(request):
                     return action()
 
             return raise_on_any_rank_error(communicator, request, writing)
@@ -113,7 +104,7 @@ class ShardedCheckpoint:
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         tree, own_names, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
-            target: Any = agreed(lambda: stack.enter_context(replace_folder(path)) if is_first else None)
+            target: Any = agreed(lambda: stack.enter_context(atomic.replace_folder(path)) if is_first else None)
             folder, names = communicator.broadcast_object((target[0], own_names) if target else None, 0)
             writer = ShardWriter(folder, communicator.rank)
             planner = dcp.DefaultSavePlanner(
@@ -134,22 +125,22 @@ class ShardedCheckpoint:
                 planner.set_up_planner(by_name, is_coordinator=is_first)
                 return writer.prepare_local_plan(planner.create_local_plan())
 
-            plans = gather_on_first(communicator, agreed(plan))
+            plans = atomic.gather_on_first(communicator, agreed(plan))
             plans, layout = agreed(lambda: planner.create_global_plan(plans) if is_first else ([], None))
-            own = scatter_from_first(communicator, writer.prepare_global_plan(plans))
+            own = atomic.scatter_from_first(communicator, writer.prepare_global_plan(plans))
 
             def write() -> Any:
                 written = writer.write_data(planner.finish_plan(own), planner).wait()
                 return written, writer.write_values(per_rank) if per_rank else None
 
-            written = gather_on_first(communicator, agreed(write))
+            written = atomic.gather_on_first(communicator, agreed(write))
 
             def commit() -> None:
                 if layout is not None:
                     writer.finish(layout, [results for results, _ in written])
                     values = {"per_rank": [values for _, values in written if values]}
                     metadata = {"metadata": encode(state.get(METADATA_KEY, {})), "state": tree}
-                    write_index(target[1], folder, {**writer.index, **values, **metadata})
+                    atomic.write_index(target[1], folder, {**writer.index, **values, **metadata})
                 stack.close()
 
             agreed(commit)
@@ -194,7 +185,7 @@ class ShardedCheckpoint:
             CheckpointNotFoundError: there is none.
             CheckpointError: ``path`` is a file.
         """
-        remove_folder(path)
+        atomic.remove_folder(path)
 
     def wait(self) -> None:
         """Return at once: :meth:`save` has already waited for the disk."""
@@ -255,7 +246,7 @@ class ShardWriter(dcp.StorageWriter):
 
     def write_values(self, values: Mapping[str, Any]) -> tuple[str, int]:
         """Write what belongs to this rank alone; the name of the file, and its checksum."""
-        name = data_name(self._folder, self._rank, "json")
+        name = atomic.data_name(self._folder, self._rank, "json")
         return name, self._write(name, [json.dumps(encode(dict(values)), allow_nan=False).encode()])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -281,7 +272,7 @@ class ShardWriter(dcp.StorageWriter):
         header, starts = safetensors_header(tensors, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets))
         # One after the other: of a tensor on another device, one copy at a time is here.
         contents = (_bytes_of(planner.resolve_data(items[name])) for name in starts)
-        file = data_name(self._folder, self._rank, "safetensors", part)
+        file = atomic.data_name(self._folder, self._rank, "safetensors", part)
         checksum = self._write(file, chain([header], contents))
         for name, (dtype, sizes) in tensors.items():
             yield WriteResult(items[name].index, prod(sizes) * dtype.itemsize, (file, starts[name], checksum))
@@ -294,7 +285,7 @@ class ShardWriter(dcp.StorageWriter):
                 checksum = zlib.crc32(content, checksum)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(self._folder)
+        atomic.sync_folder(self._folder)
         return checksum
 
 
