@@ -64,7 +64,7 @@ class Session:
         self.recorder = self.runtime.recorder
         self._uneven = None if self.recorder is None else UnevenInputDetector(self.recorder, self.runtime.store)
         self._step_layers: list[Hooks] = []
-        self.stop_request = StopRequest(world)
+        self.stop_request = StopRequest()
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
             agree = self._agree_on_overflow if world.world_size > 1 else None

@@ -169,7 +169,7 @@ def test_a_notebook_gets_the_start_method_that_is_safe_there():
 
 
 @pytest.mark.parametrize(
-    ("backend", "platform", "reason"), [("CUDA", "linux", "once CUDA is initialised"), (None, "darwin", "macOS")]
+    ("backend", "platform", "reason"), [("CUDA", "linux", "once CUDA is initialized"), (None, "darwin", "macOS")]
 )
 def test_a_notebook_where_nothing_is_safe_says_why(backend, platform, reason):
     with pytest.raises(ConfigurationError, match=reason) as caught:
@@ -182,8 +182,8 @@ def test_a_test_run_is_no_prompt():
 
 
 @pytest.mark.gpu
-def test_fork_is_refused_once_cuda_is_initialised():
+def test_fork_is_refused_once_cuda_is_initialized():
     torch.cuda.init()
-    with pytest.raises(ConfigurationError, match="CUDA is initialised"):
+    with pytest.raises(ConfigurationError, match="CUDA is initialized"):
         LAUNCHERS["fork"].check(LaunchSpec(num_processes=2, device_type="cpu"))
     LAUNCHERS["forkserver"].check(LaunchSpec(num_processes=2, device_type="cuda"))

@@ -32,8 +32,7 @@ ORDER = {
     "communicators": "reduce_ops base local process_group",
     "data": "prefetch state sharding gathering loader",
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
-    "launchers": "process_exit serialize signals base rank stop_request rank_process supervisor child forkserver "
-    "function notebook script",
+    "launchers": "process_exit serialize base notebook rank rank_process supervisor child forkserver function script",
     "strategies": "wrapping init_module initial_values sharded_forward base data_parallel ddp fsdp_options "
     "single_device fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",

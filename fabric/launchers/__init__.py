@@ -8,9 +8,8 @@ from fabric.launchers.child import refuse_while_importing_main
 from fabric.launchers.function import ProcessLauncher
 from fabric.launchers.notebook import is_interactive, notebook_start_method
 from fabric.launchers.process_exit import exit_with_late_error
-from fabric.launchers.rank import ControlThread
+from fabric.launchers.rank import ControlThread, StopRequest
 from fabric.launchers.script import ScriptLauncher
-from fabric.launchers.stop_request import StopRequest
 
 __all__ = [
     "LAUNCHERS",

@@ -54,7 +54,7 @@ class CallPayload:
         directory: its current directory.
         module_path: its ``sys.path``.
         arguments: its ``sys.argv``.
-        authkey: with which multiprocessing's managers recognise a process of the family.
+        authkey: with which multiprocessing's managers recognize a process of the family.
         main: from where to import ``__main__``, when the call refers to it by name; see :func:`_main_source`.
         call: the pickled call.
     """

@@ -18,12 +18,13 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
 from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables, single_node_worlds
 from fabric.launchers.child import CallPayload, refuse_while_importing_main, start_interpreter
 from fabric.launchers.forkserver import fork_server
+from fabric.launchers.notebook import initialized_backend
 from fabric.launchers.rank import RankConfig, run_payload
 from fabric.launchers.rank_process import Process, exit_status
 from fabric.launchers.serialize import load_result
 from fabric.launchers.supervisor import JobInterrupted, Supervisor
 
-__all__ = ["ProcessLauncher", "initialised_backend"]
+__all__ = ["ProcessLauncher"]
 
 
 class ProcessLauncher(Launcher):
@@ -32,7 +33,7 @@ class ProcessLauncher(Launcher):
     ``"spawn"`` starts a new interpreter for each rank: the slowest and the most isolated. ``"forkserver"`` forks fresh
     processes from a warm one that has torch loaded and is kept as long as this process lives: as clean as spawn, and a
     second launch takes hundredths of a second. ``"fork"`` copies this process, so that nothing has to be pickled; it is
-    refused once CUDA is initialised, and its ranks run with one thread per operation, because the thread pool of an
+    refused once CUDA is initialized, and its ranks run with one thread per operation, because the thread pool of an
     operation that ran before the fork does not exist in the copy: waiting for it would never end. Do not raise the
     number of threads in such a rank.
 
@@ -62,14 +63,14 @@ class ProcessLauncher(Launcher):
 
         Raises:
             UsageError: the script has no guard, and a rank imports it.
-            ConfigurationError: a device library is initialised that does not survive a fork.
+            ConfigurationError: a device library is initialized that does not survive a fork.
         """
         refuse_while_importing_main()
-        backend = initialised_backend(spec.device_type) if self.name == "fork" else None
+        backend = initialized_backend(spec.device_type) if self.name == "fork" else None
         if backend is not None:
             raise ConfigurationError(
                 "the start method 'fork'",
-                f"{backend} is initialised in this process, and a forked copy of it cannot use {backend}",
+                f"{backend} is initialized in this process, and a forked copy of it cannot use {backend}",
                 "'forkserver', 'spawn', 'popen'; or a fork before anything touches the device",
                 'launcher="forkserver"',
             )
@@ -124,17 +125,6 @@ class ProcessLauncher(Launcher):
             if payload is not None:
                 job.send_payload(payload)
             return job.run()
-
-
-def initialised_backend(device_type: str) -> str | None:
-    """The name of a device library that is initialised in this process, such as ``"CUDA"``; None when there is none."""
-    torch = sys.modules.get("torch")
-    for name in dict.fromkeys(("cuda", "xpu", device_type)):
-        module = getattr(torch, name, None)
-        # The CPU needs no initialisation and calls itself initialised.
-        if name != "cpu" and module is not None and getattr(module, "is_initialized", bool)():
-            return name.upper()
-    return None
 
 
 @dataclass(frozen=True)

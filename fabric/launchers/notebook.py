@@ -4,10 +4,9 @@ import sys
 from typing import Literal
 
 from fabric.errors import ConfigurationError
-from fabric.launchers.function import initialised_backend
 from fabric.launchers.serialize import has_cloudpickle
 
-__all__ = ["is_interactive", "notebook_start_method"]
+__all__ = ["initialized_backend", "is_interactive", "notebook_start_method"]
 
 
 def is_interactive() -> bool:
@@ -24,7 +23,7 @@ def notebook_start_method(
 
     Args:
         can_pickle_functions: whether ``cloudpickle`` is installed; None looks for it.
-        backend: name of the device library that is initialised in this process; None looks for one.
+        backend: name of the device library that is initialized in this process; None looks for one.
         platform: as in ``sys.platform``.
 
     Raises:
@@ -32,13 +31,13 @@ def notebook_start_method(
     """
     if can_pickle_functions is None:
         can_pickle_functions = has_cloudpickle()
-    backend = backend or initialised_backend("cuda")
+    backend = backend or initialized_backend("cuda")
     if can_pickle_functions:
         return "forkserver"
     if platform != "darwin" and backend is None:
         return "fork"
     unsafe = (
-        "on macOS, whose own libraries do not survive it" if platform == "darwin" else f"once {backend} is initialised"
+        "on macOS, whose own libraries do not survive it" if platform == "darwin" else f"once {backend} is initialized"
     )
     raise ConfigurationError(
         "several processes from a notebook",
@@ -46,3 +45,14 @@ def notebook_start_method(
         "'forkserver' with cloudpickle installed; 'fork' before anything touches the device",
         'pip install "torch-fabric[notebook]", then restart the kernel',
     )
+
+
+def initialized_backend(device_type: str) -> str | None:
+    """The name of a device library that is initialized in this process, such as ``"CUDA"``; None when there is none."""
+    torch = sys.modules.get("torch")
+    for name in dict.fromkeys(("cuda", "xpu", device_type)):
+        module = getattr(torch, name, None)
+        # The CPU needs no initialization and calls itself initialized.
+        if name != "cpu" and module is not None and getattr(module, "is_initialized", bool)():
+            return name.upper()
+    return None

@@ -1,4 +1,4 @@
-"""Runs a payload in a process of a job, and keeps the supervisor informed.
+"""Runs a payload in a process of a job, and keeps its supervisor informed.
 
 [Note: Control pipe] Every rank has one duplex pipe to the process that supervises it. The supervisor begins with
 ``(RankConfig, payload)``; from then on both send pairs of a kind and a content:
@@ -37,18 +37,29 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from fabric.errors import CollectiveMismatchError
 from fabric.launchers.process_exit import exit_process
 from fabric.launchers.serialize import dump_result
-from fabric.launchers.signals import ignore_signals, raise_on_signals
 from fabric.world import World
 
-__all__ = ["ControlThread", "Failure", "RankConfig", "RankPayload", "is_secondary", "main", "run", "run_payload"]
+__all__ = [
+    "ControlThread",
+    "Failure",
+    "RankConfig",
+    "RankPayload",
+    "StopRequest",
+    "is_secondary",
+    "main",
+    "raise_on_signals",
+    "run",
+    "run_payload",
+]
 
 _LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1  # seconds until the main thread is woken again; each is twice as long
 _PR_SET_PDEATHSIG = 1
 # How gloo, the stores and NCCL word it when another process has gone; they raise a plain RuntimeError.
 _PEER_LOST = ("closed by peer", "reset by peer")
@@ -229,7 +240,7 @@ def run_payload(control: Connection, config: RankConfig, payload: RankPayload) -
     thread.send("ready")
     code, outcome = _outcome(config, payload)
     # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
-    ignore_signals()
+    _ignore_signals()
     if isinstance(outcome, bytes):
         thread.send("finished", outcome)
     elif outcome is not None:
@@ -258,6 +269,97 @@ def _outcome(config: RankConfig, payload: RankPayload) -> tuple[int, bytes | Fai
         # What an exit handler would find if the interpreter had come to this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         return 1, Failure.of(error)
+
+
+class _RaiseOnce:
+    """Lets the first signal raise, so that ``finally`` blocks run, and ignores the ones that follow.
+
+    Ctrl-C in a terminal reaches a rank twice, from the terminal and from the parent, and the second would interrupt
+    the ``finally`` block.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Raise, this once."""
+        signal.signal(number, signal.SIG_IGN)
+        raise self._error
+
+
+def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> None:
+    """Let SIGTERM and, if ``interruptible``, SIGINT raise in the main thread, which is this one.
+
+    ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
+    """
+    signal.signal(signal.SIGTERM, _RaiseOnce(SystemExit(128 + signal.SIGTERM)))
+    if interruptible:
+        signal.signal(signal.SIGINT, _RaiseOnce(KeyboardInterrupt()))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it
+    # A signal that comes between the interpreter's last look and the start of a wait, or is taken by another thread,
+    # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    # A process that this one forks would write of its own signals here.
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def wake() -> None:
+        while received := os.read(reading, 1):
+            time.sleep(pause := _FIRST_PAUSE)
+            while isinstance(signal.getsignal(received[0]), _RaiseOnce):
+                signal.pthread_kill(main, received[0])
+                time.sleep(pause := min(2 * pause, _LONGEST_PAUSE))
+            acted(received[0])
+
+    threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
+
+
+def _ignore_signals() -> None:
+    """Ignore signals that would have raised: there is no ``finally`` left that they could run."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if isinstance(signal.getsignal(number), _RaiseOnce):
+            signal.signal(number, signal.SIG_IGN)
+
+
+class StopRequest:
+    """Notes SIGTERM from the first question on, instead of letting it raise. A handler of the user is still called."""
+
+    def __init__(self) -> None:
+        self._received = False
+        self._previous: Any = None
+        self._installed = False
+
+    def received(self) -> bool:
+        """Whether SIGTERM has come since this was first asked.
+
+        Raises:
+            ValueError: first asked in another thread than the main one, which alone may say what a signal means.
+        """
+        if not self._installed:
+            self._install()
+        return self._received
+
+    def close(self) -> None:
+        """Give SIGTERM back the meaning that it had."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._note:
+            # None: installed from C, which Python cannot put back.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+        self._installed = False
+
+    def _install(self) -> None:
+        self._previous = signal.signal(signal.SIGTERM, self._note)
+        self._installed = True
+        control = ControlThread.of_this_process()
+        if control is not None:
+            control.send("saving")
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = True
+        if callable(self._previous) and not isinstance(self._previous, _RaiseOnce):
+            self._previous(number, frame)
 
 
 def _pending_failure() -> Failure | None:

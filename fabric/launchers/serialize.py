@@ -135,16 +135,14 @@ def _refusal(call: Call, dump: Callable[[Any], bytes], by_value: bool) -> Except
         if not by_value and _needs_value(value):
             return MissingDependencyError(
                 f"launch({getattr(value, '__qualname__', name)})",
-                f"{name} is defined inside a function, in a notebook or at a prompt, where another process cannot "
-                "import it; it has to be pickled by value, and cloudpickle is not installed",
+                f"{name} is defined where another process cannot import it, and cloudpickle is not installed",
                 "a function at the top level of a module, or any function once cloudpickle is there",
                 'pip install "torch-fabric[notebook]"',
             )
-        if isinstance(_attempt(dump, value), Exception):
-            break
-    else:
-        name, value = "fn", fn
-    where, part, error = _culprit(name, value, dump)
+    where, part, error = next(
+        (_culprit(name, value, dump) for name, value in parts.items() if isinstance(_attempt(dump, value), Exception)),
+        ("fn", fn, None),
+    )
     return ArgumentTypeError(
         f"launch({getattr(fn, '__qualname__', fn)}, ...)",
         f"{where} is a {type(part).__qualname__}, which cannot be pickled: {error}",
