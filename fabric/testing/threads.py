@@ -82,8 +82,9 @@ class ThreadedWorld:
             thread.join(max(0.0, deadline - time.monotonic()))
         for rank, thread in enumerate(threads):
             if thread.is_alive():
-                reports.setdefault(rank, _stuck(rank, thread, limit, mailbox.is_waiting(rank)))
-        mailbox.cancel(f"the call did not end within {limit:g} s")
+                reports.setdefault(rank, _stuck(rank, thread, limit, rank in mailbox.waiting))
+        for rank in list(reports):
+            mailbox.leave(rank, reports[rank].did)
         for thread in threads:
             thread.join(_EXIT)
         if any(report.failed for report in reports.values()):
@@ -159,14 +160,17 @@ class _PeerLost(UsageError, ConnectionError):
 
 
 class _Mailbox:
-    """Where the ranks of one call leave values for each other; see the note at the top."""
+    """Where the ranks of one call leave values for each other; see the note at the top.
+
+    Attributes:
+        waiting: the ranks that wait for another just now.
+    """
 
     def __init__(self) -> None:
+        self.waiting: set[int] = set()
         self._changed = threading.Condition()
         self._values: dict[Hashable, list[Any]] = {}
         self._left: dict[int, str] = {}
-        self._waiting: set[int] = set()
-        self._cancelled = ""
 
     def put(self, key: Hashable, value: Any, readers: int) -> None:
         """Leave a value that so many ranks will take."""
@@ -177,13 +181,13 @@ class _Mailbox:
     def take(self, key: Hashable, author: int, reader: int, request: str) -> Any:
         """Wait for the value that another rank puts there."""
         with self._changed:
-            self._waiting.add(reader)
-            self._changed.wait_for(lambda: key in self._values or author in self._left or self._cancelled)
-            self._waiting.discard(reader)
+            self.waiting.add(reader)
+            self._changed.wait_for(lambda: key in self._values or author in self._left)
+            self.waiting.discard(reader)
             if key not in self._values:
                 raise _PeerLost(
                     f"{request} on rank {reader}",
-                    self._cancelled or f"rank {author} {self._left[author]} and did not call it",
+                    f"rank {author} {self._left[author]} and did not call it",
                     "the same calls on all ranks, in the same order",
                     "look for a branch on the rank before this call",
                 )
@@ -194,21 +198,10 @@ class _Mailbox:
             return entry[0]
 
     def leave(self, rank: int, did: str) -> None:
-        """Note that a rank makes no more calls."""
+        """Note that a rank makes no more calls; those that wait for it raise."""
         with self._changed:
             self._left[rank] = did
             self._changed.notify_all()
-
-    def cancel(self, reason: str) -> None:
-        """Raise in all ranks that still wait."""
-        with self._changed:
-            self._cancelled = reason
-            self._changed.notify_all()
-
-    def is_waiting(self, rank: int) -> bool:
-        """Whether a rank waits for another just now."""
-        with self._changed:
-            return rank in self._waiting
 
 
 class ThreadCommunicator(Communicator):
