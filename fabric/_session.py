@@ -85,8 +85,6 @@ class Session:
                 self._owns,
                 self._bypass.left_local,
                 self.runtime.store,
-                world.rank,
-                world.world_size,
             )
             self._training = TrainingChecks(context, self._arrange_backward)
         self._arrange_backward()

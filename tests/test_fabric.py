@@ -163,7 +163,7 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
         ArgumentTypeError,
         ["Recorded", "no environment"],
     ),
-    "checkpoint_io class": (lambda t: DDPStrategy(checkpoint_io=dict), ArgumentTypeError, ["it is a class"]),
+    "checkpoint_io class": (lambda t: DDPStrategy(checkpoint_io=dict), ArgumentTypeError, ["it is no object"]),
     "checkpoint_io": (lambda t: SingleDeviceStrategy(checkpoint_io="x"), ArgumentTypeError, ["save", "wait"]),
     "metric": (
         lambda t: single(loggers=CSVLogger(t.path)).log("loss", torch.ones(2)),

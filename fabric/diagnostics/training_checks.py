@@ -47,16 +47,12 @@ class CheckContext:
         owns: whether a parameter belongs to one of them.
         left_local: whether the last backward pass left gradients of this rank alone.
         store: where ranks leave fingerprints for each other.
-        rank: rank of this process.
-        world_size: number of ranks.
     """
 
     contracts: Callable[[], Sequence[GradientContract]]
     owns: Callable[[Tensor], bool]
     left_local: Callable[[], bool]
     store: JobStore
-    rank: int
-    world_size: int
 
 
 class TrainingChecks:
@@ -119,7 +115,7 @@ class _OptimizerChecks:
 
     def __init__(self, optimizer: Optimizer, number: int, context: CheckContext) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
-        self._context, self._rank, self._store = context, context.rank, context.store
+        self._context, self._rank, self._store = context, context.store.rank, context.store
         self._seen = self._steps = self._backwards = self._without = 0
         self._arrived: set[int] = set()
         self._posted: list[_Posted] = []
@@ -173,7 +169,7 @@ class _OptimizerChecks:
             f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
-            if self._context.world_size > 1 and id(parameter) in with_gradient and not self._context.owns(parameter)
+            if self._store.size > 1 and id(parameter) in with_gradient and not self._context.owns(parameter)
         ]
         if foreign:
             raise UsageError(

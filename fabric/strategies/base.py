@@ -69,7 +69,13 @@ class Strategy(ABC):
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
     ) -> None:
-        _check_checkpoint_io(checkpoint_io)
+        if isinstance(checkpoint_io, type) or (checkpoint_io is not None and not hasattr(checkpoint_io, "save")):
+            raise ArgumentTypeError(
+                f"checkpoint_io={checkpoint_io!r}",
+                "it is no object with save, load, remove and wait",
+                "a format of fabric.checkpoint, or an object with these methods",
+                "checkpoint_io=fabric.checkpoint.FullCheckpoint()",
+            )
         self.accelerator = accelerator
         self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
         self.cluster_environment = cluster_environment
@@ -282,10 +288,10 @@ class Strategy(ABC):
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """A context that skips the synchronisation of gradients, for all micro-batches of an accumulation but the last.
+        """A context that skips the synchronization of gradients, for all micro-batches of an accumulation but the last.
 
         It has to cover the forward pass and the backward pass. Nothing is skipped when ``enabled`` is false, or where
-        there is nothing to synchronise.
+        there is nothing to synchronize.
         """
         return nullcontext()
 
@@ -338,7 +344,7 @@ class Strategy(ABC):
         return broadcast(self.communicator(group), obj, src, self.root_device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
-        """Wait until every process is here; ``name`` appears in the error when one does not come.
+        """Wait until every process calls it; ``name`` appears in the error when one does not.
 
         Collective over the group.
         """
@@ -361,18 +367,13 @@ class Strategy(ABC):
             return group
         if isinstance(group, dist.ProcessGroup):
             return self.runtime.communicator_over(group)
-        if isinstance(group, NonMember) or group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise UsageError(
-                f"a collective with group={group!r} on rank {self.global_rank}",
-                "this process is not a member of the group",
-                "collectives of a group on its members",
-                "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
-            )
-        raise ArgumentTypeError(
+        is_outside = isinstance(group, NonMember) or group == dist.GroupMember.NON_GROUP_MEMBER
+        problem = "this process is not a member of the group" if is_outside else f"a {type(group).__name__} is no group"
+        raise (UsageError if is_outside else ArgumentTypeError)(
             f"a collective with group={group!r} on rank {self.global_rank}",
-            f"a {type(group).__name__} is no group",
-            "what fabric.new_group(ranks) returned, a torch ProcessGroup, or None for all processes",
-            "group = fabric.new_group([0, 1])",
+            problem,
+            "what fabric.new_group(ranks) returned on its members, a torch ProcessGroup, or None for all processes",
+            "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
         )
 
     def _own_runtime(self) -> Runtime:
@@ -382,9 +383,7 @@ class Strategy(ABC):
         if isinstance(accelerator, str) or any(device.type != accelerator.name for device in devices):
             raise ConfigurationError(
                 f"{type(self).__name__}(accelerator={self.accelerator!r}, parallel_devices={self.parallel_devices!r})",
-                "a strategy that is used without Fabric needs an accelerator object, and devices of its type",
-                "an instance of a class of fabric.accelerators",
-                "accelerator=CUDAAccelerator(), or Fabric(strategy=...), which understands names",
+                "without Fabric it needs an accelerator object, such as CUDAAccelerator(), and devices of its type",
             )
         found = detect(os.environ, [environment]) if environment else detect(os.environ)
         world = World() if found is None else found[1]
@@ -467,16 +466,4 @@ def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[
             f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
             ", ".join(sorted(known)),
             f"{strategy}() without it, or one of these names",
-        )
-
-
-def _check_checkpoint_io(io: Any) -> None:
-    methods = ("save", "load", "remove", "wait")
-    missing = [name for name in methods if isinstance(io, type) or not callable(getattr(io, name, None))]
-    if io is not None and missing:
-        raise ArgumentTypeError(
-            f"checkpoint_io={io!r}",
-            "it is a class, not an object" if isinstance(io, type) else f"it has no method {', '.join(missing)}",
-            "an object with save(state, path), load(path), remove(path) and wait()",
-            "checkpoint_io=fabric.checkpoint.FullCheckpoint()",
         )

@@ -108,7 +108,7 @@ class DDPStrategy(ParallelStrategy):
                 "DDPStrategy(sync_batchnorm=True) on the CPU",
                 "torch's SyncBatchNorm refuses inputs on the CPU",
                 'sync_batchnorm=True with accelerator="cuda"',
-                "DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronisation",
+                "DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronization",
             )
 
     @override
@@ -173,16 +173,16 @@ class DDPStrategy(ParallelStrategy):
         if not self.is_distributed:
             return None
         unfit = [type(module).__name__ for module in modules if not isinstance(module, DistributedDataParallel)]
-        wrong = f"{', '.join(unfit)} has no gradients that are synchronised" if unfit else ""
+        problem = f"{', '.join(unfit)} has no gradients that are synchronized" if unfit else ""
         if self.model_averaging_period is not None:
-            wrong = "model_averaging_period averages parameters over all ranks within the step"
+            problem = "model_averaging_period averages parameters over all ranks within the step"
         elif self.sync_batchnorm:
-            wrong = "sync_batchnorm=True computes statistics over all ranks within the forward pass"
-        if wrong:
+            problem = "sync_batchnorm=True computes statistics over all ranks within the forward pass"
+        if problem:
             raise UsageError(
                 f"fabric.join(...) with DDPStrategy on rank {self.global_rank}",
-                f"{wrong}, and a rank without batches cannot answer for that",
-                "modules with trainable parameters, without model averaging and without synchronised batch norm",
+                f"{problem}, and a rank without batches cannot do that for the others",
+                "modules with trainable parameters, without model averaging and without synchronized batch norm",
                 'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
             )
         return _joined(modules, divide_by_all)
