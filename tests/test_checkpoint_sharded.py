@@ -33,6 +33,7 @@ from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.atomic import replace_folder
 from fabric.checkpoint.state import read_metadata, with_metadata
+from fabric.communicators import Collective, Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, RankFailedError
 from fabric.testing import generators
 from fabric.tree import map_tensors
@@ -762,3 +763,34 @@ def test_a_save_passes_through_few_files(path):
     for found in run_in_ranks(entered_files, path):
         assert len(found["FullCheckpoint"]) <= 12, sorted(found["FullCheckpoint"])
         assert len(found["ShardedCheckpoint"]) <= 12, sorted(found["ShardedCheckpoint"])
+
+
+class Counting(Communicator):
+    """Notes what passes through another communicator on this rank: each operation, with its bytes."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner, self.calls = inner, Counter[str]()
+        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+
+    def run(self, collective: Collective) -> Any:
+        sent = collective.buffer
+        self.calls[collective.operation.value] += getattr(sent, "nbytes", None) or len(sent or b"")
+        return self.inner.run(collective)
+
+    def new_group(self, ranks: Any) -> Communicator | None:
+        return self.inner.new_group(ranks)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def counted(fabric: Fabric, path: Path) -> Counter[str]:
+    counting = Counting(communicator(fabric))
+    io.save({"model": Net().state_dict(), "step": 1}, path, counting, {"rng": torch.get_rng_state()})
+    return counting.calls
+
+
+def test_what_a_rank_exchanges_for_a_save_does_not_grow_with_the_number_of_ranks(path):
+    two, four = (run_in_ranks(counted, path, ranks=ranks) for ranks in (2, 4))
+    assert two[1] == four[1] == four[3]
+    assert set(two[1]) == {"all_reduce", "broadcast_object", "gather", "scatter"}
