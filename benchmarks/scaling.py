@@ -4,8 +4,8 @@
 with fabric, in one process that poses as rank 0 of ever larger worlds: torch's `fake` backend answers every collective
 at once, with values that mean nothing. What is counted does not depend on them: the processor's time until all is set
 up, the collectives of a step and the bytes handed to them, the memory that Python holds after setup, and the keys that
-stay in the job's store. `--quick` takes two worlds and a smaller model; `--plot FILE` draws the figure of
-docs/scaling.md, with matplotlib.
+stay in the job's store. A second table has the bytes that ranks exchange while they save in shards. `--quick` takes two
+worlds and a smaller model; `--plot FILE` draws the figure of docs/scaling.md, with matplotlib.
 
 The exit code is 1 where a step of ours has other collectives or bytes than raw torch's, or where what we hold beyond
 raw torch, or leave in the store, grows with the world.
@@ -18,11 +18,13 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +34,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from fabric import Fabric
+from fabric.checkpoint import ShardedCheckpoint
+from fabric.communicators import Collective, Communicator, Operation
 from fabric.strategies import DDPStrategy, FSDPStrategy
+from fabric.testing import ThreadedWorld
 
-__all__ = ["Cost", "broken", "main", "measure"]
+__all__ = ["Cost", "broken", "exchanged_by_a_save", "main", "measure"]
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("ddp", "fsdp", "HYBRID_SHARD")
@@ -272,6 +278,54 @@ def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
     return min(found)
 
 
+class Enlarged(Communicator):
+    """Two ranks that take themselves for the first and the last of many; those between are copies of the last.
+
+    Attributes:
+        bytes: that this rank has passed to collectives and got back.
+    """
+
+    def __init__(self, inner: Communicator, size: int) -> None:
+        self._inner, self.rank, self.size, self.device = inner, inner.rank * (size - 1), size, inner.device
+        self.bytes = 0
+
+    @override
+    def run(self, collective: Collective) -> Any:
+        rows = collective.rows
+        answer = self._inner.run(collective if rows is None else replace(collective, rows=rows[[0, -1]].clone()))
+        if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and answer is not None:
+            answer = torch.cat([answer[:1], answer[1:].expand(self.size - 1, *answer.shape[1:])])
+        elif collective.operation is Operation.GATHER_OBJECTS:
+            answer = [answer[0], *[answer[1]] * (self.size - 1)]
+        self.bytes += sum(map(_bytes, (collective.buffer, rows, answer)))
+        return answer
+
+    @override
+    def new_group(self, ranks: Sequence[int]) -> Communicator:
+        raise AssertionError("a save makes no groups")
+
+    @override
+    def close(self) -> None:
+        pass
+
+
+def _bytes(value: Any) -> int:
+    return sum(len(leaf) if isinstance(leaf, bytes) else _size(leaf) for leaf in tree_leaves(value))
+
+
+def exchanged_by_a_save(world: int) -> list[int]:
+    """Bytes that the first and the last rank of a world pass to collectives and get back while they save in shards."""
+
+    def save(fabric: Fabric, path: Path) -> int:
+        communicator = Enlarged(fabric.strategy.communicator(), world)
+        state = {"model": Stack(QUICK_LAYERS).state_dict(), "step": 3}
+        ShardedCheckpoint().save(state, path, communicator, per_rank={"rng": torch.get_rng_state()})
+        return communicator.bytes
+
+    with tempfile.TemporaryDirectory() as folder:
+        return ThreadedWorld(2, timeout=DEADLINE).run(save, Path(folder, "state"))
+
+
 def broken(results: Results) -> Iterable[str]:
     """What is not as it should be."""
     smallest = results[min(results)]
@@ -344,6 +398,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for world, costs in results.items():
         for kind, cost in costs.items():
             print(row(world, kind, cost))
+    print("\n| processes | bytes exchanged by a save: first rank | any other |\n|--:|--:|--:|")
+    for world in results:
+        print(f"| {world:,} |", " | ".join(f"{count:,}" for count in exchanged_by_a_save(world)), "|")
     if args.plot is not None:
         plot(results, args.plot)
     failures = list(broken(results))

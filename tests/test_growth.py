@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.scaling import KINDS, Cost, broken, measure, per_step
+from benchmarks.scaling import KINDS, Cost, broken, exchanged_by_a_save, measure, per_step
 
 WORLDS = (8, 512)
 COST = Cost(seconds=1.0, collectives=[{"all_reduce": 1}], bytes=[64], held=1000, keys=1)
@@ -15,6 +15,11 @@ def test_a_step_costs_what_raw_torch_costs_and_nothing_of_ours_grows_with_the_wo
     # Each of the blocks and the root: gathered for the forward pass, the blocks again for the backward pass, reduced.
     assert [per_step(costs[512][kind]["ours"]) for kind in KINDS] == [1, 8, 11]
     assert all(cost["ours"].bytes[0] > 0 for kinds in costs.values() for cost in kinds.values())
+
+
+def test_a_rank_exchanges_as_much_for_a_save_however_many_there_are() -> None:
+    few, many = (exchanged_by_a_save(world)[1] for world in WORLDS)
+    assert many - few < 100  # numbers of ranks have more digits
 
 
 @pytest.mark.parametrize(
