@@ -37,7 +37,10 @@ __all__ = ["RankPool"]
 # rank that hangs to write where it does.
 _START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
 # In the innermost frame of a rank that waits for others; the second is checked mode.
-_WHERE_RANKS_WAIT = (os.path.join("torch", "distributed", ""), os.path.join("fabric", "communicators", ""))
+_WHERE_RANKS_WAIT = tuple(
+    os.path.join(*parts)
+    for parts in (("torch", "distributed", ""), ("fabric", "communicators", ""), ("fabric", "diagnostics", "checker"))
+)
 
 
 class RankPool:
