@@ -96,9 +96,22 @@ class Session:
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer], scheduler: Any) -> None:
         """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
         modules = list(self.originals) if module is None else [module]
-        given = [*([] if module is None else [uncompiled(module)]), *optimizers]
-        _check_updates(optimizers, modules)
-        _check_new(given, [*self.originals, *self.optimizers])
+        parameters = {id(parameter) for one in modules for parameter in one.parameters()}
+        known: list[Any] = [*self.originals, *self.optimizers]
+        for one in [*([] if module is None else [uncompiled(module)]), *optimizers]:
+            if isinstance(one, FabricModule) or any(one is other for other in known):
+                problem = "it has been set up already"
+            elif isinstance(one, Optimizer) and not _updates(one, parameters):
+                problem = "none of its parameters belongs to a module that is set up"
+            else:
+                known.append(one)
+                continue
+            raise UsageError(
+                f"setup of {type(one.module if isinstance(one, FabricModule) else one).__name__}",
+                problem,
+                "each module and optimizer once; an optimizer with or after the module of its parameters",
+                "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))",
+            )
         if scheduler is not None and getattr(scheduler, "optimizer", None) not in optimizers:
             raise ArgumentTypeError(
                 f"scheduler={type(scheduler).__name__}",
@@ -347,31 +360,6 @@ def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool
         yield
 
 
-def _check_new(given: Sequence[Any], known: Sequence[Any]) -> None:
-    """Raise for a module or an optimizer that is set up already, or given twice."""
-    for index, one in enumerate(given):
-        if isinstance(one, FabricModule) or any(one is other for other in (*known, *given[:index])):
-            raise UsageError(
-                f"setup of {type(one.module if isinstance(one, FabricModule) else one).__name__}",
-                "it has been set up already",
-                "one setup for each module and each optimizer",
-                "model, optimizer = fabric.setup(model, optimizer) once, and these results from then on",
-            )
-
-
-def _check_updates(optimizers: Sequence[Optimizer], modules: Sequence[nn.Module]) -> None:
-    """Raise for an optimizer that updates no parameter of these modules."""
-    parameters = {id(parameter) for module in modules for parameter in module.parameters()}
-    for optimizer in optimizers:
-        if not _updates(optimizer, parameters):
-            raise UsageError(
-                f"setup of {type(optimizer).__name__}",
-                "none of its parameters belongs to a module that is set up",
-                "the module first, or both together; and an optimizer made from that module's parameters",
-                "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))",
-            )
-
-
 def _updates(optimizer: Optimizer, parameters: Collection[int]) -> bool:
     """Whether any parameter of the optimizer is among these, given by their ids."""
     return any(id(parameter) in parameters for group in optimizer.param_groups for parameter in group["params"])
@@ -380,16 +368,18 @@ def _updates(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 @contextmanager
 def _rank_zero_first(communicator: Communicator) -> Iterator[None]:
     """Within, rank 0 goes first and tells the others how it ended."""
-    if communicator.rank > 0:
-        failure = communicator.broadcast_object(None, 0)
-        if failure is not None:
-            problem = f"the first process raised {failure}"
-            raise UsageError(f"rank_zero_first() on rank {communicator.rank}", problem, "a block that it finishes")
-        yield
+    failure = None
+    if communicator.rank == 0:
+        try:
+            yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            communicator.broadcast_object(failure, 0)
         return
-    try:
-        yield
-    except BaseException as error:
-        communicator.broadcast_object(f"{type(error).__name__}: {error}", 0)
-        raise
-    communicator.broadcast_object(None, 0)
+    failure = communicator.broadcast_object(None, 0)
+    if failure is not None:
+        problem = f"the first process raised {failure}"
+        raise UsageError(f"rank_zero_first() on rank {communicator.rank}", problem, "a block that it finishes")
+    yield
