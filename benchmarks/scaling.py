@@ -293,9 +293,10 @@ class Enlarged(Communicator):
     def run(self, collective: Collective) -> Any:
         rows = collective.rows
         answer = self._inner.run(collective if rows is None else replace(collective, rows=rows[[0, -1]].clone()))
-        if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and answer is not None:
-            answer = torch.cat([answer[:1], answer[1:].expand(self.size - 1, *answer.shape[1:])])
-        elif collective.operation is Operation.GATHER_OBJECTS:
+        if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and isinstance(answer, Tensor):
+            copies = answer[1:].expand(self.size - 1, *answer.shape[1:])
+            answer = torch.cat([answer[:1], copies])
+        elif isinstance(answer, list):
             answer = [answer[0], *[answer[1]] * (self.size - 1)]
         self.bytes += sum(map(_bytes, (collective.buffer, rows, answer)))
         return answer
