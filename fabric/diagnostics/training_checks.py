@@ -14,7 +14,7 @@ a warning, after the last of these steps.
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -115,7 +115,7 @@ class _OptimizerChecks:
 
     def __init__(self, optimizer: Optimizer, number: int, context: CheckContext) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
-        self._context, self._rank, self._store = context, context.store.rank, context.store
+        self._context, self._store = context, context.store
         self._seen = self._steps = self._backwards = self._without = 0
         self._arrived: set[int] = set()
         self._posted: list[_Posted] = []
@@ -144,19 +144,18 @@ class _OptimizerChecks:
         # A closure computes the gradients within the step.
         if self.is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
-        trained = _trained(optimizer)
-        ids = {id(parameter) for parameter in trained}
-        self._check_reduced(ids)
-        with_gradient = {id(parameter) for parameter in trained if parameter.grad is not None}
+        trained = {id(parameter) for parameter in _trained(optimizer)}
+        self._check_reduced(trained)
+        with_gradient = {id(parameter) for parameter in _trained(optimizer) if parameter.grad is not None}
         self._check_owned(optimizer, with_gradient)
         self._arrived |= with_gradient
-        self._check_arrived(ids)
+        if self._backwards:
+            self._check_arrived(trained)
 
     def _check_reduced(self, trained: set[int]) -> None:
         for contract in self._context.contracts():
             if waiting := {id(parameter) for parameter in contract.unreduced()} & trained:
-                raise UsageError(
-                    f"{self._kind}.step() on rank {self._rank}",
+                self._refuse(
                     "the last backward pass did not reduce the gradients, so that the step would not see those of "
                     f"{_names(contract, waiting)}",
                     "a step after a backward pass with synchronization",
@@ -164,29 +163,25 @@ class _OptimizerChecks:
                 )
 
     def _check_owned(self, optimizer: Optimizer, with_gradient: set[int]) -> None:
-        # In a single process nothing has to be synchronized.
         foreign = [
             f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
-            if self._store.size > 1 and id(parameter) in with_gradient and not self._context.owns(parameter)
+            if id(parameter) in with_gradient and not self._context.owns(parameter)
         ]
-        if foreign:
-            raise UsageError(
-                f"{self._kind}.step() on rank {self._rank}",
+        # In a single process nothing has to be synchronized.
+        if foreign and self._store.size > 1:
+            self._refuse(
                 f"these belong to no module that is set up, and their gradients differ between ranks: {_some(foreign)}",
                 "parameters of modules that went through setup()",
                 f"fabric.setup(module) for the module that has them, be it the loss function; {_OFF}",
             )
 
     def _check_arrived(self, trained: set[int]) -> None:
-        if not self._backwards:
-            return
         for contract in self._context.contracts():
             missing = self._missing(contract, trained)
             if missing and contract.needs_all_gradients:
-                raise UsageError(
-                    f"{self._kind}.step() on rank {self._rank}",
+                self._refuse(
                     f"no gradient has arrived at {_names(contract, missing)}, and without these gradients the others "
                     "are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
@@ -194,12 +189,14 @@ class _OptimizerChecks:
                 )
         self._without = 0 if trained & self._arrived else self._without + 1
         if self._without >= _STEPS and trained:
-            raise UsageError(
-                f"{self._kind}.step() on rank {self._rank}, for the second time",
+            self._refuse(
                 f"no gradient has arrived at any of its parameters in {self._backwards} backward pass(es)",
                 "an optimizer of parameters that the loss is computed from",
                 f"loss = loss_function(model(batch), target); fabric.backward(loss); {_OFF}",
             )
+
+    def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
+        raise UsageError(f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion)
 
     def _missing(self, contract: GradientContract, trained: set[int]) -> set[int]:
         """Parameters of a module that have had no gradient although others of it have."""
@@ -227,7 +224,7 @@ class _OptimizerChecks:
             posted = _Posted(self._steps, names, fingerprint(tensors))
             self._compare(posted)
             self._posted.append(posted)
-        if not self.is_finished or not self._backwards or self._rank > 0:
+        if not self.is_finished or not self._backwards or self._store.rank > 0:
             return
         for contract in contracts:
             missing = self._missing(contract, own)
@@ -245,7 +242,7 @@ class _OptimizerChecks:
             self._refuse_other(posted, self._store.get_nowait(self._key(posted, "other")))
 
     def _compare(self, posted: _Posted) -> None:
-        own = self._rank.to_bytes(_RANK, "little") + posted.values
+        own = self._store.rank.to_bytes(_RANK, "little") + posted.values
         first = self._store.set_if_absent(self._key(posted, "first"), own)
         if first[_RANK:] != posted.values:
             self._store.set(self._key(posted, "other"), own)
@@ -266,8 +263,8 @@ class _OptimizerChecks:
         pairs = zip(posted.names, _words(posted.values), _words(written[_RANK:]), strict=False)
         names = [name for name, mine, theirs in pairs if mine != theirs]
         raise UsageError(
-            f"step {posted.step} of {self._kind} on rank {self._rank}",
-            f"the replicas of ranks {min(self._rank, other)} and {max(self._rank, other)} differ after it: "
+            f"step {posted.step} of {self._kind} on rank {self._store.rank}",
+            f"the replicas of ranks {min(self._store.rank, other)} and {max(self._store.rank, other)} differ after it: "
             f"{_some(names)}",
             f"the same gradients and the same step on all ranks{cause}",
             f"forward and backward through model, and a step after a backward pass with synchronization; {_OFF}",

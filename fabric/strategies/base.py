@@ -433,17 +433,17 @@ class ParallelStrategy(Strategy):
                 tensor.copy_(self.broadcast(tensor.detach()))
 
     def _check_options(self, backend: str | None, timeout: Any, start_method: str, num_nodes: int) -> None:
-        asked, wrong, valid = type(self).__name__, "", ""
+        name, problem, expected = type(self).__name__, "", ""
         if backend is not None and backend not in dist.Backend.backend_list:
-            wrong, valid = f"process_group_backend={backend!r} is unknown", ", ".join(dist.Backend.backend_list)
+            problem, expected = f"process_group_backend={backend!r} is unknown", ", ".join(dist.Backend.backend_list)
         elif not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            wrong, valid = f"timeout={timeout!r} is not a positive timedelta", "timeout=timedelta(seconds=1800)"
+            problem, expected = f"timeout={timeout!r} is not a positive timedelta", "timeout=timedelta(seconds=1800)"
         elif start_method not in START_METHODS:
-            wrong, valid = f"start_method={start_method!r} is unknown", ", ".join(START_METHODS)
+            problem, expected = f"start_method={start_method!r} is unknown", ", ".join(START_METHODS)
         elif isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-            wrong, valid = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
-        if wrong:
-            raise ConfigurationError(f"{asked}(...)", wrong, valid, f"{asked}() for the defaults")
+            problem, expected = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
+        if problem:
+            raise ConfigurationError(f"{name}(...)", problem, expected, f"{name}() for the defaults")
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:

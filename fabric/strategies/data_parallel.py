@@ -378,10 +378,10 @@ def _join(path: str, values: Sequence[Any]) -> Any:
     return first
 
 
-def _refuse_outputs(path: str, wrong: str) -> None:
+def _refuse_outputs(path: str, problem: str) -> None:
     raise ConfigurationError(
         f"gathering {path} of a forward pass under dp",
-        f"it cannot be joined along dim 0: {wrong}",
+        f"it cannot be joined along dim 0: {problem}",
         "collections of the same structure; tensors that differ in dim 0 alone; other objects that are equal",
         "return tensors of shape (batch part, ...), or torch.tensor(number) for a vector with one entry a replica",
     )

@@ -299,21 +299,24 @@ def _without_sync(wrapper: DistributedDataParallel) -> Any:
 
 
 def _check_hook(state: Any, hook: Any, wrapper: Any, period: int | None) -> None:
-    wrong = valid = ""
+    problem = expected = ""
     if hook is not None and not callable(hook):
-        wrong, valid = f"ddp_comm_hook={hook!r} cannot be called", "a function hook(state, bucket) -> Future[Tensor]"
+        problem, expected = (
+            f"ddp_comm_hook={hook!r} cannot be called",
+            "hook(state, bucket) -> Future[Tensor]",
+        )
     elif wrapper is not None and hook is None:
-        wrong, valid = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap", "both, or neither"
+        problem, expected = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap", "both, or neither"
     elif period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
-        wrong, valid = f"model_averaging_period={period!r} is not a number of steps", "an integer from 1"
+        problem, expected = f"model_averaging_period={period!r} is not a number of steps", "an integer from 1"
     elif period is not None and not hasattr(state, "start_localSGD_iter"):
-        wrong = f"model_averaging_period={period} with ddp_comm_state={state!r}: replicas that are never let drift"
-        valid = "a PostLocalSGDState as ddp_comm_state and post_localSGD_hook as ddp_comm_hook"
-    if wrong:
+        problem = f"model_averaging_period={period} with ddp_comm_state={state!r}: replicas that never drift"
+        expected = "a PostLocalSGDState as ddp_comm_state and post_localSGD_hook as ddp_comm_hook"
+    if problem:
         raise ConfigurationError(
             "DDPStrategy(...)",
-            wrong,
-            valid,
+            problem,
+            expected,
             "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook), for instance",
         )
 
