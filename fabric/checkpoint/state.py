@@ -3,8 +3,7 @@
 [Note: plain state]
 State is *plain* when ``torch.load(weights_only=True)`` can read it again: tensors, numbers, strings, bytes, ``None``,
 dtypes, devices, and dicts, lists, tuples and sets of these; by exact type, since a subclass is rebuilt by running its
-code. Anything else is refused when it is saved, which costs a line to change, and not when it is loaded, when the run
-is over.
+code. Anything else is refused when it is saved, not when it is loaded, when the run is over.
 
 [Note: JSON with type tags]
 What JSON has no type for is an object with one key that begins with ``$``, the *tag*: ``{"$tuple": [1, 2]}``,
@@ -175,11 +174,7 @@ def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> di
 
 
 def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`with_metadata` added; empty for a file that was not written by fabric.
-
-    Raises:
-        CheckpointError: a newer fabric wrote the file, in a format that this one does not know.
-    """
+    """What :func:`with_metadata` added, if anything; a CheckpointError for the format of a newer fabric."""
     metadata = loaded.get(METADATA_KEY, {})
     version = metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None
     if not isinstance(version, int) or version > FORMAT_VERSION:
@@ -353,8 +348,8 @@ def _base64(content: bytes | memoryview) -> str:
     return base64.b64encode(content).decode()
 
 
-def _unpack(format: str, text: str) -> tuple[float, ...]:
-    return struct.unpack(format, bytes.fromhex(text))
+def _read_complex(parts: Any) -> complex:
+    return complex(*map(unflatten_state, parts))
 
 
 def _constant(name: str, kind: type) -> Any:
@@ -367,12 +362,12 @@ def _constant(name: str, kind: type) -> Any:
 # By type: the tag, what is written behind it, and how that is read.
 _ATOMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
     int: ("$int", hex, lambda text: int(text, 16)),
-    float: ("$float", lambda value: struct.pack("<d", value).hex(), lambda text: _unpack("<d", text)[0]),
-    complex: (
-        "$complex",
-        lambda value: struct.pack("<2d", value.real, value.imag).hex(),
-        lambda text: complex(*_unpack("<2d", text)),
+    float: (
+        "$float",
+        lambda value: struct.pack("<d", value).hex(),
+        lambda text: struct.unpack("<d", bytes.fromhex(text))[0],
     ),
+    complex: ("$complex", lambda value: [encode(value.real), encode(value.imag)], _read_complex),
     str: (
         "$str",
         lambda value: value.encode("utf-8", "surrogatepass").hex(),
