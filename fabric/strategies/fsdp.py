@@ -33,14 +33,14 @@ from fabric.strategies.fsdp_options import (
     parse_mixed_precision,
     parse_sharding_strategy,
     parse_state_dict_type,
-    policy_of_precision,
 )
-from fabric.strategies.init_module import MappedMemory, built_for_shards, check_source
-from fabric.strategies.initial_values import check_same_model, check_shardable, receive_values
+from fabric.strategies.init_module import MappedMemory, built_for_shards, check_source, receive_values
 from fabric.strategies.sharded_forward import ShardedForward
 from fabric.strategies.wrapping import (
     WrapPolicy,
     check_activation_checkpointing,
+    check_same_model,
+    check_shardable,
     check_wrap_policy,
     find_fsdp_modules,
     find_recomputed,
@@ -193,23 +193,8 @@ class FSDPStrategy(ParallelStrategy):
     def module_init_context(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
         """A context in which modules are built for :meth:`setup_module`, which gives each rank its shards.
 
-        The values, and the state of torch's generator afterwards, are those of the same build on the CPU, in the dtype
-        of the precision. Memory that the build needs is scratch space on disk: the whole model, once for each rank of
-        the node, in the folder for temporary files (``TMPDIR``). It is free again as :meth:`setup_module` shards one
-        FSDP module after another; every rank then has shards of rank 0's values.
-
-        With ``source="rank0"`` only rank 0 has values and needs scratch space. On the other ranks parameters and
-        buffers of 64 KB or more are meta tensors. Collective when the context is left, if so: a rank whose generator
-        was in rank 0's state gets the state that rank 0's is in.
-
-        Args:
-            empty_init: parameters of 64 KB or more are meta tensors until :meth:`setup_module`, for a model that a
-                checkpoint fills. Takes no scratch space.
-            source: ``"every_rank"`` or ``"rank0"``.
-
-        Raises:
-            ConfigurationError: another source.
-            UsageError: on entering and within, the scratch space is full.
+        See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``. With ``source="rank0"`` it is
+        collective when it is left: a rank whose generator was in rank 0's state gets the state that rank 0's is in.
         """
         check_source(source)
         return self._building(empty_init, source)
@@ -272,11 +257,16 @@ class FSDPStrategy(ParallelStrategy):
         return fsdp_modules
 
     def _shard(self, module: nn.Module, is_root: bool) -> None:
-        from torch.distributed.fsdp import fully_shard  # takes a second to import
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
 
         whole = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
         receive_values(self.runtime.communicator, module, list(whole.values()), self._memory)
-        policy = self.mixed_precision or policy_of_precision(self.runtime.precision)
+        precision = self.runtime.precision
+        policy = self.mixed_precision or MixedPrecisionPolicy(
+            param_dtype=precision.compute_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            output_dtype=precision.output_dtype,
+        )
         if not is_root:
             # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
             policy = replace(policy, output_dtype=None)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.precision import Precision
 from fabric.strategies.base import check_passed_on
 
 if TYPE_CHECKING:
@@ -22,7 +21,6 @@ __all__ = [
     "parse_mixed_precision",
     "parse_sharding_strategy",
     "parse_state_dict_type",
-    "policy_of_precision",
 ]
 
 SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
@@ -42,9 +40,9 @@ def parse_sharding_strategy(value: Any) -> str:
         return name
     raise ConfigurationError(
         f"FSDPStrategy(sharding_strategy={value!r})",
-        "replicas without shards are what DDP does" if name == "NO_SHARD" else "there is no such sharding strategy",
+        "there is no such sharding strategy",
         ", ".join(map(repr, SHARDING_STRATEGIES)),
-        'Fabric(strategy="ddp")' if name == "NO_SHARD" else 'FSDPStrategy(sharding_strategy="FULL_SHARD")',
+        'FSDPStrategy(sharding_strategy="FULL_SHARD"); in place of NO_SHARD Fabric(strategy="ddp"), as DDP has none',
     )
 
 
@@ -74,7 +72,7 @@ def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | D
     if mesh is None:
         return None
     sizes = tuple(mesh) if isinstance(mesh, tuple | list) else getattr(mesh, "shape", None)
-    if not isinstance(sizes, tuple) or not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
         raise ArgumentTypeError(
             f"FSDPStrategy(device_mesh={mesh!r})",
             f"{type(mesh).__name__} is no mesh",
@@ -85,7 +83,7 @@ def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | D
     if len(sizes) != dimensions or min(sizes) < 1:
         raise ConfigurationError(
             f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={sizes})",
-            f"{sharding_strategy} spreads over {dimensions} dimension(s), and each size is at least 1",
+            f"{sharding_strategy} takes a mesh of {dimensions} dimension(s), each of size 1 or more",
             "(replicas, shards) for HYBRID_SHARD, (shards,) for the others, or None",
             'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
         )
@@ -103,19 +101,16 @@ def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | D
 
 def check_world(mesh: "tuple[int, ...] | DeviceMesh | None", world_size: int) -> None:
     """Raise a ConfigurationError unless the sizes of the mesh multiply to the number of processes."""
-    if mesh is None:
-        return
-    sizes = mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
-    if torch.Size(sizes).numel() == world_size:
-        return
-    divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    meshes = [(world_size // shards, shards) for shards in divisors] if len(sizes) == 2 else [(world_size,)]
-    raise ConfigurationError(
-        f"FSDPStrategy(device_mesh={sizes}) in a job of {world_size} processes",
-        f"a mesh of these sizes has {torch.Size(sizes).numel()} places",
-        f"sizes that divide {world_size}, that is {', '.join(map(str, divisors))}: {', '.join(map(str, meshes))}",
-        f"FSDPStrategy(..., device_mesh={meshes[len(meshes) // 2]})",
-    )
+    sizes = (world_size,) if mesh is None else mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
+    if torch.Size(sizes).numel() != world_size:
+        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        meshes = [(world_size // shards, shards) for shards in divisors] if len(sizes) == 2 else [(world_size,)]
+        raise ConfigurationError(
+            f"FSDPStrategy(device_mesh={sizes}) in a job of {world_size} processes",
+            f"a mesh of these sizes has {torch.Size(sizes).numel()} places",
+            f"sizes that divide {world_size}, that is {', '.join(map(str, divisors))}: {', '.join(map(str, meshes))}",
+            f"FSDPStrategy(..., device_mesh={meshes[len(meshes) // 2]})",
+        )
 
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
@@ -124,19 +119,16 @@ def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
     Raises:
         ArgumentTypeError: it is something else.
     """
-    if value is None or value is False:
+    if value is None:
         return None
     # torch.distributed.fsdp takes a second to import.
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-    if isinstance(value, CPUOffload):
-        value = value.offload_params
+    value = getattr(value, "offload_params", value)  # of CPUOffload
     if isinstance(value, bool):
-        return CPUOffloadPolicy() if value else None
-    if isinstance(value, CPUOffloadPolicy):
-        return value
-    if type(value) is OffloadPolicy:
-        return None
+        value = CPUOffloadPolicy() if value else OffloadPolicy()
+    if isinstance(value, OffloadPolicy):
+        return value if isinstance(value, CPUOffloadPolicy) else None
     raise ArgumentTypeError(
         f"FSDPStrategy(cpu_offload={value!r})",
         f"{type(value).__name__} is no policy of offloading",
@@ -184,18 +176,6 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
     return policy, value.buffer_dtype
 
 
-def policy_of_precision(precision: Precision) -> "MixedPrecisionPolicy":
-    """What a precision means for a sharded module."""
-    # torch.distributed.fsdp takes a second to import.
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    return MixedPrecisionPolicy(
-        param_dtype=precision.compute_dtype,
-        reduce_dtype=precision.reduce_dtype,
-        output_dtype=precision.output_dtype,
-    )
-
-
 def parse_backward_prefetch(value: Any) -> int | None:
     """How many FSDP modules ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
 
@@ -204,9 +184,8 @@ def parse_backward_prefetch(value: Any) -> int | None:
     Raises:
         ConfigurationError: it is no such number.
     """
-    numbers = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0}
-    number = numbers.get(getattr(value, "name", value) if not isinstance(value, int) else "", value)
-    if number is None or (isinstance(number, int) and not isinstance(number, bool) and number >= 0):
+    number = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0}.get(getattr(value, "name", ""), value)
+    if number is None or (type(number) is int and number >= 0):
         return number
     raise ConfigurationError(
         f"FSDPStrategy(backward_prefetch={value!r})",

@@ -16,7 +16,7 @@ import mmap
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._torch import DispatchMode, allocates_outputs
+from fabric.communicators import Communicator
 from fabric.errors import ConfigurationError, UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "built_for_shards", "check_source", "created_on"]
+__all__ = ["EmptyParameter", "MappedMemory", "built_for_shards", "check_source", "created_on", "receive_values"]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -222,6 +223,51 @@ def _registered_on_meta(parameter: type[nn.Parameter], buffers: bool, reason: st
     finally:
         for handle in handles:
             handle.remove()
+
+
+def receive_values(
+    communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor], memory: MappedMemory
+) -> None:
+    """Give tensors rank 0's values and memory on the communicator's device. Collective.
+
+    An :class:`EmptyParameter` gets memory that is not initialized. A meta tensor is replaced, wherever the module has
+    it; any other keeps its identity.
+
+    Args:
+        communicator: all ranks.
+        module: the module that the tensors belong to.
+        tensors: parameters and buffers, the same on every rank.
+        memory: in which the module was built.
+    """
+    places = _places_on_meta(module)
+    for tensor in tensors:
+        if tensor.is_meta:
+            value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
+        else:
+            # A parameter is about to be copied into its shard.
+            copy = tensor in memory and not isinstance(tensor, nn.Parameter)
+            value = tensor.detach().to(communicator.device, copy=copy).contiguous()
+        if not isinstance(tensor, EmptyParameter):
+            communicator.broadcast(value.view(-1).view(torch.uint8), 0)
+        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for owner, name in places.get(tensor, ()):
+            setattr(owner, name, value)
+        if not tensor.is_meta:
+            tensor.data = value
+        memory.use(value)
+    memory.release()
+
+
+def _places_on_meta(root: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+    """Where the meta tensors of a module are registered: the owner, and the name there."""
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for named in (module.named_parameters, module.named_buffers):
+            for name, tensor in named(recurse=False, remove_duplicate=False):
+                if tensor.is_meta:
+                    places.setdefault(tensor, []).append((module, name))
+    return places
 
 
 class _WithoutInit(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Which parts of a model are gathered and sharded together.
+"""Which parts of a model are sharded together, and whether all ranks can shard it.
 
 [Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its parameters are gathered right
 before its forward pass, and freed after it. What lies outside of all others belongs to the root, which is gathered for
@@ -6,16 +6,28 @@ the whole forward pass. FSDP modules that are the repeated blocks of a model mak
 at a time. A parameter that several modules share has to belong to one FSDP module, or to the root.
 """
 
+import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.communicators import Communicator
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.strategies.init_module import EmptyParameter
 
-__all__ = ["WrapPolicy", "check_activation_checkpointing", "check_wrap_policy", "find_fsdp_modules", "find_recomputed"]
+__all__ = [
+    "WrapPolicy",
+    "check_activation_checkpointing",
+    "check_same_model",
+    "check_shardable",
+    "check_wrap_policy",
+    "find_fsdp_modules",
+    "find_recomputed",
+]
 
 WrapPolicy = Collection[type[nn.Module]] | int | Callable[..., object] | None
 
@@ -99,6 +111,71 @@ def find_recomputed(root: nn.Module, choice: Any) -> list[nn.Module]:
     return [] if choice is None else _chosen(root, choice, "activation_checkpointing")
 
 
+def check_shardable(root: nn.Module, has_values: bool) -> None:
+    """Raise for parameters that cannot be sharded.
+
+    Args:
+        root: the model.
+        has_values: whether the values of all ranks come from here, so that meta tensors cannot be set up.
+
+    Raises:
+        ConfigurationError: parameters that have no shape yet, or no dimension.
+        UsageError: meta tensors.
+    """
+    title, parameters = type(root).__name__, dict(root.named_parameters())
+    if names := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
+        raise ConfigurationError(
+            f"setup({title}) with FSDP",
+            f"these are lazy and have no shape before a first forward pass: {', '.join(names)}",
+            "parameters that have a shape",
+            "nn.Linear(in_features, out_features) in place of nn.LazyLinear, or one model(batch) before setup()",
+        )
+    if names := [name for name, parameter in parameters.items() if parameter.dim() == 0]:
+        raise ConfigurationError(
+            f"setup({title}) with FSDP",
+            f"a single number cannot be sharded: {', '.join(names)}",
+            "parameters of at least one dimension",
+            "nn.Parameter(torch.ones(1)) in place of nn.Parameter(torch.ones(()))",
+        )
+    tensors = {**parameters, **dict(root.named_buffers())}
+    names = [name for name, tensor in tensors.items() if tensor.is_meta and not isinstance(tensor, EmptyParameter)]
+    if has_values and names:
+        raise UsageError(
+            f"setup({title}) with meta tensors",
+            f"these have no values: {', '.join(names)}",
+            "a model built in fabric.init_module(), which needs no more memory",
+            "with fabric.init_module(): model = Model()  # in place of torch.device('meta')",
+        )
+
+
+def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:
+    """Raise on every rank where any rank has an error, or another model. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        error: why this rank cannot set it up; None if it can.
+
+    Raises:
+        FabricError: this rank's error.
+        UsageError: that of another rank, or a difference between the models.
+    """
+    reports = communicator.gather_objects((str(error or ""), "" if error else _layout(root)))
+    if error is not None:
+        raise error
+    request = f"setup({type(root).__name__}) on rank {communicator.rank}"
+    for rank, (text, _) in enumerate(reports):
+        if text:
+            raise UsageError(request, f"rank {rank} cannot set it up: {text}")
+    if different := [rank for rank, report in enumerate(reports) if report != reports[0]]:
+        raise UsageError(
+            request,
+            f"it is another model on rank(s) {', '.join(map(str, different))} than on rank 0",
+            "parameters and buffers of the same names, shapes and dtypes on every rank",
+            "a build that does not depend on the rank",
+        )
+
+
 def _check_choice(option: str, value: Any, others: str) -> Any:
     classes = tuple(value) if isinstance(value, Collection) and not isinstance(value, str) else (value,)
     if classes and all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
@@ -129,6 +206,18 @@ def _chosen(root: nn.Module, choice: Any, option: str) -> list[nn.Module]:
             f"FSDPStrategy({option}=Block)",
         )
     return found[::-1]
+
+
+def _layout(root: nn.Module) -> str:
+    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
+    numbers: dict[int, int] = {}
+    layout = []
+    for named in (root.named_parameters, root.named_buffers):
+        for name, each in named(remove_duplicate=False):
+            number = numbers.setdefault(id(each), len(numbers))
+            is_empty = isinstance(each, EmptyParameter)
+            layout.append((name, number, each.shape, each.dtype, each.requires_grad, is_empty))
+    return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
