@@ -1,4 +1,4 @@
-"""Names that a package offers but imports only when they are asked for."""
+"""Lazy imports: names that a package exports and imports when they are first used."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ __all__ = ["late"]
 
 
 def late(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and the ``__dir__`` of a package, for names of it that most programs do without.
+    """The ``__getattr__`` and the ``__dir__`` of a package that imports some of its names when they are first used.
 
     Args:
         package: its ``__name__``.

@@ -164,7 +164,7 @@ def around_local(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Collective for a DTensor: the whole of it as a plain tensor; any other tensor itself."""
+    """Collective for a DTensor: the full (unsharded) tensor; any other tensor itself."""
     whole = getattr(tensor, "full_tensor", None)
     return tensor if whole is None else whole()
 
@@ -180,7 +180,7 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def max_over_shards(value: Tensor, sharded: Tensor) -> Tensor:
-    """Collective for a DTensor: the largest ``value`` of shape ``()`` over the ranks that ``sharded`` is spread over.
+    """Collective for a DTensor: the largest ``value`` of shape ``()`` over the ranks that ``sharded`` is sharded over.
 
     Like :func:`local_tensor` it takes a tensor for a DTensor by its attributes.
     """
@@ -226,9 +226,9 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
 
 
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
-    """Sharded parameters of which a backward pass without synchronisation has left a whole gradient on this rank.
+    """Sharded parameters of which a backward pass without synchronization has left an unsharded gradient on this rank.
 
-    FSDP2 keeps it with the parameter's private record until a backward pass with synchronisation, and tells nobody.
+    FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
     """
     found = []
     for part in module.modules():

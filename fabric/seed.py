@@ -112,7 +112,7 @@ class Streams:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of python's, numpy's (if imported) and torch's streams, and of CUDA's once CUDA is initialised.
+    """The state of python's, numpy's (if imported) and torch's streams, and of CUDA's once CUDA is initialized.
 
     Returns:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)`` reads it back.
