@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fabric.collectives.buckets import check_tensor
 from fabric.communicators import CallDescription, Communicator
+from fabric.communicators.process_group import to_bytes
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten
 
@@ -134,8 +135,8 @@ def _message(tree: Any, device: torch.device) -> Tensor:
 
 
 def _opened(message: Tensor, device: torch.device) -> Any:
-    end = _PREFIX + int.from_bytes(_bytes(message[:_PREFIX]), "little")
-    tree = pickle.loads(_bytes(message[_PREFIX:end]))  # noqa: S301 - from a rank of this job, as torch does itself
+    end = _PREFIX + int.from_bytes(to_bytes(message[:_PREFIX]), "little")
+    tree = pickle.loads(to_bytes(message[_PREFIX:end]))  # noqa: S301 - from a rank of this job, as torch does itself
     leaves, structure = flatten(tree)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
@@ -144,12 +145,6 @@ def _opened(message: Tensor, device: torch.device) -> Any:
             values = message[start:end].clone().view(leaf.dtype)
             leaves[place] = values.reshape(leaf.shape).to(leaf.device(device))
     return unflatten(structure, leaves)
-
-
-def _bytes(tensor: Tensor) -> bytearray:
-    room = bytearray(tensor.numel())
-    torch.frombuffer(room, dtype=torch.uint8).copy_(tensor)
-    return room
 
 
 def _in_rows(messages: list[Tensor]) -> Tensor:

@@ -280,21 +280,21 @@ class Communicator(ABC):
         )
 
 
-def _pickled(value: Any) -> bytes | str:
-    """The pickle of a value, or the text of what went wrong, so that a failure on one rank reaches all of them."""
+def _pickled(value: Any) -> bytes:
+    """The pickle of a value, or a zero and the text of what went wrong: a failure on one rank reaches all of them."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - whatever a user's class raises; the other ranks are waiting
-        return f"{type(value).__name__} does not pickle: {type(error).__name__}: {error}"
+        return f"\0{type(value).__name__} does not pickle: {type(error).__name__}: {error}".encode()
 
 
-def _unpickled(received: bytes | str, src: int) -> Any:
+def _unpickled(received: bytes, src: int) -> Any:
     """The value that :func:`_pickled` packed on rank ``src``, or an ArgumentTypeError of what went wrong there."""
-    if isinstance(received, bytes):
+    if received[0]:
         return pickle.loads(received)  # noqa: S301 - from a rank of this job, as torch does itself
     raise ArgumentTypeError(
         f"sending an object from rank {src}",
-        received,
+        received[1:].decode(),
         "objects that pickle; tensors inside collections travel as tensors",
         "send what the object is made of: its state_dict(), its numbers, its name",
     )

@@ -15,7 +15,7 @@ from fabric.communicators.base import Collective, Communicator, Operation
 from fabric.communicators.reduce_ops import Reduce
 from fabric.errors import UsageError
 
-__all__ = ["ProcessGroupCommunicator"]
+__all__ = ["ProcessGroupCommunicator", "to_bytes"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
@@ -72,13 +72,9 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.BARRIER:
                 self._barrier(collective.name)
             case Operation.BROADCAST_OBJECT:
-                values = [buffer]
-                dist.broadcast_object_list(values, group_src=peer, group=group, device=self.device)
-                return values[0]
+                return self._broadcast_bytes(buffer, peer)
             case Operation.GATHER_OBJECTS:
-                values: list[Any] = [None] * self.size
-                dist.all_gather_object(values, buffer, group=group)
-                return values
+                return self._gather_bytes(buffer)
         return buffer
 
     def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
@@ -102,6 +98,23 @@ class ProcessGroupCommunicator(Communicator):
         output = buffer.new_empty((self.size, *buffer.shape)) if self.rank == dst else None
         dist.gather(buffer, None if output is None else list(output), group_dst=dst, group=self._group)
         return output
+
+    # torch's own collectives of objects need numpy, which is optional.
+
+    def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
+        length = torch.tensor([len(message or b"")], device=self.device)
+        dist.broadcast(length, group_src=src, group=self._group)
+        buffer = torch.empty(int(length), dtype=torch.uint8) if message is None else _to_tensor(message)
+        buffer = buffer.to(self.device)
+        dist.broadcast(buffer, group_src=src, group=self._group)
+        return to_bytes(buffer) if message is None else message
+
+    def _gather_bytes(self, message: bytes) -> list[bytes]:
+        gather = Collective(Operation.ALL_GATHER, torch.tensor([len(message)], device=self.device))
+        lengths = self.run(gather).flatten().tolist()
+        padded = _to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
+        rows = self.run(Collective(Operation.ALL_GATHER, padded))
+        return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     def _barrier(self, name: str) -> None:
         device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -142,6 +155,17 @@ class ProcessGroupCommunicator(Communicator):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
+
+
+def _to_tensor(message: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def to_bytes(buffer: Tensor) -> bytes:
+    """The bytes of a tensor of uint8, on any device."""
+    message = bytearray(buffer.numel())
+    torch.frombuffer(message, dtype=torch.uint8).copy_(buffer)
+    return bytes(message)
 
 
 def _next_tag(messages: Counter[int], peer: int) -> int:
