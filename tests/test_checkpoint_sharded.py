@@ -235,21 +235,28 @@ def test_the_tensors_can_be_read_by_safetensors_and_what_it_cannot_name_is_bytes
         assert_same(content.get_tensor("model.wide").view(torch.complex128).reshape(2, 1), wide)
 
 
-def test_nothing_of_it_needs_numpy(path):
-    code = (
-        "import sys; sys.modules['numpy'] = None\n"
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "import torch; from pathlib import Path; from fabric import Fabric; from fabric.checkpoint import *\n"
-        "from fabric.strategies import SingleDeviceStrategy\n"
-        "strategy = SingleDeviceStrategy(accelerator='cpu', checkpoint_io=ShardedCheckpoint())\n"
-        "with Fabric(strategy=strategy, environment='none') as fabric:\n"
-        "    model = fabric.setup(torch.nn.Linear(2, 2))\n"
-        "    fabric.save(sys.argv[1], {'model': model, 'step': 1})\n"
-        "    fabric.load(sys.argv[1], {'model': model, 'step': 0})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, timeout=60, check=False, env=ONE_THREAD
-    )
+WITHOUT_NUMPY = """
+import sys, torch
+from fabric import Fabric
+
+def work(fabric, path):
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    fabric.save(path, {"model": model, "step": 1})
+    fabric.load(path, {"model": model, "step": 0})
+    return fabric.all_gather("numpy" in sys.modules)
+
+if __name__ == "__main__":
+    assert Fabric(accelerator="cpu", devices=2, strategy="fsdp", launcher="spawn").launch(work, sys.argv[1]) == [0, 0]
+"""
+
+
+def test_two_ranks_save_and_load_without_numpy(path, tmp_path):
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('not installed here')")
+    (tmp_path / "script.py").write_text(WITHOUT_NUMPY)
+    search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, str(tmp_path / "script.py"), str(path)]
+    environment = {**ONE_THREAD, "PYTHONPATH": search}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert io.load(path)["step"] == 1
 
