@@ -312,3 +312,9 @@ def test_what_cannot_be_copied_is_an_error_of_the_call_and_nothing_is_under_way(
         saves.begin(alone, "save", tmp_path, {"x": torch.empty(2, device="meta")}, lambda state, group: None)
     saves.join(alone)
     saves.close()
+
+
+def test_copies_of_several_conjugated_tensors_are_each_their_own() -> None:
+    state = {str(i): torch.full((1024,), complex(i, i + 1)).conj() for i in range(8)}
+    copied = StagingBuffers().copy(state)
+    assert all(torch.equal(copied[name], tensor) for name, tensor in state.items())

@@ -235,6 +235,23 @@ def test_the_tensors_can_be_read_by_safetensors_and_what_it_cannot_name_is_bytes
         assert_same(content.get_tensor("model.wide").view(torch.complex128).reshape(2, 1), wide)
 
 
+def test_entries_whose_names_meet_or_are_reserved_stay_apart(path):
+    state = {"a.b#2": torch.ones(2), "a.b": torch.zeros(2), "a": {"b": torch.full((2,), 3.0)}}
+    state["__metadata__"] = torch.full((2,), 4.0)
+    io.save(state, path)
+    assert_same(io.load(path), state)
+    with safe_open(shards(path)[0], "pt") as content:
+        assert len(content.keys()) == 4
+
+
+def test_a_tensor_and_its_conjugate_are_two(path):
+    x = torch.tensor([1 + 2j])
+    io.save({"x": x, "conjugate": x.conj()}, path)
+    loaded = io.load(path)
+    assert torch.equal(loaded["x"], x)
+    assert torch.equal(loaded["conjugate"], x.conj())
+
+
 WITHOUT_NUMPY = """
 import sys, torch
 from fabric import Fabric

@@ -168,6 +168,7 @@ class _Copying:
 
     def __init__(self, kept: list[Tensor]) -> None:
         self.used: dict[Any, Tensor] = {}
+        self._sources: list[Tensor] = []  # kept alive, since their addresses are the keys
         self._free: dict[tuple[int, bool], list[Tensor]] = {}
         for buffer in kept:
             self._free.setdefault((buffer.nbytes, buffer.is_pinned()), []).append(buffer)
@@ -186,6 +187,7 @@ class _Copying:
         storage = local.untyped_storage()
         key = (storage.device, storage.data_ptr(), storage.nbytes())
         if key not in self.used:
+            self._sources.append(local)
             source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
             self.used[key] = buffer = self._buffer(storage.nbytes(), pinned=local.is_cuda)
             # Word by word where that is possible: byte by byte takes torch a third longer.

@@ -164,17 +164,19 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         _drop_from_memory(target)
         file = _open_temporary(target)
     try:
-        with file:
-            yield file
-            with write_errors(request):
-                file.flush()
-                os.fsync(file.fileno())
-                # Still open, so that the lock is held until the file carries its final name.
-                os.replace(file.name, target)
+        yield file
+        with write_errors(request):
+            file.flush()
+            os.fsync(file.fileno())
+            # Still open, so that the lock is held until the file carries its final name.
+            os.replace(file.name, target)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(file.name)
         raise
+    finally:
+        with suppress(OSError):  # it flushes again what could not be flushed, and would hide that error
+            file.close()
     with write_errors(request):
         sync_folder(target.parent)
 
@@ -359,15 +361,20 @@ def _current_save(path: Path) -> str | None:
 
 def _clean(path: Path) -> None:
     """Remove what belongs to another save than that of the index, but what a living process is writing."""
+    ended: list[tuple[Path, str]] = []
+    for entry in path.iterdir():
+        found = _DATA_NAME.fullmatch(entry.name) or _SAVE_NAME.fullmatch(entry.name)
+        if found and not (path / f".{INDEX}.{found[1]}.tmp").exists():
+            ended.append((entry, found[1]))
+    # Read last: a save that another process has committed meanwhile is the current one by now.
     current = _current_save(path)
     if current is None:
         return  # what it named cannot be told from what is stale
-    for entry in path.iterdir():
-        if (data := _DATA_NAME.fullmatch(entry.name)) and data[1] != current:
-            entry.unlink()
-        save = _SAVE_NAME.fullmatch(entry.name)
-        if save and save[1] != current and not (path / f".{INDEX}.{save[1]}.tmp").exists():
+    for entry, save in ended:
+        if save != current and _SAVE_NAME.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
+        elif save != current:
+            entry.unlink(missing_ok=True)
 
 
 def _absent(request: str, path: Path) -> CheckpointError:

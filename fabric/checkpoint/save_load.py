@@ -93,6 +93,7 @@ class CheckpointCoordinator:
                 raise_on_any_rank_error(communicator, request, lambda: io.save(content, path) if is_first else None)
 
         if async_:
+            path = Path(os.path.abspath(path))  # the process may go to another folder meanwhile
             return self._saver.begin(self._communicator, request, path, content, write)
         write(content, self._communicator)
         return None

@@ -213,6 +213,7 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dic
     tensors: dict[_Place, Tensor] = {}
     names: dict[_Place, str] = {}
     owners: dict[Any, str] = {}
+    taken = {"__metadata__"}  # which safetensors keeps for itself
 
     def take(place: _Place, item: Any) -> Any:
         is_plain = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
@@ -221,8 +222,10 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dic
         owner = _memory(item) or place
         if owner not in owners:
             name = fqn(place)
-            # {"a.b": x} and {"a": {"b": y}} would get the same name.
-            owners[owner] = f"{name}#{len(owners)}" if name in names.values() else name
+            while name in taken:  # {"a.b": x} and {"a": {"b": y}} would get the same one
+                name = f"{name}#{len(taken)}"
+            taken.add(name)
+            owners[owner] = name
         tensors[place], names[place] = item, owners[owner]
         return {"$tensor": owners[owner]}
 
@@ -388,7 +391,8 @@ def _memory(tensor: Any) -> Any:
     local = tensor.to_local() if hasattr(tensor, "full_tensor") else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
         return None
-    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape
+    bits = local.is_conj(), local.is_neg()  # views of the same memory with other values
+    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape, bits
 
 
 def _written(place: _Place) -> str:
