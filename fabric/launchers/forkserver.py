@@ -22,11 +22,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from fabric.errors import UsageError
 from fabric.launchers.child import start_interpreter
 from fabric.launchers.rank import RankConfig, run
 
 __all__ = ["UNKNOWN_EXIT_CODE", "ForkServer", "fork_server", "serve"]
 
+_START_DEADLINE = 120.0  # seconds, of which the import of torch takes most
 # What a rank shows when its server was killed and nobody knows its exit code.
 UNKNOWN_EXIT_CODE = 255
 # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
@@ -47,6 +49,13 @@ class _ServedProcess:
     def __init__(self, status: Connection) -> None:
         self._status = status
         self._exit_code: int | None = None
+        if not status.poll(_START_DEADLINE):
+            raise UsageError(
+                "the start method 'forkserver'",
+                f"the fork server has started no rank within {_START_DEADLINE:g} s",
+                "a machine on which `import torch` takes less",
+                'launcher="spawn"',
+            )
         self.pid: int = status.recv()
 
     def poll(self) -> int | None:
@@ -113,6 +122,7 @@ def _stop(requests: socket.socket, process: "subprocess.Popen[bytes]") -> None:
 
 def serve() -> None:
     """Be the server: fork a rank for each request until the owner is gone."""
+    owner = os.getppid()
     # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -125,7 +135,9 @@ def serve() -> None:
     ranks: dict[BaseProcess, Connection] = {}
     while True:
         # A rank's sentinel stays silent while a process that it forked lives on, hence the timeout.
-        ready = wait([requests, *(process.sentinel for process in ranks)], 0.1 if ranks else None)
+        ready = wait([requests, *(process.sentinel for process in ranks)], 0.1 if ranks else 1.0)
+        if os.getppid() != owner:  # a process that the owner forked may hold the connection open
+            os._exit(0)
         for process in [process for process in ranks if process.exitcode is not None]:
             _send(ranks[process], process.exitcode)
             ranks.pop(process).close()

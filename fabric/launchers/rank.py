@@ -218,8 +218,8 @@ def run(control: Connection) -> tuple[int, RankPayload]:
     """Be the rank that the supervisor configures: the exit code of the process, and what it ran."""
     try:
         config, payload = control.recv()
-    except EOFError:
-        # The parent has gone, or gave the launch up, before it came to this rank.
+    except (EOFError, OSError):
+        # The parent has exited, or ended the launch, before or while it configured this rank.
         os._exit(1)
     return run_payload(control, config, payload), payload
 
@@ -312,7 +312,8 @@ def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> Non
             while isinstance(signal.getsignal(received[0]), _RaiseOnce):
                 signal.pthread_kill(main, received[0])
                 time.sleep(pause := min(2 * pause, _LONGEST_PAUSE))
-            acted(received[0])
+            if received[0] in (signal.SIGTERM, signal.SIGINT):  # others, as SIGCHLD, say nothing about the grace period
+                acted(received[0])
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
 

@@ -39,9 +39,12 @@ class PrivateFile:
 
     def __init__(self) -> None:
         if sys.platform == "linux":
-            # In memory, without a name; the system lets nobody else look into /proc/<pid>/fd.
-            self._file: Any = open(os.memfd_create("fabric"), "rb")  # noqa: SIM115 - closed by close()
-            self.path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+            # Without a name; the system lets nobody else look into /proc/<pid>/fd. An interpreter that was built for an
+            # older C library, as some of conda's are, cannot make one in memory.
+            in_memory = getattr(os, "memfd_create", None)
+            self._file: Any = open(in_memory("fabric"), "rb") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+            # Numbered as this /proc numbers processes, which may be that of an outer namespace.
+            self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
             self._file = tempfile.NamedTemporaryFile(prefix="fabric-")  # noqa: SIM115 - likewise
             self.path = self._file.name

@@ -183,5 +183,5 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     except RankFailedError as error:
         sys.stdout.flush()
         print(f"\n{error}", file=sys.stderr, flush=True)
-        return exit_status(error.exit_code), False
+        return exit_status(error.exit_code), job.is_interrupted
     return 0, False

@@ -121,6 +121,11 @@ class Supervisor:
             rank.stack.close()
         self._store.close()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether SIGINT or SIGTERM has arrived, be it while a failed job was ended."""
+        return bool(self._signals.received)
+
     def start(
         self,
         start: Callable[[Connection, RankConfig], Process],
@@ -159,9 +164,9 @@ class Supervisor:
         try:
             with theirs:
                 process = start(theirs, config)
+            self.ranks.append(RankProcess(config=config, process=process, control=control, stack=stack))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self.ranks.append(RankProcess(config=config, process=process, control=control, stack=stack))
 
     def send_payload(self, payload: RankPayload) -> None:
         """Begin the conversation with ranks that do not share this process's memory."""
