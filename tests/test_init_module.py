@@ -326,6 +326,22 @@ def test_leaving_by_an_error_ends_the_build(fsdp):
     assert not in_a_file(torch.ones(LARGE, LARGE))
 
 
+def test_buffers_that_are_views_of_each_other_stay_so(fsdp):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("table", torch.ones(40_000))
+            self.register_buffer("first", self.table[:100])
+
+    with fsdp.init_module():
+        net = Views()
+    fsdp.setup_module(net)
+    net.table.zero_()
+    assert net.first.sum() == 0
+    assert not in_a_file(net.table)
+
+
 # In a process of its own, since the limit also counts for the file that pytest may be writing to.
 LIMITED = """
 import resource, sys, torch

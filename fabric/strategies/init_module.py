@@ -128,6 +128,8 @@ class MappedMemory(DispatchMode):
     def _mapped(self, made: Tensor, has_values: bool) -> Tensor:
         if type(made) is not Tensor or made.device.type != "cpu" or made.is_quantized or not _is_large(made):
             return made
+        if made.untyped_storage().nbytes() != made.nbytes:  # it shares memory with others, or with itself
+            return made
         storage = self._file(made.untyped_storage().nbytes())
         self._storages.add(storage)
         mapped = made.new_empty(0).set_(storage, made.storage_offset(), made.size(), made.stride())
@@ -231,7 +233,7 @@ def receive_values(
     """Give tensors rank 0's values and memory on the communicator's device. Collective.
 
     An :class:`EmptyParameter` gets memory that is not initialized. A meta tensor is replaced, wherever the module has
-    it; any other keeps its identity.
+    it, and so is a parameter that goes to another device; any other tensor keeps its identity.
 
     Args:
         communicator: all ranks.
@@ -239,34 +241,42 @@ def receive_values(
         tensors: parameters and buffers, the same on every rank.
         memory: in which the module was built.
     """
-    places = _places_on_meta(module)
+    places = _places(module)
+    copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.is_meta:
             value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
         else:
-            # A parameter is about to be copied into its shard.
-            copy = tensor in memory and not isinstance(tensor, nn.Parameter)
-            value = tensor.detach().to(communicator.device, copy=copy).contiguous()
+            value = tensor.detach().to(communicator.device).contiguous()
         if not isinstance(tensor, EmptyParameter):
             communicator.broadcast(value.view(-1).view(torch.uint8), 0)
-        if isinstance(tensor, nn.Parameter) and tensor.is_meta:
+        # A parameter is about to be copied into its shard; a buffer stays, and those that are views of others stay so.
+        if tensor in memory and not isinstance(tensor, nn.Parameter) and value.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            if storage not in copies:
+                copies[storage] = storage.clone()
+            own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
+            value = own.copy_(value)
+        # An optimizer may hold the parameter: with its memory on the device, the whole model would be there.
+        is_moved = isinstance(tensor, nn.Parameter) and value.device != tensor.device
+        if is_moved:
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        for owner, name in places.get(tensor, ()):
-            setattr(owner, name, value)
-        if not tensor.is_meta:
+        if is_moved or tensor.is_meta:
+            for owner, name in places[tensor]:
+                setattr(owner, name, value)
+        else:
             tensor.data = value
         memory.use(value)
     memory.release()
 
 
-def _places_on_meta(root: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """Where the meta tensors of a module are registered: the owner, and the name there."""
+def _places(root: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
+    """Where the parameters and buffers of a module are registered: the owner, and the name there."""
     places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
     for module in root.modules():
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in named(recurse=False, remove_duplicate=False):
-                if tensor.is_meta:
-                    places.setdefault(tensor, []).append((module, name))
+                places.setdefault(tensor, []).append((module, name))
     return places
 
 
