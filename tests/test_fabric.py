@@ -335,7 +335,7 @@ def test_a_strategy_object_serves_one_fabric_at_a_time() -> None:
         assert "loss scale" in second.describe()
 
 
-@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_what_the_user_drops_is_freed(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
         net, data = Net(), Net()

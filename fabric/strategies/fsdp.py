@@ -277,7 +277,7 @@ class FSDPStrategy(ParallelStrategy):
             options["offload_policy"] = self.cpu_offload
         fully_shard(module, mp_policy=policy, **options)
         for name, parameter in module.named_parameters():
-            if name in whole:
+            if name in whole and parameter is not whole[name]:
                 vars(parameter).update(vars(whole[name]))
                 self._sharded_as[whole[name]] = parameter
         self._memory.release()

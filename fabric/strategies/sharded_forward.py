@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -26,7 +27,9 @@ class ShardedForward:
 
     def __init__(self, root: nn.Module, fsdp_modules: Collection[nn.Module], rank: int) -> None:
         self._depth, self._finished, self._usable = 0, True, True
-        self.fsdp_modules, self.synchronizes, self._rank = fsdp_modules, True, rank
+        # Weak: after a forward pass torch's hooks on a part lead to the root, which is a weak key for this object.
+        self.fsdp_modules = WeakSet(fsdp_modules)
+        self.synchronizes, self._rank = True, rank
         self._handles = [
             root.register_forward_pre_hook(self._enter, prepend=True),
             root.register_forward_hook(self._finish),

@@ -78,7 +78,7 @@ def find_fsdp_modules(root: nn.Module, policy: WrapPolicy = None) -> list[nn.Mod
             root, lambda _, numel: numel >= policy, lambda m: not isinstance(m, nn.MultiheadAttention)
         )
     elif isinstance(policy, Collection):
-        found = _chosen(root, policy, "auto_wrap_policy")
+        found = _chosen(root, policy, "auto_wrap_policy", _can_be_sharded)
     elif "recurse" in inspect.signature(policy).parameters:
         found = _by_remainder(
             root,
@@ -190,10 +190,12 @@ def _check_choice(option: str, value: Any, others: str) -> Any:
     )
 
 
-def _chosen(root: nn.Module, choice: Any, option: str) -> list[nn.Module]:
-    """The modules that classes or a function choose, inner before outer."""
+def _chosen(
+    root: nn.Module, choice: Any, option: str, fits: Callable[[nn.Module], bool] = lambda part: True
+) -> list[nn.Module]:
+    """The modules that classes, of which some may not fit, or a function choose, inner before outer."""
     if isinstance(choice, frozenset):
-        found = [part for part in root.modules() if isinstance(part, tuple(choice))]
+        found = [part for part in root.modules() if isinstance(part, tuple(choice)) and (fits(part) or part is root)]
     else:
         found = [part for part in root.modules() if choice(part)]
     if not found:
