@@ -47,6 +47,8 @@ class Reduce(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Reduce":
+        if value is None:
+            return cls.MEAN
         is_torch_op = isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType)
         for op in cls:
             name = "AVG" if op is cls.MEAN else op.name

@@ -143,7 +143,8 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
     Raises:
         CheckpointError: it is something else, or the loaders differ in something other than the number of ranks.
     """
-    if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT:
+    needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
+    if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or needed - set(saved):
         raise CheckpointError(
             f"loader.load_state_dict({type(saved).__name__})",
             f"it is not what state_dict() of a set-up loader returned, in format {_FORMAT}",
