@@ -172,8 +172,9 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
         main = "fabric.launchers.rank:main"
         return start_interpreter(main, control.fileno(), shown, cwd=script.directory, stdin=stdin)
 
+    job = Supervisor(needs_results=False)
     try:
-        with Supervisor(needs_results=False) as job:
+        with job:
             for world in worlds:
                 job.start(start, world, variables)
             job.send_payload(script)
