@@ -66,14 +66,14 @@ def main() -> None:
         for (real,) in loader:
             fake = generator(torch.randn(len(real), NOISE, device=fabric.device))
 
-            # One pass of the critic over both, so that its gradients are synchronised once.
+            # One pass of the critic over both, so that its gradients are synchronized once.
             verdict = critic(torch.cat([real, fake.detach()]))
             truth = torch.cat([torch.ones_like(verdict[: len(real)]), torch.zeros_like(verdict[len(real) :])])
             for_critic.zero_grad()
             fabric.backward(binary_cross_entropy_with_logits(verdict, truth))
             for_critic.step()
 
-            # The critic only passes this gradient on: its own is dropped, so there is nothing to synchronise.
+            # The critic only passes this gradient on: its own is dropped, so there is nothing to synchronize.
             with fabric.no_backward_sync(critic):
                 verdict = critic(fake)
                 for_generator.zero_grad()

@@ -28,7 +28,7 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     Args:
         seed: ``0 <= seed < 2**32``; ``None`` takes a fresh one from the operating system.
         rank: global rank of this process; read only with ``per_rank``.
-        per_rank: give each rank streams of its own, derived from ``seed`` and ``rank`` by a hash, so that neighbouring
+        per_rank: give each rank streams of its own, derived from ``seed`` and ``rank`` by a hash, so that neighboring
             seeds and ranks are unrelated. Rank 0 keeps the plain seed. By default all ranks get the same streams.
 
     Returns:

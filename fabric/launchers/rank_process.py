@@ -131,8 +131,8 @@ class RankProcess:
             return math.nan
         return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
 
-    def suspicion(self, peer_lost: bool) -> tuple[int, float, int] | None:
-        """How far it is from being the root cause, to be compared; None if it cannot be.
+    def cause_order(self, peer_lost: bool) -> tuple[int, float, int] | None:
+        """Its place in the order in which ranks are taken for the root cause; None if it cannot be.
 
         Args:
             peer_lost: whether a rank says that it has lost another one.

@@ -32,8 +32,8 @@ __all__ = ["JobInterrupted", "Supervisor"]
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
-# one that means insisting. Nothing that a user waits for after a fault may sum up to five: a test counts.
-COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, INSIST = 1.0, 0.3, 2.0, 3.0, 1.0, 5.0, 0.3
+# one that repeats it. Nothing that a user waits for after a fault may sum up to five: a test counts.
+COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1.0, 5.0, 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
 SAVE = 30.0
 _POLL = 0.1  # seconds between two looks at the processes
@@ -79,9 +79,9 @@ class _SignalNotes:
         else:
             self.received.append((number, time.monotonic()))
 
-    def is_insisting(self) -> bool:
-        """Whether the user insists; `timeout` and others send the same signal twice in one go, and do not mean it."""
-        return self.received[-1][1] - self.received[0][1] > INSIST
+    def is_repeated(self) -> bool:
+        """Whether a second signal followed; not the one that `timeout` and others send twice in one go."""
+        return self.received[-1][1] - self.received[0][1] > REPEAT
 
 
 class Supervisor:
@@ -250,7 +250,7 @@ class Supervisor:
     def _interrupt(self) -> None:
         number, _ = self._signals.received[0]
         saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
-        self._end(number, SAVE if saving else INTERRUPT, self._signals.is_insisting)
+        self._end(number, SAVE if saving else INTERRUPT, self._signals.is_repeated)
         raise JobInterrupted(number, self._signals.previous.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
@@ -280,8 +280,8 @@ class Supervisor:
         """The error of the rank that has ended the job."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         peer_lost = any(failure.peer_lost for failure in failures)
-        suspects = [(suspicion, rank) for rank in self.ranks if (suspicion := rank.suspicion(peer_lost)) is not None]
-        _, rank = min(suspects, key=itemgetter(0))
+        causes = [(order, rank) for rank in self.ranks if (order := rank.cause_order(peer_lost)) is not None]
+        _, rank = min(causes, key=itemgetter(0))
         failure = rank.failure
         code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
         text = failure.text if failure else rank.stack.read()

@@ -289,7 +289,7 @@ def _joined(wrappers: Sequence[Any], divide_by_all: bool) -> Any:
 
 @contextmanager
 def _without_sync(wrapper: DistributedDataParallel) -> Any:
-    # torch's own no_sync() does the same, but a second one inside it would switch the synchronisation on again.
+    # torch's own no_sync() does the same, but a second one inside it would switch the synchronization on again.
     before = wrapper.require_backward_grad_sync
     wrapper.require_backward_grad_sync = False
     try:
@@ -329,7 +329,7 @@ def _name_unused_parameters(exception: BaseException, module: str, names: Sequen
     Args:
         exception: the error.
         module: the kind of the user's module.
-        names: the parameters that DistributedDataParallel synchronises, in its order.
+        names: the parameters that DistributedDataParallel synchronizes, in its order.
     """
     found = _UNUSED.search(str(exception))
     if found is None or getattr(exception, "__notes__", None):

@@ -180,7 +180,7 @@ def _check_training(fabric: Fabric) -> None:
 
 
 def _check_accumulation(fabric: Fabric) -> None:
-    """Gradients of two micro-batches, the first without synchronisation, are those of both in one."""
+    """Gradients of two micro-batches, the first without synchronization, are those of both in one."""
     model, optimizer = _model()
     batches = _batches(fabric.world_size)[:2]
     expected = _trained(model, optimizer, [torch.cat(batches)])
