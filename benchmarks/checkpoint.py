@@ -1,7 +1,7 @@
 """Checkpoints beside plain torch, and what a save costs the loop that it goes on beside.
 
 `python -m benchmarks.checkpoint [--megabytes 1000] [--rounds 5] [--quick]` saves and loads a model of that size, the
-contestants in turns, and prints the median seconds and the median of the ratios within a round. "Loop blocked" is how
+contestants alternately, and prints median seconds and the median of the ratios within a round. "Loop blocked" is how
 long `fabric.save(..., async_=True)` takes to return, from the second on; "loop slowed" how much longer a training step
 on one thread takes while the save goes on. --quick is 50 MB in two rounds.
 """
@@ -106,7 +106,7 @@ def save_plainly(net: nn.Module, path: Path) -> None:
 
 
 def report(ours: tuple[str, Callable[[], Any]], plain: tuple[str, Callable[[], Any]], rounds: int) -> None:
-    """Measure two actions in turns, after one round of rehearsal, and print them."""
+    """Measure two actions alternately, after one round of rehearsal, and print them."""
     taken: dict[str, list[float]] = {ours[0]: [], plain[0]: []}
     for number in range(rounds + 1):
         for name, action in (ours, plain) if number % 2 else (plain, ours):

@@ -1,10 +1,9 @@
 """Collections beside flat tensors: what coalescing costs, and what it saves.
 
 `python -m benchmarks.collectives` measures side by side, on 2 and on 4 ranks: one flat `torch.distributed.all_reduce`,
-`fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric. All take turns in every one of
-many short rounds, in an order that turns as well; the time of a round is that of the slowest rank. Ratios are taken
-within a round, so that a busy machine slows both sides, and shown as the median with the quartiles.
-
+`fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric. All are measured in each of
+many short rounds, in an order that rotates; the time of a round is that of the slowest rank. Ratios are taken within a
+round, so that a busy machine slows both sides, and shown as the median with the quartiles.
 Prints a table and writes it to `benchmarks/results/collectives.md`. The exit code is 1 where a median misses its
 target. `--quick` takes fewer rounds and writes nothing.
 """

@@ -4,7 +4,7 @@
 the jobs of ``tests/faults`` with fabric and with plain torch. A cell holds the exit code, the seconds from the fault to
 the end of all processes, how many lines were written to standard error, how far above their end the cause is last
 named, and how many ranks were still there at the limit. It is the run of the median time, with the longest time in
-brackets; what comes to no end is not run again.
+brackets; a run that does not end is not repeated.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def measure(launcher: str, name: str, runs: int) -> list[Ended]:
-    """The ends of so many runs, the quickest first; of one only, if that came to no end."""
+    """The ends of so many runs, the quickest first; of one only, if that did not end."""
     number, _, fault = name.rpartition("-")
     started = command(launcher, fault) if launcher in LAUNCHERS else [*COMMANDS[launcher], fault]
     ends: list[Ended] = []

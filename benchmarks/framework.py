@@ -1,8 +1,8 @@
-"""What a benchmark is made of: cases, the processes they run in, and what the numbers come to.
+"""The framework of the benchmarks: cases, the processes they run in, and the statistics of the numbers.
 
 [Note: Fair comparison] A contestant is one way of doing the same thing: raw torch, fabric, and the two peers. Each runs
 in processes of its own, which are kept from round to round; in a round every contestant measures once, one after the
-other while the rest sleep, and the order turns from round to round. What is compared are numbers of one round, which
+other while the rest sleep, and the order rotates from round to round. What is compared are numbers of one round, which
 saw the same machine: the median over the rounds of ours - theirs, or of ours / theirs, and the quartiles beside it.
 """
 
@@ -119,7 +119,7 @@ class Crew:
                 process.stdin.write("measure\n")
 
     def close(self) -> None:
-        """End the processes; those that do not leave by themselves are killed."""
+        """End the processes; those that do not exit by themselves are killed."""
         with ExitStack() as stack:
             for process in self._processes:
                 stack.enter_context(process)
@@ -173,7 +173,7 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
         case: the case.
         module: where the ranks find it.
         quick: raw torch and fabric alone, once, at smaller sizes.
-        say: told about progress.
+        say: called with a line of progress.
 
     Returns:
         For each round and contestant the numbers by row; and by contestant why it is missing.

@@ -16,7 +16,7 @@ def main() -> None:
         answers.write("{}\n")
         for _ in sys.stdin:
             answers.write(json.dumps(measure()) + "\n")
-    # Straight out: what is measured is over, and teardown of a peer may wait for a rank that has left.
+    # Straight out: what is measured is over, and teardown of a peer may wait for a rank that has exited.
     os._exit(0)
 
 

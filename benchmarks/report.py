@@ -1,4 +1,4 @@
-"""What the numbers come to: a table for each case, the headline table of the README, and a chart."""
+"""The report of the numbers: a table for each case, the headline table of the README, and a chart."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -190,7 +190,7 @@ def _factor(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    # Adding zero turns -0.0 into 0.0.
+    # Adding zero makes 0.0 of -0.0.
     return f"{round(value, 1) + 0.0:+g}"
 
 

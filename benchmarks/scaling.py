@@ -63,7 +63,7 @@ class Cost(NamedTuple):
     Attributes:
         seconds: of the processor until module and optimizer are set up, the process group being there.
         collectives: names and numbers of the collectives of each step.
-        bytes: what each step hands to them: of each, the larger of what goes in and what comes out.
+        bytes: what each step hands to them: of each, the larger of input and output.
         held: bytes of Python objects after setup, without tensors' values.
         keys: left in the job's store by setup and all steps.
     """
@@ -113,7 +113,7 @@ class BytesMode(TorchDispatchMode):
         from torch.distributed.tensor import DTensor  # with all else that takes a second to import
 
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as operations on its shard
+            return NotImplemented  # it is called again as operations on its shard
         if func.namespace in ("c10d", "_c10d_functional"):
             self.total += max(_size(argument) for argument in args)
         return func(*args, **(kwargs or {}))
@@ -149,7 +149,7 @@ def run_job(worlds: Sequence[int], layers: int, rounds: int) -> list[dict[str, d
 
 
 def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, Cost]]:
-    """Costs by kind, of "raw" and "ours", which take turns."""
+    """Costs by kind, of "raw" and "ours", measured alternately."""
     makers: dict[str, Callable[..., Any]] = {"raw": set_up_raw, "ours": set_up_ours}
     result: dict[str, dict[str, Cost]] = {}
     for kind in KINDS:
@@ -260,7 +260,7 @@ def count_step(step: Callable[[], None]) -> tuple[dict[str, int], int]:
 
 
 def weigh(world: int, make: Callable[..., Any], kind: str, layers: int) -> int:
-    """Bytes of Python objects that setting up leaves; the least of several times, since caches fill now and then."""
+    """Bytes of Python objects that remain after setup; the least of several times, since caches fill now and then."""
     found = []
     gc.collect()
     gc.freeze()  # what torch has loaded need not be gone through again each time

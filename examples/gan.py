@@ -18,7 +18,7 @@ NOISE = 8
 
 
 def real_points(count: int) -> Tensor:
-    """Points of shape (count, 2), around eight centres on a circle of radius 2."""
+    """Points of shape (count, 2), around eight centers on a circle of radius 2."""
     angle = torch.arange(count) % 8 * (math.pi / 4)
     return 2 * torch.stack([angle.cos(), angle.sin()], dim=1) + 0.1 * torch.randn(count, 2)
 

@@ -65,7 +65,7 @@ class Fabric:
     [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
     same order. A group is what :meth:`new_group` returns, a process group of torch, or None for the whole job. The
     ``data`` of a collective is any collection of tensors and Python numbers with the same structure, dtypes and shapes
-    on every process; it is not changed, and the same types of collections come back. What cannot be sent or reduced
+    on every process; it is not changed, and the same types of collections are returned. What cannot be sent or reduced
     raises a :class:`fabric.errors.ConfigurationError` that names the leaf.
 
     Args:
@@ -399,7 +399,7 @@ class Fabric:
         Args:
             empty_init: leave parameters uninitialized, for a model that a checkpoint fills; takes no scratch space.
             source: ``"every_rank"``, or ``"rank0"`` where a strategy shards: only rank 0 has values and scratch space,
-                and code on other ranks cannot read large parameters. Collective on leaving the context.
+                and code on other ranks cannot read large parameters. Collective on exiting the context.
 
         Raises:
             ConfigurationError: another source.
@@ -516,7 +516,7 @@ class Fabric:
     ) -> AbstractContextManager[None]:
         """A context for a training loop in which processes may have different numbers of batches, under DDP.
 
-        Collective: every process enters it, and leaves it once all have finished. A process without further batches
+        Collective: every process enters it, and exits it once all have finished. A process without further batches
         answers the others' collectives with gradients of zero. Afterwards every process has the modules, their
         optimizers and the loss scale of one that stepped last; schedulers are left as they are. Within, collectives of
         the whole job and forward passes without gradients raise a :class:`fabric.errors.UsageError`, and so does a
@@ -534,7 +534,7 @@ class Fabric:
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
-        Sum and mean are differentiable. Tensors come back as new tensors on their device, numbers as numbers.
+        Sum and mean are differentiable. Tensors are returned as new tensors on their device, numbers as numbers.
 
         Args:
             data: any collection of tensors and Python numbers.
@@ -562,7 +562,7 @@ class Fabric:
 
         Args:
             data: any collection of tensors and Python numbers.
-            sync_grads: whether gradients flow back to the process that a part came from.
+            sync_grads: whether gradients flow back to the process that passed a part.
             ragged: whether the length of tensors along dim 0 may differ between processes.
             concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
 
@@ -595,7 +595,7 @@ class Fabric:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
         The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
-        collection that is returned have it too, and their row j came from process j.
+        collection that is returned have it too, and their row j is from process j.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
@@ -821,7 +821,7 @@ class Fabric:
         return {**self.__dict__, "_plan": plan, "_session": None, "_closed": False}
 
     def _enter_rank(self, world: World) -> None:
-        """Take a place in the job, in a process that was just made for it."""
+        """Join the job, in a process that was just started for it."""
         self._plan = replace(self._plan, world=world, launcher=InlineLauncher())
         self._running("launch")
         if self._seed is not None:
@@ -860,7 +860,7 @@ class Fabric:
         return self._plan.world is None or self._plan.world.rank == 0
 
     def _at_exit(self) -> None:
-        # After an uncaught exception the other ranks may be waiting where this one will never come.
+        # After an uncaught exception the other ranks may be waiting for a call that this one will never make.
         if getattr(sys, "last_value", None) is not None and self._session is not None:
             self._session.runtime.abort()
         try:

@@ -39,7 +39,7 @@ class Session:
 
     What was set up is held weakly, so that a model that the user drops is freed.
 
-    Collective when processes talk: returns once all are there.
+    Collective when the processes communicate: returns once all are connected.
 
     Args:
         plan: what was decided.
@@ -88,7 +88,7 @@ class Session:
             )
             self._training = TrainingChecks(context, self._arrange_backward)
         self._arrange_backward()
-        # Sharded parameters take turns with whole ones in the module: what was there at setup counts.
+        # The module holds sharded parameters or full ones, depending on the phase: those that it held at setup count.
         self._owned = WeakTensorKeyDictionary()
         self._node_group: Communicator | None = None
         self._saves = AsyncSaver(self.runtime.background)
@@ -246,7 +246,7 @@ class Session:
                 each.load_state_dict(state)
 
     def checkpoint(self) -> "CheckpointCoordinator":
-        """The way to and from the disk."""
+        """Saves and loads the checkpoints of this job."""
         # A tenth of the package, which nothing needs before the first save.
         from fabric.checkpoint.save_load import CheckpointCoordinator
         from fabric.checkpoint.state import Access
@@ -291,7 +291,7 @@ class Session:
         return lines
 
     def close(self) -> None:
-        """Take off what was attached and close the strategy, also when a part of that raises."""
+        """Remove all hooks and close the strategy, even when a part of that raises."""
         with ExitStack() as stack:
             stack.callback(self.strategy.teardown)
             stack.callback(self.stop_request.close)
@@ -367,7 +367,7 @@ def _updates(optimizer: Optimizer, parameters: Collection[int]) -> bool:
 
 @contextmanager
 def _rank_zero_first(communicator: Communicator) -> Iterator[None]:
-    """Within, rank 0 goes first and tells the others how it ended."""
+    """Within, rank 0 runs first and then sends the others its outcome."""
     failure = None
     if communicator.rank == 0:
         try:

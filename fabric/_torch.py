@@ -67,7 +67,7 @@ class OneLevel:
 def flatten_one_level(tree: Any) -> OneLevel | None:
     """Open one level of a type that is registered with torch's pytree; None for any other object.
 
-    torch's pytree is the registry in which libraries announce their containers (Hugging Face model outputs do); torch
+    torch's pytree is the registry in which libraries register their containers (Hugging Face model outputs do); torch
     has no public name for it yet.
     """
     if pytree.tree_is_leaf(tree):
@@ -77,9 +77,9 @@ def flatten_one_level(tree: Any) -> OneLevel | None:
 
 
 def hook_place(handle: RemovableHandle) -> OrderedDict[int, Any]:
-    """The hooks among which one hangs, by ``handle.id``, so that it can be taken off and put back in its place.
+    """The dict that a hook is registered in, by ``handle.id``, so that it can be removed and put back in its place.
 
-    ``RemovableHandle`` takes a hook off once; where it hangs is known to undocumented attributes only.
+    ``RemovableHandle`` removes a hook once; the dict is known to undocumented attributes only.
     """
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "its module is alive"
@@ -135,7 +135,7 @@ def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
 def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     """Have a module that was in a ``torch.distributed.algorithms.Join`` train as one that never was.
 
-    torch leaves it switched on: forward passes go on telling joined ranks, of which there are none, and the reducer
+    torch leaves it switched on: forward passes go on notifying joined ranks, of which there are none, and the reducer
     goes on dividing by the number of ranks that took part in the last of them.
     """
     from torch.distributed.algorithms.join import _JoinConfig
@@ -221,7 +221,7 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, which leaves its mark under a private name only."""
+    """Whether ``module.compile()`` was called, which is recorded under a private name only."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
@@ -249,9 +249,9 @@ def default_store() -> dist.Store:
 
 
 def reset_after_error(module: Any) -> bool:
-    """Have a sharded model forget a forward pass that was left by an error; False where torch cannot do it.
+    """Have a sharded model forget a forward pass that ended in an error; False where torch cannot do it.
 
-    ``FSDPModule.reset_iter_state`` came after torch 2.11, the first release that fabric supports.
+    ``FSDPModule.reset_iter_state`` was added after torch 2.11, the first release that fabric supports.
     """
     reset = getattr(module, "reset_iter_state", None)
     if reset is not None:

@@ -196,7 +196,7 @@ class MPSAccelerator(Accelerator):
 
 
 def _parse(devices: Any, expected: str) -> Any:
-    """``"auto"``, a number, or a tuple of indices, from any of their spellings; the numbers are not judged."""
+    """``"auto"``, a number, or a tuple of indices, from any of their spellings; the numbers are not checked."""
     try:
         if not isinstance(devices, str):
             return tuple(map(operator.index, devices)) if isinstance(devices, Sequence) else operator.index(devices)

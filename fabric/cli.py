@@ -3,7 +3,8 @@
 [Note: fabric run] The command starts the ranks and supervises them as the launcher ``popen`` does. On one node they
 connect through a private file, so that nothing listens on the network; on several, through a port of machine 0.
 
-[Note: late imports] What imports torch is imported by the functions that need it, so that help and errors come at once.
+[Note: late imports] What imports torch is imported by the functions that need it, so that help and errors come
+at once.
 """
 
 import argparse
@@ -166,7 +167,7 @@ def _check_run(options: argparse.Namespace) -> None:
 def _worlds(options: argparse.Namespace) -> list[World]:
     """The places of this machine's ranks.
 
-    The options are resolved as the script's ``Fabric()`` will, so that errors come before any process starts.
+    The options are resolved as the script's ``Fabric()`` will, so that errors are raised before any process starts.
     """
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher

@@ -101,8 +101,9 @@ class OpenMPIEnvironment:
 class MPICHEnvironment:
     """``mpiexec`` of MPICH or Intel MPI (Hydra), or of a Cray system (PALS); several nodes need ``MASTER_ADDR``.
 
-    MPICH's own ``mpiexec`` sets nothing that tells one job from another, so several processes need ``MASTER_PORT``.
-    ``srun`` can set ``PMI_*`` variables too: a step of SLURM without Hydra's own variables is left to SLURM.
+    MPICH's own ``mpiexec`` sets nothing that distinguishes one job from another, so several processes need
+    ``MASTER_PORT``. ``srun`` can set ``PMI_*`` variables too: a step of SLURM without Hydra's own variables is left to
+    SLURM.
     """
 
     name: str = "mpich"
@@ -137,7 +138,7 @@ class SlurmEnvironment:
 
 
 # The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
-# comes before SLURM because in a SLURM job it starts its daemons with srun: what it launches carries the variables of
+# precedes SLURM because in a SLURM job it starts its daemons with srun: what it launches carries the variables of
 # both, and SLURM's then describe the daemons.
 _INNERMOST_FIRST: tuple[Environment, ...] = (
     TorchrunEnvironment(),

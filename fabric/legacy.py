@@ -43,7 +43,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
     """Older form of :meth:`fabric.Fabric.setup`; collective.
 
     Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers, if
-    it has any. Afterwards the prepared module of torch is the trainer's model, and :attr:`model` of the strategy.
+    it has any. Afterward the prepared module of torch is the trainer's model, and :attr:`model` of the strategy.
 
     Args:
         trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
@@ -106,7 +106,7 @@ def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any
 
 
 def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
-    """Wait until every process is here; arguments of old are accepted and mean nothing. Collective."""
+    """Wait until every process calls it; arguments of old are accepted and mean nothing. Collective."""
     name = args[0] if args else kwargs.get("name")
     if len(args) > 1 or set(kwargs) - {"name", "group"} or not isinstance(name, str | None):
         _deprecated("barrier(*args, **kwargs)", 'fabric.barrier() or fabric.barrier("name")')
@@ -117,7 +117,7 @@ def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
     """Abort the process group after a failure of this process, and raise; with one process do nothing.
 
     The launcher then ends the other processes, and the process that launched them raises with this rank and its
-    traceback. It does so for every exception that leaves the function, so that the call is not needed.
+    traceback. It does so for every exception that the function raises, so that the call is not needed.
 
     Args:
         trace: the traceback of the failure, as text.

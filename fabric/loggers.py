@@ -49,7 +49,7 @@ class CSVLogger:
     """Writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``; needs no other package.
 
     ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column ``step``, then one column per metric in order
-    of appearance, values with every digit, an empty cell where a metric was not given. A metric that comes up later
+    of appearance, values with every digit, an empty cell where a metric was not given. A metric that is logged later
     gets a new column. Each row is in the file when the call returns, so that a crash loses nothing. No file or folder
     is created before the first write.
 

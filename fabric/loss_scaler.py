@@ -85,7 +85,7 @@ class LossScaler:
         self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def close(self) -> None:
-        """Take the hooks off again: the optimizers step as if they had never been watched."""
+        """Remove the hooks: the optimizers step as if they had never been watched."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -93,7 +93,7 @@ class LossScaler:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, to be called once at the start of each backward pass, on its tensor.
 
-        A float16 loss comes back as float32, which has room for the scale. Collective where ranks hold different
+        A float16 loss is returned as float32, which has room for the scale. Collective where ranks hold different
         gradients.
         """
         if self._pending is not None and not self._any_holds_scaled():

@@ -29,7 +29,8 @@ class FabricModule(nn.Module):
     The same type under every strategy. Calling it runs the prepared module: gradients are synchronized where the
     strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
     parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
-    ``train``, ``eval``, ``to``. It may be part of another ``nn.Module``; ``torch.compile`` may come before or after.
+    ``train``, ``eval``, ``to``. It may be part of another ``nn.Module``, and be compiled by ``torch.compile``
+    before or after.
 
     A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its precision, not the
     strategy. Neither is possible for a sharded module.

@@ -3,7 +3,7 @@
 [Note: Precision] A ``*-true`` precision keeps everything in one dtype: parameters are converted in ``setup`` and
 floating inputs are cast to the parameters' dtype. ``32-true`` converts nothing: the parameters stay as they were built
 (float32, unless the model was built or loaded in something else), and inputs follow them. A ``*-mixed`` precision keeps
-float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-bit outputs come back as float32.
+float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-bit outputs are returned as float32.
 Integers and booleans are never touched.
 """
 
@@ -129,7 +129,7 @@ def cast_inputs(
 
 
 def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
-    """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else comes back untouched."""
+    """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else is returned unchanged."""
     if isinstance(output, Tensor):
         # By name: otherwise torch tries the other things that ``to`` may be given first, for a microsecond.
         return output.to(dtype=dtype) if output.dtype in _HALF else output

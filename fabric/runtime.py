@@ -1,4 +1,4 @@
-"""What one process of a running job holds: its place, its device, and its connection to the other processes."""
+"""The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -73,7 +73,7 @@ class Runtime:
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
         """Take the device and connect to the other processes.
 
-        Collective when the processes of the job communicate: returns once all are there.
+        Collective when the processes of the job communicate: returns once all are connected.
 
         Args:
             communicator: the collectives over all ranks, from a caller that has connected them.
@@ -132,7 +132,7 @@ class Runtime:
         self.accelerator.release()
 
     def abort(self) -> None:
-        """Leave the other processes without waiting for them, on the way out of an exception."""
+        """Disconnect from the other processes without waiting for them, after an exception."""
         if self._is_started:
             for close in (*self._closers, self.communicator.close):
                 close()

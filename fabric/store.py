@@ -76,7 +76,7 @@ class JobStore:
         return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
 
     def close(self) -> None:
-        """Let go of the connection, which others that hold this would keep open; there are no other ranks any more."""
+        """Release the connection, which others that hold this would keep open; there are no other ranks any more."""
         self._store, self.rank, self.size = dist.HashStore(), 0, 1
         self._present.clear()
 

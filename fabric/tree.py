@@ -43,7 +43,7 @@ _Opened = tuple[Callable[[], Sequence[str]], Sequence[Any], Callable[[list[Any]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """Take a collection apart.
+    """Flatten a collection.
 
     Args:
         tree: any collection, or a single leaf.
@@ -72,7 +72,7 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply ``function`` to every leaf of a collection.
 
-    A collection of which nothing changes comes back itself, no copy: a list or a cache that is passed to a forward
+    A collection of which nothing changes is returned itself, no copy: a list or a cache that is passed to a forward
     pass to be filled stays the caller's own.
 
     Args:
@@ -114,7 +114,7 @@ def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> An
         non_blocking: let copies from pinned host memory overlap with computation.
 
     Returns:
-        As of :func:`map_leaves`; tensors that are there come back themselves.
+        As of :func:`map_leaves`; tensors that are on it already are returned themselves.
     """
 
     def move(leaf: Any) -> Any:

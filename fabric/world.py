@@ -1,4 +1,4 @@
-"""Who this process is among the processes of a job."""
+"""The place of a process in its job."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -100,7 +100,7 @@ def accelerate(ranks: int) -> Actions:
 
     def on(operation: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def run(tree: dict[str, Any]) -> dict[str, Any]:
-            # It takes tensors alone: floats go in and come out by hand.
+            # It takes tensors alone: floats are converted by hand.
             if isinstance(next(iter(tree.values())), Tensor):
                 return operation(tree)
             results = operation({name: torch.tensor(value) for name, value in tree.items()})

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 
 class Report:
-    """A logger of the kind that `Fabric(loggers=...)` accepts; it does nothing before the first metrics come.
+    """A logger of the kind that `Fabric(loggers=...)` accepts; it does nothing before the first metrics are logged.
 
     Fabric hands metrics to its loggers in the first process only, so the reports of the other processes stay silent.
     """

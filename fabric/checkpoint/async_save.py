@@ -34,7 +34,7 @@ __all__ = ["AsyncSaver", "PendingSave", "StagingBuffers"]
 class PendingSave:
     """A save that runs while training does; ``fabric.save(..., async_=True)`` returns it.
 
-    What goes wrong in it is raised, on every process, by whichever comes first: :meth:`wait`, the next ``save``,
+    What goes wrong in it is raised, on every process, by the first of these calls: :meth:`wait`, the next ``save``,
     ``load`` or ``load_raw``, or the end of the job. The checkpoint that was there before is untouched then.
 
     Attributes:
@@ -53,7 +53,7 @@ class PendingSave:
         return not self._thread.is_alive()
 
     def exception(self) -> BaseException | None:
-        """What went wrong, or None; waits for the end. Not a collective, and it is not raised again afterwards."""
+        """What went wrong, or None; waits for the end. Not a collective, and it is not raised again afterward."""
         self._thread.join()
         self._is_raised = True
         return self._error

@@ -1,4 +1,4 @@
-"""All or nothing: over the ranks success on all or an error on all, on the disk the old content or the new.
+"""Atomic saves: over the ranks success on all or an error on all, on the disk the old content or the new.
 
 [Note: agreement]
 What can fail on one rank ends on all of them before any of them goes on. What a rank sends and receives for that does
@@ -63,7 +63,7 @@ def raise_on_any_rank_error(communicator: Communicator, request: str, action: Ca
     """Run ``action`` on every rank, and return its result once all of them are known to have succeeded.
 
     Collective: every rank must call it. ``action`` must not be a collective itself, since it may fail on one rank only.
-    What travels is one number a rank and, of a failure, one text.
+    What is sent is one number per rank and, for a failure, one text.
 
     Args:
         communicator: the ranks.
@@ -102,7 +102,7 @@ def gather_on_first(communicator: Communicator, value: Any) -> list[Any]:
 
 
 def scatter_from_first(communicator: Communicator, values: Sequence[Any]) -> Any:
-    """Collective. To each rank its one of rank 0's values."""
+    """Collective. Send each rank its own one of rank 0's values."""
     contents = [pickle.dumps(value) for value in values]
     length = _longest(communicator, max(map(len, contents), default=0))
     rows = _padded(contents, length).view(-1, length).to(communicator.device) if contents else None
@@ -329,7 +329,7 @@ def _clear_temporaries(target: Path) -> None:
     stale = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{12}\.tmp")
     for temporary in target.parent.iterdir():
         if stale.fullmatch(temporary.name):
-            # It may be another user's, be gone by now, or have a living writer: each leaves it to them.
+            # It may be another user's, be gone by now, or have a living writer: it is left alone.
             with suppress(OSError), open(temporary, "rb") as file:
                 if _locked(file, created=False):
                     temporary.unlink()
@@ -369,7 +369,7 @@ def _clean(path: Path) -> None:
     # Read last: a save that another process has committed meanwhile is the current one by now.
     current = _current_save(path)
     if current is None:
-        return  # what it named cannot be told from what is stale
+        return  # what it named cannot be distinguished from what is stale
     for entry, save in ended:
         if save != current and _SAVE_NAME.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)

@@ -22,7 +22,7 @@ _LISTED = 12  # names given in full before an error only counts the rest
 
 @runtime_checkable
 class CheckpointIO(Protocol):
-    """A format in which plain state is kept: how a mapping becomes something on disk, and comes back.
+    """A format in which plain state is kept: how a mapping is written to the disk and read back.
 
     State is plain: tensors, numbers, strings, bytes, ``None`` and nested dicts, lists, tuples and sets of these. An
     implementation knows nothing of processes, modules or optimizers, and any object with these methods is accepted.

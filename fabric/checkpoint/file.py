@@ -66,7 +66,7 @@ class FullCheckpoint:
             UnsafeCheckpointError: it holds objects that only running code can rebuild; they are named.
             CheckpointError: it is damaged, was not written by ``torch.save``, or does not hold a dict.
 
-        With ``weights_only=False``, whatever the code in the file raises comes out as it is.
+        With ``weights_only=False``, whatever the code in the file raises is not converted.
         """
         request = f"load the checkpoint {str(path)!r}"
         _require_file(request, path)
@@ -177,7 +177,7 @@ def _names_in(path: Path) -> list[str]:
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(file)
             pickles = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        while True:  # the format before torch 1.6 is several in a row; what comes behind them ends it
+        while True:  # the format before torch 1.6 is several in a row; what follows them ends it
             for opcode, argument, _ in pickletools.genops(pickles):
                 if opcode.name == "STACK_GLOBAL":
                     found.add(".".join(strings[-2:]))

@@ -76,7 +76,7 @@ class ShardedCheckpoint:
 
         Collective: every rank of ``communicator`` must call it. Sharded tensors (DTensors) are written shard by shard;
         of full tensors, and of everything else, rank 0's values count. Tensors that are the same memory are written
-        once. Parameters come back as plain tensors.
+        once. Parameters are loaded as plain tensors.
 
         Args:
             state: what :func:`fabric.checkpoint.state.collect` gives, or such a state with sharded tensors in it; of

@@ -8,7 +8,7 @@ code. Anything else is refused when it is saved, not when it is loaded, when the
 [Note: JSON with type tags]
 What JSON has no type for is an object with one key that begins with ``$``, the *tag*: ``{"$tuple": [1, 2]}``,
 ``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept elsewhere under that name.
-Every plain value comes back with its type and every bit: floats are written with as many digits as tell them from all
+Every plain value is restored with its type and every bit: floats are written with as many digits as tell them from all
 others, and those that JSON lacks by their bytes. A dict is a JSON object where its keys are strings that no tag could
 be, and else, as subclasses of dict, a list of pairs.
 
@@ -51,7 +51,7 @@ Filter = Mapping[str, Callable[[str, Any], bool]]
 _Place = tuple[Any, ...]
 _Take = Callable[[_Place, Any], Any]
 
-_SURROGATES = re.compile("[\ud800-\udfff]")  # a pair of them would come back from JSON as one character
+_SURROGATES = re.compile("[\ud800-\udfff]")  # JSON would decode a pair of them as one character
 _MAPPINGS = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
 _SEQUENCES = {"$list": list, "$tuple": tuple, "$set": set}
 _TAGS = {kind: tag for tag, kind in {**_MAPPINGS, **_SEQUENCES}.items()}
@@ -201,7 +201,7 @@ def check_weights_only_safe(name: str, value: Any) -> None:
 
 
 def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dict[_Place, Tensor]]:
-    """Take a state apart. No tensor is copied, but sparse ones, which are kept in the JSON.
+    """Split a state into JSON and tensors. No tensor is copied, but sparse ones, which are kept in the JSON.
 
     Returns:
         The state as JSON with the names of its tensors; the name of each place, unique but for those that hold the same

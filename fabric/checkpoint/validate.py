@@ -17,7 +17,7 @@ ModuleState = Callable[[nn.Module], Mapping[str, Any]]
 
 
 def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state: ModuleState, strict: bool) -> None:
-    """Raise unless ``loaded`` can be restored into ``state``, as far as that can be told without changing anything.
+    """Raise unless ``loaded`` can be restored into ``state``, as far as that can be known without changing anything.
 
     Args:
         loaded: the entries of a checkpoint; meta tensors will do.

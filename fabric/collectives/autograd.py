@@ -4,7 +4,7 @@
 of an all-reduce is the same all-reduce, that of an all-gather a reduce-scatter of the sum and the other way round, that
 of an all-to-all an all-to-all, that of a broadcast the sum over ranks, which arrives at the source. They can be
 differentiated again. Every rank has to go through the backward pass, as it went through the forward pass. A leaf that
-required no gradient comes back without one, whatever it travelled with.
+required no gradient is returned without one, whatever it was sent with.
 """
 
 from dataclasses import replace

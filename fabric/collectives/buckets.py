@@ -1,6 +1,6 @@
-"""Which leaves of a collection travel, in which dtype, and in which buffer.
+"""Buckets: the flat buffers in which the leaves of a collection are sent.
 
-[Note: Buckets] Leaves of one dtype travel in one flat, contiguous buffer and thus in one collective, in the order in
+[Note: Buckets] Leaves of one dtype are sent in one flat, contiguous buffer and thus in one collective, in the order in
 which :func:`fabric.tree.flatten` visits them. Nothing here writes into what the caller passed, and gloo reduces the
 wrong elements of a non-contiguous view (pytorch#192920), so a buffer is a copy wherever it is written to or has strides
 of its own. Results are copies out of it again: one that is kept, saved or changed has nothing to do with the others.
@@ -113,7 +113,7 @@ class Bucket:
         return torch.cat(parts, dim=-1).to(dtype)
 
     def unpack(self, buffer: Tensor, leaves: list[Any], ranks: int | None = None) -> None:
-        """Put the parts of a buffer in the places that the leaves came from.
+        """Put the parts of a buffer back in the places of their leaves.
 
         Args:
             buffer: of shape ``(n,)``, or ``(ranks, n)`` if it holds those of several ranks.
@@ -142,7 +142,7 @@ class Bucket:
             self.unpack_numbers(parts[-1].movedim(-1, 0).tolist(), leaves)
 
     def unpack_numbers(self, numbers: list[Any], leaves: list[Any]) -> None:
-        """Put numbers, or a list of all ranks' for each, in the places that the numbers came from."""
+        """Put numbers, or a list of all ranks' for each, back in the places of the numbers."""
         if self.dtype is torch.bool:
             numbers = [list(map(bool, one)) if isinstance(one, list) else bool(one) for one in numbers]
         if len(numbers) == len(leaves):

@@ -124,7 +124,7 @@ class Communicator(ABC):
 
     A *buffer* is a contiguous tensor on ``device`` that belongs to the caller, not part of an autograd graph, of a
     dtype that the backend carries (booleans travel as uint8). Reductions and broadcasts write into it. What users pass
-    in is made a buffer, and what comes out is given its structure back, in :mod:`fabric.collectives`.
+    in is packed into buffers, and the results are given their structure back, in :mod:`fabric.collectives`.
 
     A communicator implements :meth:`run`, :meth:`new_group` and :meth:`close`; the other methods check ranks, describe
     the call and make it. Every method is a collective, but for :meth:`send` and :meth:`recv`, which two ranks call, and
@@ -179,7 +179,7 @@ class Communicator(ABC):
     def all_to_all(self, buffer: Tensor) -> Tensor:
         """Send row i of ``buffer`` of shape ``(size, *s)`` to rank i.
 
-        A new tensor of that shape, whose row j came from rank j.
+        A new tensor of that shape, whose row j is from rank j.
         """
         return self.run(Collective(Operation.ALL_TO_ALL, buffer))
 

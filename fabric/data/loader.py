@@ -85,7 +85,7 @@ class FabricDataLoader:
             from_rank0: makes the ranks draw the same order although their random states differ: called at the start of
                 each epoch with a key and the state, in the same sequence on all ranks, it returns what rank 0 passed.
                 ``None``: the states are taken to be the same. Not called when nothing random is drawn.
-            name: tells the loaders of a job apart in the keys; the same on all ranks, another for each loader.
+            name: identifies the loader in the keys; the same on all ranks, another for each loader of a job.
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
                 states.
             active: where the iterations over the loaders of a job that have begun and not ended are kept.
@@ -163,7 +163,7 @@ class FabricDataLoader:
         """Number the next epoch, and call ``set_epoch`` of the sampler, batch sampler and dataset that have one.
 
         Not needed for numbers that just count up: each ``iter()`` does that, from 0 or from where a loaded state says.
-        A position inside another epoch, loaded or reached, is given up.
+        A position inside another epoch, loaded or reached, is dropped.
 
         Args:
             epoch: 0 or more.
@@ -184,7 +184,7 @@ class FabricDataLoader:
 
         Right at any time, in the loop's body too: batches that workers have prefetched do not count. After an epoch was
         iterated to its end it is the start of the next one; after a ``break`` it is the place of the break (call
-        :meth:`set_epoch` to give up the rest of the epoch). Of several iterations at once it is the position of the one
+        :meth:`set_epoch` to skip the rest of the epoch). Of several iterations at once it is the position of the one
         that yielded the last batch.
 
         For an iterable dataset only the epoch can be resumed, unless the dataset has ``state_dict`` and

@@ -53,7 +53,7 @@ class OverlappedCopies:
         device: where batches go.
         pins: whether tensors are put into pinned memory first, without which their copy is not asynchronous; a loader
             may have done so already.
-        cuda: where streams come from.
+        cuda: the module whose streams are used.
 
     Attributes:
         side: the side stream.

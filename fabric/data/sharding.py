@@ -40,7 +40,7 @@ def shard(
         loader: it is changed.
         place: whose shard it is to be, and the number of shards.
         enabled: False gives every rank the whole data.
-        uneven: what becomes of an incomplete last round.
+        uneven: how an incomplete last round is handled.
         from_rank0: returns what rank 0 passed.
         name: of the loader.
 
@@ -326,11 +326,11 @@ def _made_late(make: Callable[[], Iterable[_T]]) -> Iterator[_T]:
 class InterleavedIterable(IterableDataset[Any]):
     """One rank's samples of an iterable dataset that every rank iterates.
 
-    The samples come in rounds of ``num_replicas``; this rank keeps its own of each. Only complete rounds count, so that
-    all ranks get equally many: filling the last one would need samples from ahead. With worker processes each worker
-    shards what it iterates itself, so up to ``num_replicas - 1`` samples are left out per worker. Every rank has to
-    iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or with a generator of the dataset's
-    own.
+    The samples are taken in rounds of ``num_replicas``; this rank keeps its own of each. Only complete rounds count, so
+    that all ranks get equally many: filling the last one would need samples from ahead. With worker processes each
+    worker shards what it iterates itself, so up to ``num_replicas - 1`` samples are left out per worker. Every rank has
+    to iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or with a generator of the
+    dataset's own.
 
     Attributes are read from and written to the dataset inside, so that a ``worker_init_fn`` that configures the copy
     in its worker (``get_worker_info().dataset.start = ...``) reaches it.

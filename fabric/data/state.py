@@ -1,4 +1,4 @@
-"""What a loader iterates, where an iteration over it is, and what of that is saved.
+"""The spec of a loader, the state of an epoch, and what of that is saved.
 
 [Note: Data] The *order* is what the user's own sampler yields in one epoch, the same on every rank: single samples or,
 from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``rank, rank + num_replicas, ...``. The

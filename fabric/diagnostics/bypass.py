@@ -3,13 +3,13 @@
 [Note: Bypass] A strategy wraps the forward pass of a module, and only what goes through the *wrapped forward* is
 synchronized. A call of a submodule, of a method that calls one, or of the user's own module is a *bypass call*.
 
-Under DDP a bypass call leaves each rank with its local gradients, silently. So what comes out of it gets a hook, and a
+Under DDP a bypass call leaves each rank with its local gradients, silently. So its output gets a hook, and a
 gradient that arrives there while no forward pass has prepared its synchronization is an error. A bypass call is fine
 beside a wrapped forward, without gradients, and under ``no_backward_sync``.
 
 The wrapped forward is watched as well: torch synchronizes in the first backward pass after a forward pass, so that the
 gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
-model, uses nothing up. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
+model, changes nothing. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
 costs ten times as much; only where parameters may go unused it takes these. A gradient of which nothing is known may be
 that of a penalty, the same on all ranks: it is an error if the way to it leads through what the wrapped forward
 computed in one of its last thousand passes. A loss older than these is hardly left: its graph is in memory with what it
@@ -49,7 +49,7 @@ class BypassChecks:
 
     Args:
         rank: rank of this process, for errors.
-        uneven: told of each forward pass that prepares a synchronization, where there are other ranks.
+        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
     def __init__(self, rank: int, uneven: UnevenInputDetector | None) -> None:
@@ -84,7 +84,7 @@ class BypassChecks:
         return any(guard.left_local for each in self._guards if (guard := each()) is not None)
 
     def close(self) -> None:
-        """Take all hooks off again."""
+        """Remove all hooks."""
         for each in (*self._guards, *self._parts):
             if (watched := each()) is not None:
                 watched.close()
@@ -102,7 +102,7 @@ class BypassGuard:
         contract: how its gradients are synchronized.
         prepared: what the strategy made of it.
         rank: rank of this process, for errors.
-        uneven: told of each forward pass that prepares a synchronization, where there are other ranks.
+        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class BypassGuard:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward pass has prepared a synchronization, and no backward pass has come for it yet."""
+        """Whether a forward pass has prepared a synchronization that no backward pass has used yet."""
         return self._sync_prepared and not self._reached
 
     def before_forward(self) -> None:
@@ -166,7 +166,7 @@ class BypassGuard:
                 _watch(output, self._arrived)
 
     def after_backward(self, loss: Tensor) -> None:
-        """Note that a backward pass is over: if it came through here, the next one needs a forward pass of its own."""
+        """Note that a backward pass is over: if it reached this module, the next needs a forward pass of its own."""
         suspects, self._suspects = self._suspects, False
         if self._reached:
             self._sync_prepared = self._reached = False
@@ -174,7 +174,7 @@ class BypassGuard:
             self._check_computed(loss)
 
     def watch_output(self, output: Any, call: str) -> None:
-        """Note that ``output`` came out of a call that may have bypassed the wrapped forward."""
+        """Note that ``output`` is of a call that may have bypassed the wrapped forward."""
         if not self._depth and torch.is_grad_enabled():
             _watch(output, partial(self._on_gradient_of_bypass, call))
 
@@ -189,7 +189,7 @@ class BypassGuard:
         return watched
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         self._parts.close()
         if self._on_parameter is not None:
             self._on_parameter.remove()
@@ -260,7 +260,7 @@ class _PartHooks:
         self.places: list[tuple[OrderedDict[int, Any], int, Any, bool]] = []
 
     def add(self, handle: RemovableHandle, first: bool = False) -> None:
-        """Take charge of a hook that was just registered; with ``first`` it is put back in front of all others."""
+        """Manage a hook that was just registered; with ``first`` it is put back in front of all others."""
         hooks = hook_place(handle)
         self.places.append((hooks, handle.id, hooks[handle.id], first))
 

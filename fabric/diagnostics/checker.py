@@ -169,7 +169,7 @@ class CollectiveChecker:
             self._own = replace(self._own, calls=tuple(one for one in self._own.calls if one is not call))
 
     def close(self) -> None:
-        """Tell the others that this rank makes no further calls, and why."""
+        """Publish that this rank makes no further calls, and why."""
         self._leave(exit_reason())
 
     def _leave(self, reason: str) -> None:

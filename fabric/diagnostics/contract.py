@@ -1,8 +1,8 @@
-"""What diagnostics read of a strategy, and where they are called: the gradient contract, and hooks. Data only.
+"""The gradient contract, which diagnostics read of a strategy, and the hooks that call them. Data only.
 
 [Note: Hooks] Each diagnostic is a layer: functions that are called around forward passes, backward passes and optimizer
-steps. Whoever sets something up lists the layers once, and before and after each part they are called in the order of
-that list. The flight recorder comes first, so that what another layer raises cannot leave a phase open.
+steps. Setup lists the layers once, and before and after each part they are called in the order of
+that list. The flight recorder is first, so that what another layer raises cannot leave a phase open.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -42,7 +42,7 @@ class GradientContract:
         casts: whether the prepared module casts inputs and outputs, so that nobody else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
-        explain: adds a note to an error of torch that tells what to do about it.
+        explain: adds a note to an error of torch that says what to do about it.
     """
 
     module: nn.Module

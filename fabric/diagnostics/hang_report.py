@@ -3,7 +3,7 @@
 [Note: Reports] As long as all goes well the ranks exchange nothing but a look at the store, a few times per threshold.
 A rank whose flight recorder has stood still for longer than the threshold requests report number n by a key in the
 store. Every rank that sees it publishes its state: what it is doing, and its stack. Rank 0, or, when its interpreter is
-held by C++ code, the rank that requested it, composes the report, prints it and leaves the text for those whose
+held by C++ code, the rank that requested it, composes the report, prints it and keeps the text for those whose
 collective times out. For a rank that publishes nothing, its stack is read as the note in ``stacks.py`` says. Nothing of
 this is a collective.
 """
@@ -164,7 +164,7 @@ class HangReporter:
         self._since = self._looked = time.monotonic()
         self._passed = 0  # of what is due for the present wait
         self._answered = self._heard = self._awaited = 0  # numbers of reports and of requests from outside
-        self._reported: dict[str, int] = {}  # the number of the latest request, by where it came from
+        self._reported: dict[str, int] = {}  # the number of the latest request, by its origin
         self._text = self._lost = ""
         self._hurry, self._stop = threading.Event(), threading.Event()
         self.recorder = FlightRecorder(self.explain)
@@ -172,12 +172,12 @@ class HangReporter:
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Tell the other ranks where to find the stack of this one, and begin to watch."""
+        """Publish where to find the stack of this rank, and start the thread."""
         self._store.publish("address", self._stacks.address)
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and tell the others why; calling it again does nothing."""
+        """Stop, and publish why; calling it again does nothing."""
         if self._stop.is_set():
             return
         self._stop.set()

@@ -155,7 +155,7 @@ class FlightRecorder:
         self.phase = self.newest = phase
 
     def leave(self, result: object = None, error: BaseException | None = None) -> None:
-        """Note that the phase is over, and add the report to an error that left it."""
+        """Note that the phase is over, and add the report to the error that ended it."""
         if isinstance(error, RuntimeError):
             self.annotate(error)
         self.phase = self._outer.pop()
@@ -184,7 +184,7 @@ class FlightRecorder:
         self.leave()
 
     def annotate(self, error: BaseException) -> None:
-        """Add the report to an error that left a phase, where :meth:`explain` has one."""
+        """Add the report to an error that ended a phase, where :meth:`explain` has one."""
         if report := self.explain(error):
             error.add_note(report)
 

@@ -66,7 +66,7 @@ class Stacks:
         return _of_thread(os.pread(self._file.fileno(), 1 << 20, before), self._thread)
 
     def close(self) -> None:
-        """Answer no more, and give the signal back the meaning that it had."""
+        """Answer no more, and restore the handler of the signal."""
         if self._answers:
             faulthandler.unregister(self._signal)
         self._answers = False
@@ -96,7 +96,7 @@ def read_stack(address: Address) -> str:
 
 @cache
 def node() -> str:
-    """What tells the processes that see each other by their ids from others."""
+    """An id of the processes that see each other by their process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"

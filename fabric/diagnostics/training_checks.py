@@ -111,7 +111,7 @@ class _Posted:
 
 
 class _OptimizerChecks:
-    """Those of one optimizer, which is held weakly; ``number`` tells it apart, the same on all ranks."""
+    """Those of one optimizer, which is held weakly; ``number`` identifies it, the same on all ranks."""
 
     def __init__(self, optimizer: Optimizer, number: int, context: CheckContext) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
@@ -293,7 +293,7 @@ class JoinOrderCheck:
         ]
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 

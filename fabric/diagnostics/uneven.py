@@ -69,7 +69,7 @@ class UnevenInputDetector:
         """Note that an iteration over a loader begins.
 
         Args:
-            key: tells it apart, as ``"loader/number"``, numbers counting up; the same on all ranks.
+            key: identifies it, as ``"loader/number"``, numbers counting up; the same on all ranks.
             progress: its progress.
             length: number of batches that it will have; None when that is not known.
         """
@@ -124,7 +124,7 @@ class UnevenInputDetector:
 
     @contextmanager
     def suspended(self, request: str) -> Iterator[None]:
-        """Within, ranks take different numbers of steps, and no collectives; afterwards they start to count anew.
+        """Within, ranks take different numbers of steps, and no collectives; afterward they start to count anew.
 
         Args:
             request: what the user called.

@@ -16,7 +16,7 @@ __all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "available_cores", "rank_
 class LaunchSpec:
     """How many processes a launcher starts on this node, and which results it returns.
 
-    A launcher starts the processes of a single-node job only; those of several nodes come from ``torchrun``,
+    A launcher starts the processes of a single-node job only; those of several nodes are started by ``torchrun``,
     ``fabric run`` or SLURM.
 
     Attributes:
@@ -113,7 +113,7 @@ def rank_variables(environ: Mapping[str, str], num_processes: int, cores: int, p
         platform: as in ``sys.platform``.
     """
     # torchrun sets one thread and warns; without any limit every rank would take all cores and they would starve
-    # each other. gloo listens on whatever the host name resolves to unless it is told an interface.
+    # each other. gloo listens on whatever the host name resolves to unless it is given an interface.
     variables = {
         "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
         "GLOO_SOCKET_IFNAME": "lo0" if platform == "darwin" else "lo",

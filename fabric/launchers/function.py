@@ -168,7 +168,7 @@ def _spawn(control: Connection, config: RankConfig) -> Process:
 def _exit_as_the_rank(error: RankFailedError) -> None:
     """Let the error, if it ends this process, give it the exit code of the rank; a hook of the user stays.
 
-    The hook is there as long as the error is: one that is caught and dropped leaves nothing behind.
+    The hook is there as long as the error is: one that is caught and dropped takes the hook with it.
     """
     is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if sys.excepthook is sys.__excepthook__ and not is_prompt:

@@ -1,4 +1,4 @@
-"""Whether somebody types this code, and how processes can be started safely when they do."""
+"""Detection of interactive sessions, and the start method that is safe in them."""
 
 import sys
 from typing import Literal

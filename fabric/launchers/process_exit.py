@@ -1,4 +1,4 @@
-"""Ends a process of a job without the interpreter's teardown, and with an error that comes late."""
+"""Ends a process of a job without the interpreter's teardown, and with an exit code for a late error."""
 
 import atexit
 import contextlib

@@ -10,15 +10,15 @@ ready      rank         None: signals run its ``finally`` blocks from now on
 error      rank         the :class:`Failure` that ends it
 finished   rank         what the payload returned, pickled
 signal     rank         number of a signal that its main thread has acted on
-saving     rank         None: SIGTERM asks it to save and leave
+saving     rank         None: SIGTERM asks it to save and exit
 describe   supervisor   None: asks for the error that the main thread is handling
 described  rank         that :class:`Failure`, or None
 report     supervisor   None: asks for a report of what the ranks are doing
 call       supervisor   for the ranks of a pool: what to call
-reply      rank         of a pool: what came of the call
+reply      rank         of a pool: the outcome of the call
 =========  ===========  ===============================================================================================
 
-The end of the pipe means to a rank that its supervisor is gone: it leaves at once.
+The end of the pipe means to a rank that its supervisor is gone: it exits at once.
 """
 
 import contextlib
@@ -110,7 +110,7 @@ class Failure:
     Attributes:
         time: when it was noticed, seconds on the system-wide monotonic clock.
         text: the traceback, as the interpreter would have printed it.
-        exit_code: with which the rank leaves because of it.
+        exit_code: with which the rank exits because of it.
         secondary: whether it looks like the result of another rank's failure (a lost connection, a timeout).
         peer_lost: whether it says that another process has closed its connection, be it by ending well.
         pending: whether the rank was still handling it (in a ``finally``, say) when it was asked.
@@ -180,12 +180,12 @@ class ControlThread(threading.Thread):
         return self._reports
 
     def run(self) -> None:
-        """Serve the pipe until the supervisor is gone, then leave at once, whatever the main thread waits for.
+        """Serve the pipe until the supervisor is gone, then exit at once, whatever the main thread waits for.
 
         Where the kernel ends this process with its parent, that is for a parent that had gone before it was asked to.
         """
         parent = os.getppid()
-        # A process that the parent forked for other ends may hold its end of the pipe; the process id tells.
+        # A process that the parent forked for other ends may hold its end of the pipe; the process id shows it.
         with contextlib.suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
@@ -266,7 +266,7 @@ def _outcome(config: RankConfig, payload: RankPayload) -> tuple[int, bytes | Fai
         text = "" if leaving.code == code else str(leaving.code)
         return code, Failure(time=time.monotonic(), exit_code=code, text=text)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
-        # What an exit handler would find if the interpreter had come to this point.
+        # What an exit handler would find if the interpreter had reached this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         return 1, Failure.of(error)
 
@@ -296,7 +296,7 @@ def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> Non
     if interruptible:
         signal.signal(signal.SIGINT, _RaiseOnce(KeyboardInterrupt()))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it
-    # A signal that comes between the interpreter's last look and the start of a wait, or is taken by another thread,
+    # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
@@ -334,7 +334,7 @@ class StopRequest:
         self._installed = False
 
     def received(self) -> bool:
-        """Whether SIGTERM has come since this was first asked.
+        """Whether SIGTERM was received since this was first asked.
 
         Raises:
             ValueError: first asked in another thread than the main one, which alone may say what a signal means.
@@ -344,7 +344,7 @@ class StopRequest:
         return self._received
 
     def close(self) -> None:
-        """Give SIGTERM back the meaning that it had."""
+        """Restore the handler of SIGTERM."""
         if self._installed and signal.getsignal(signal.SIGTERM) == self._note:
             # None: installed from C, which Python cannot put back.
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
@@ -366,7 +366,7 @@ class StopRequest:
 def _pending_failure() -> Failure | None:
     """The error that the main thread is handling just now.
 
-    A rank whose ``finally`` waits for the others has not come round to sending its error yet.
+    A rank whose ``finally`` waits for the others has not sent its error yet.
     """
     active = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12

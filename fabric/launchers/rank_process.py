@@ -55,7 +55,7 @@ class PrivateFile:
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
     def close(self) -> None:
-        """Let it go."""
+        """Close and remove it."""
         self._file.close()
 
 

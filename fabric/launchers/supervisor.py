@@ -169,12 +169,12 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def send_payload(self, payload: RankPayload) -> None:
-        """Begin the conversation with ranks that do not share this process's memory."""
+        """Send the payload to ranks that do not share this process's memory."""
         for rank in self.ranks:
             rank.send(rank.config, payload)
 
     def release_in_child(self) -> None:
-        """Let go of the supervisor's pipes and signals in a rank that has been forked from this process."""
+        """Release the supervisor's pipes and signals in a rank that has been forked from this process."""
         for control in self._controls:
             control.close()
         if signal.SIGUSR1 in self._signals.previous:
@@ -188,7 +188,7 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed; all of them have ended.
-            JobInterrupted: SIGINT or SIGTERM came; all of them have ended.
+            JobInterrupted: SIGINT or SIGTERM was received; all of them have ended.
         """
         over = False
         while not over:

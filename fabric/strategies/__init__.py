@@ -1,4 +1,4 @@
-"""What is done to a module so that it trains on the devices of a job."""
+"""Strategies: how a module is prepared to train on the devices of a job."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""What every strategy answers.
+"""The interface of strategies.
 
 [Note: Modules] The *user's module* is what was passed to ``setup``; the *prepared module* is what
 :meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
@@ -54,7 +54,7 @@ class Strategy(ABC):
     name: ClassVar[str]
     # Capabilities: what the layers above ask instead of the type.
     connects_processes: ClassVar[bool] = False
-    """Whether the processes of the job talk to each other."""
+    """Whether the processes of the job communicate."""
     drives_all_devices: ClassVar[bool] = False
     """Whether one process drives all devices of its node."""
     _wrapper: ClassVar[type[nn.Module] | None] = None
@@ -97,7 +97,7 @@ class Strategy(ABC):
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         """Start the runtime: activate the device and connect to the other processes.
 
-        Collective when processes talk.
+        Collective when the processes communicate.
 
         Args:
             runtime: what ``Fabric`` resolved; None builds one from the constructor's arguments.
@@ -123,13 +123,13 @@ class Strategy(ABC):
             self._runtime = None
 
     def on_exception(self, exception: BaseException) -> None:
-        """Called when the user's loop raises: adds the hint that fits, and lets go of the other ranks."""
+        """Called when the user's loop raises: adds the hint that fits, and disconnects from the other ranks."""
         self._explain(exception)
         if self._runtime is not None:
             self._runtime.abort()
 
     def _explain(self, exception: BaseException) -> None:
-        """Add a note to an error of torch that tells what to do about it, where this strategy knows."""
+        """Add a note to an error of torch that says what to do about it, where this strategy knows."""
 
     @property
     def runtime(self) -> Runtime:
@@ -313,7 +313,7 @@ class Strategy(ABC):
     # -- collectives ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
-        """Reduce every tensor of a collection over processes; numbers come back unchanged.
+        """Reduce every tensor of a collection over processes; numbers are returned unchanged.
 
         Collective over the group. See :func:`fabric.collectives.all_reduce`.
 

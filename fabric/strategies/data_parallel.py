@@ -2,15 +2,15 @@
 
 [Note: Replicas] A *replica* is a copy of the user's module for one forward pass, on one device, with a *part* of the
 batch. Each is a copy of the module tree and of its Python attributes, so that what a forward pass assigns to ``self``
-is gone afterwards. On the CPU all replicas share the parameters themselves: their gradients meet on them, and equal
+is gone afterward. On the CPU all replicas share the parameters themselves: their gradients add up on them, and equal
 those of one device. Replica 0 shares the buffers too, whether they are written in place or assigned; the others have
 copies. Hooks are shared, and thus run once for each replica.
 
 [Note: Threads] Grad mode, inference mode and autocast belong to a thread, and a new one has torch's defaults, so each
 replica enters those of the caller. autocast's cache of casted parameters is off in them: the cache is one for all
-threads, and whether two replicas meet in it would decide in which precision their gradients are summed. Threads are
-new in each forward pass: the order in which autograd sums gradients depends on how much a thread has computed before.
-The generator of the CPU is one for all threads: the random numbers of two replicas are drawn in no fixed order.
+threads, and whether two replicas use the same entry would decide in which precision their gradients are summed. Threads
+are new in each forward pass: the order in which autograd sums gradients depends on how much a thread has computed
+before. The generator of the CPU is one for all threads: the random numbers of two replicas are drawn in no fixed order.
 """
 
 import threading
@@ -116,7 +116,7 @@ class DataParallelStrategy(ParallelStrategy):
 
         Args:
             collection: any collection; tensors of shape ``(replicas, *s)``, as the vector that a 0-dim output
-                becomes, or of shape ``()``, which come back as they are; so does what is not a tensor.
+                becomes, or of shape ``()``, which are returned as they are; so is what is not a tensor.
             group: None; there are no other processes.
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"`` or a torch ``ReduceOp``.
 
@@ -184,7 +184,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
 
     @override
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on each part of the batch and join what comes out."""
+        """Run the module on each part of the batch and join the outputs."""
         if len(self.device_ids) == 1:
             return self.module(*inputs, **kwargs)
         return super().forward(*inputs, **kwargs)

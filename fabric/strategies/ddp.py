@@ -47,7 +47,7 @@ class DDPStrategy(ParallelStrategy):
         checkpoint_io: format of ``save`` and ``load``.
         precision: precision.
         ddp_comm_state: state handed to the hook.
-        ddp_comm_hook: how gradients travel, see ``torch.distributed.algorithms.ddp_comm_hooks``.
+        ddp_comm_hook: how gradients are sent, see ``torch.distributed.algorithms.ddp_comm_hooks``.
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: with a ``PostLocalSGDState`` as ``ddp_comm_state``: parameters are averaged over all
             ranks every so many optimizer steps, inside the step, once the state's ``start_localSGD_iter`` is reached.
@@ -256,7 +256,7 @@ class _KeepsGroup:
     """Keeps a process group from being freed by a reducer.
 
     gloo's destructor joins a thread that may need the interpreter lock to free the last collective. A reducer frees its
-    group while it holds that lock, which deadlocks; Python's own reference to a group lets go of it first.
+    group while it holds that lock, which deadlocks; Python's own reference to a group releases the lock first.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -267,7 +267,7 @@ class _KeepsGroup:
 
 
 def _synchronized(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
-    """The trained parameters but those that a user has told torch to leave alone, by the user's names."""
+    """The trained parameters but those that a user has told torch to ignore, by the user's names."""
     inner = wrapper.module
     prefix = "" if uncompiled(inner) is inner else "_orig_mod."
     ignored = {name.removeprefix(prefix) for name in wrapper.parameters_to_ignore}

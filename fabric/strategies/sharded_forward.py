@@ -1,4 +1,4 @@
-"""What a sharded module does around its own forward pass, whoever calls it."""
+"""The hooks of a sharded module around its own forward pass."""
 
 from collections.abc import Collection
 from typing import Any
@@ -22,7 +22,7 @@ class ShardedForward:
         rank: rank of this process, for the error.
 
     Attributes:
-        synchronizes: whether a backward pass reduces gradients; torch can be told, but not asked.
+        synchronizes: whether a backward pass reduces gradients; torch has a setter for it, but no getter.
     """
 
     def __init__(self, root: nn.Module, fsdp_modules: Collection[nn.Module], rank: int) -> None:
@@ -41,7 +41,7 @@ class ShardedForward:
         return self._depth > 0
 
     def close(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -62,7 +62,7 @@ class ShardedForward:
         self._finished = True
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # An error in another hook may have come before _enter.
+        # Another hook may have raised before _enter.
         self._depth = max(0, self._depth - 1)
         if self._depth or (self._finished and torch.is_grad_enabled()) or torch.compiler.is_compiling():
             return

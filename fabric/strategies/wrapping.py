@@ -1,4 +1,4 @@
-"""Which parts of a model are sharded together, and whether all ranks can shard it.
+"""The choice of FSDP modules in a model, and the checks that all ranks can shard it.
 
 [Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its parameters are gathered right
 before its forward pass, and freed after it. What lies outside of all others belongs to the root, which is gathered for
@@ -116,7 +116,7 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
 
     Args:
         root: the model.
-        has_values: whether the values of all ranks come from here, so that meta tensors cannot be set up.
+        has_values: whether the values of all ranks are this rank's, so that meta tensors cannot be set up.
 
     Raises:
         ConfigurationError: parameters that have no shape yet, or no dimension.

@@ -1,4 +1,4 @@
-"""What every collective means, in plain Python and torch, on a list of what each rank passes.
+"""Oracles: the semantics of every collective, in plain Python and torch, on a list of what each rank passes.
 
 Each oracle takes the values of all ranks, in rank order, and returns what each rank gets, in rank order: what
 ``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))`` should return is

@@ -1,7 +1,7 @@
 """Ranks that stay: real processes with a real process group, for thousands of short calls.
 
-[Note: The processes of a pool] After a call in which a rank failed nobody knows what the other ranks have sent to it,
-so all are ended, and the next call starts others. Forking one from the warm server takes about a tenth of a second,
+[Note: The processes of a pool] After a call in which a rank failed it is not known what the other ranks have sent to
+it, so all are ended, and the next call starts others. Forking one from the warm server takes about a tenth of a second,
 which hypothesis can afford for every step of its shrinking.
 """
 
@@ -52,7 +52,7 @@ class RankPool:
 
     Args:
         world_size: number of ranks, one process each.
-        timeout: seconds that a call may take, unless ``run`` is told otherwise.
+        timeout: seconds that a call may take, unless ``run`` is given another.
         **options: of :class:`fabric.Fabric`, for every rank: ``strategy``, which is ``"ddp"`` by default,
             ``precision``, ``accelerator``, which is ``"cpu"`` by default.
 
@@ -183,7 +183,7 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
     if failed:
         return Report(rank=rank.rank, did="was still in the call")
     stack = _stack(job, rank)
-    # The innermost frame comes first.
+    # The innermost frame is first.
     innermost = stack.partition("\n")[2].partition("\n")[0]
     waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
     did, code = f"did not return within {limit:g} s", -signal.SIGKILL
@@ -203,7 +203,7 @@ def _stack(job: Supervisor, rank: RankProcess) -> str:
 def _load_error(payload: bytes) -> BaseException | None:
     try:
         return load_result(payload) if payload else None
-    except Exception:  # noqa: BLE001 (a class whose pickle cannot be read back; its text has come on its own)
+    except Exception:  # noqa: BLE001 (a class whose pickle cannot be read back; its text is sent separately)
         return None
 
 

@@ -40,7 +40,7 @@ class ThreadedWorld:
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a call may take, unless ``run`` is told otherwise.
+        timeout: seconds that a call may take, unless ``run`` is given another.
         **options: of :class:`fabric.Fabric`, for every rank.
     """
 
@@ -124,7 +124,7 @@ class ThreadedStrategy(Strategy):
     """Collectives over a communicator that is there already; what the ranks of a :class:`ThreadedWorld` run under.
 
     Args:
-        communicator: how this rank talks to the others.
+        communicator: connects this rank to the others.
         store: where the ranks leave values for each other.
     """
 
