@@ -4,6 +4,7 @@
 `fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric. All are measured in each of
 many short rounds, in an order that rotates; the time of a round is that of the slowest rank. Ratios are taken within a
 round, so that a busy machine slows both sides, and shown as the median with the quartiles.
+
 Prints a table and writes it to `benchmarks/results/collectives.md`. The exit code is 1 where a median misses its
 target. `--quick` takes fewer rounds and writes nothing.
 """

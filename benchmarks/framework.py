@@ -21,7 +21,18 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Literal
 
-__all__ = ["CONTESTANTS", "OURS", "RAW", "Case", "Comparison", "Crew", "Failed", "Row", "compare", "run_case"]
+__all__ = [
+    "CONTESTANTS",
+    "OURS",
+    "RAW",
+    "Case",
+    "Comparison",
+    "ContestantProcesses",
+    "Failed",
+    "Row",
+    "compare",
+    "run_case",
+]
 
 ROOT = Path(__file__).parents[1]
 RAW, OURS = "raw", "fabric"
@@ -85,7 +96,7 @@ class Failed(Exception):
     """A contestant could not prepare or measure; the text is the last line of what it said."""
 
 
-class Crew:
+class ContestantProcesses:
     """The processes of one contestant in one case; they sleep between two rounds."""
 
     def __init__(self, module: str, case: str, contestant: str, ranks: int, quick: bool) -> None:
@@ -105,16 +116,16 @@ class Crew:
             for rank in range(ranks)
         ]
 
-    def answer(self) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
         """What rank 0 measured, or ``{}`` once all ranks are prepared."""
         first, *_ = [self._read(process) for process in self._processes]
         return first
 
-    def order(self) -> None:
+    def measure(self) -> None:
         """Have every rank measure once."""
         for process in self._processes:
             assert process.stdin is not None
-            # A rank that is gone is found out when its answer is read.
+            # A rank that is gone is noticed when its result is read.
             with suppress(BrokenPipeError):
                 process.stdin.write("measure\n")
 
@@ -148,13 +159,13 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     # Python has to keep its bytecode, or imports would measure the compiler.
     unwanted = ("RANK", "WORLD_SIZE", "PYTHONDONTWRITEBYTECODE")
     clean = {name: value for name, value in os.environ.items() if name not in unwanted}
-    # The ranks write their answers to stdout, and errors to stderr, which nobody reads before the end.
+    # The ranks write their results to stdout, and errors to stderr, which nobody reads before the end.
     one = {**clean, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
     if ranks == 1:
         return one
-    place = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "benchmark"}
-    return one | {name: str(value) for name, value in (place | meeting).items()}
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "benchmark"}
+    return one | {name: str(value) for name, value in (variables | rendezvous).items()}
 
 
 def _free_port() -> int:
@@ -196,45 +207,45 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
 
 def _run_once(case: Case, module: str, quick: bool, missing: dict[str, str], say: Callable[[int], None]) -> Rounds:
     """All rounds of a case, in processes of their own; notes in ``missing`` who is."""
-    crews: dict[str, Crew] = {}
+    running: dict[str, ContestantProcesses] = {}
     rounds: Rounds = []
     with ExitStack() as stack:
         for name in case.contestants:
             if quick and name not in (RAW, OURS):
                 missing[name] = "left out by --quick"
                 continue
-            crews[name] = Crew(module, case.name, name, case.ranks, quick)
-            stack.callback(crews[name].close)
-        for name in list(crews):
-            _answer(crews, name, missing)
+            running[name] = ContestantProcesses(module, case.name, name, case.ranks, quick)
+            stack.callback(running[name].close)
+        for name in list(running):
+            _result(running, name, missing)
         # Round 0 is the rehearsal.
         first, count = (1, 1) if quick else (0, case.rounds)
         for number in range(first, count + 1):
             say(number)
             results = {}
-            for name in _turned(list(crews), number):
-                crews[name].order()
-                if answer := _answer(crews, name, missing):
-                    results[name] = answer
+            for name in _rotated(list(running), number):
+                running[name].measure()
+                if result := _result(running, name, missing):
+                    results[name] = result
             rounds.append(results)
     return rounds[1 - first :]
 
 
-def _answer(crews: dict[str, Crew], name: str, missing: dict[str, str]) -> dict[str, float] | None:
-    """A contestant's answer; a peer that has none is dropped, with its reason."""
+def _result(running: dict[str, ContestantProcesses], name: str, missing: dict[str, str]) -> dict[str, float] | None:
+    """A contestant's numbers; a peer that has none is dropped, with its reason."""
     try:
-        return crews[name].answer()
+        return running[name].result()
     except Failed as failure:
         if name in (RAW, OURS):
             raise
         missing[name] = str(failure)
-        crews.pop(name).close()
+        running.pop(name).close()
         return None
 
 
-def _turned(names: list[str], number: int) -> Iterator[str]:
-    for place in range(len(names)):
-        yield names[(place + number) % len(names)]
+def _rotated(names: list[str], number: int) -> Iterator[str]:
+    for index in range(len(names)):
+        yield names[(index + number) % len(names)]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One process of a contestant: prepares, then measures and answers each time a line arrives."""
+"""One process of a contestant: prepares, then measures and writes the result for each line that it reads."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from benchmarks.framework import find_case
 
 def main() -> None:
     module, name, contestant, quick = sys.argv[1:]
-    # Libraries print; the answers go to where stdout was.
-    with os.fdopen(os.dup(1), "w", buffering=1) as answers:
+    # Libraries print; the results go to where stdout was.
+    with os.fdopen(os.dup(1), "w", buffering=1) as results:
         os.dup2(2, 1)
         measure = find_case(module, name).contestants[contestant](bool(int(quick)))
-        answers.write("{}\n")
+        results.write("{}\n")
         for _ in sys.stdin:
-            answers.write(json.dumps(measure()) + "\n")
+            results.write(json.dumps(measure()) + "\n")
     # Straight out: what is measured is over, and teardown of a peer may wait for a rank that has exited.
     os._exit(0)
 
