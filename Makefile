@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak bench lint format types clean
+.PHONY: help install demo test test-slow soak wheel bench lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -30,6 +30,13 @@ test-slow: .venv/installed ## samples of the fault matrix, crash points and long
 
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
 	$(BIN)/python -m pytest -m "soak and not gpu" --timeout 1800
+
+wheel: ## build the wheel, install it without extras, train and save there
+	rm -rf build dist && $(PYTHON) -m venv build/clean
+	build/clean/bin/pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
+	build/clean/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt dist/*.whl
+	cd dist && ../build/clean/bin/python ../.ci/clean_install.py
+	cd dist && ../build/clean/bin/python ../examples/gan.py --accelerator cpu --devices 2 --epochs 1
 
 bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 15 minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[benchmarks]'
