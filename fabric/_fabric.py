@@ -25,7 +25,7 @@ from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
 from fabric.clipping import check_clipping, clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.data import FabricDataLoader
+from fabric.data import FabricDataLoader, gather_batch
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
@@ -321,7 +321,7 @@ class Fabric:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
         """
         session = self._running("setup")
-        session.check_setup(module, optimizers, scheduler)
+        session.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
         results = (model, *optimizers, *(() if scheduler is None else (scheduler,)))
@@ -339,7 +339,7 @@ class Fabric:
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
         """Set up optimizers of modules that are set up already; returns them, and the scheduler. See :meth:`setup`."""
         session = self._running("setup_optimizers")
-        session.check_setup(None, optimizers, scheduler)
+        session.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
         results = (*optimizers, *(() if scheduler is None else (scheduler,)))
         return results[0] if len(results) == 1 else results
@@ -380,7 +380,7 @@ class Fabric:
             session.setup_loader(
                 loader,
                 shard=use_distributed_sampler,
-                move_to_device=move_to_device,
+                device=session.runtime.device if move_to_device else None,
                 overlap_copies=overlap_copies,
                 uneven=uneven,
                 seed_workers=seed_workers,
@@ -589,7 +589,8 @@ class Fabric:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
         """
-        return self._running("gather_for_metrics").gather_batch(data)
+        session = self._running("gather_for_metrics")
+        return gather_batch(session.runtime.communicator, session.active_iterators, data)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].

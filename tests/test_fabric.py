@@ -121,11 +121,6 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "optimizer of another": (lambda t: t.fabric.setup(Net(), t.other), UsageError, ["none of its parameters"]),
     "optimizer twice": (lambda t: t.fabric.setup_optimizers(t.optimizer), UsageError, ["already"]),
     "same optimizer": (lambda t: setup_with_one_optimizer_twice(t.fabric), UsageError, ["already"]),
-    "scheduler of another": (
-        lambda t: setup_with_scheduler_of(t.fabric, t.optimizer),
-        ArgumentTypeError,
-        ["scheduler=StepLR", "no scheduler of an optimizer"],
-    ),
     "launch of a result": (lambda t: t.fabric.launch(3), UsageError, ["launch(3)", "not fabric.launch(main(1, 2))"]),  # type: ignore[arg-type]
     "launch without a function": (lambda t: several().launch(), UsageError, ["'spawn'", "fabric.launch(main, 1, 2)"]),
     "launch with arguments": (lambda t: t.fabric.launch(None, 3), UsageError, ["no function", "main, 1, 2"]),
@@ -187,13 +182,8 @@ def setup_with_one_optimizer_twice(fabric: Fabric) -> None:
     fabric.setup(net, optimizer, optimizer)
 
 
-def setup_with_scheduler_of(fabric: Fabric, optimizer: torch.optim.Optimizer) -> None:
-    net = Net()
-    fabric.setup(net, sgd(net), scheduler=StepLR(optimizer, 1))
-
-
 @pytest.mark.parametrize("name", REFUSALS)
-def test_what_cannot_work_is_refused_in_four_parts(name: str, tmp_path: Path) -> None:
+def test_what_cannot_work_is_refused_by_name_and_with_the_reason(name: str, tmp_path: Path) -> None:
     action, error, names = REFUSALS[name]
     with single() as fabric:
         net = Net()
@@ -201,7 +191,8 @@ def test_what_cannot_work_is_refused_in_four_parts(name: str, tmp_path: Path) ->
         things = Things(fabric, net, model, optimizer, sgd(Net()), tmp_path / "state.pt")
         with pytest.raises(error) as caught:
             action(things)
-    assert_four_parts(caught.value, *names)
+    assert all(part in str(caught.value) for part in names), str(caught.value)
+    assert caught.value.problem
 
 
 def test_a_missing_checkpoint_names_its_path_and_what_is_there(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from fabric.tree import map_tensors
 if TYPE_CHECKING:
     from fabric.checkpoint.sharded import ShardedCheckpoint
 
-__all__ = ["CheckpointCoordinator", "restore", "restore_one"]
+__all__ = ["CheckpointCoordinator", "own_format", "restore", "restore_one"]
 
 T = TypeVar("T")
 
@@ -153,13 +153,7 @@ class CheckpointCoordinator:
         io = self._io
         if isinstance(io, FullCheckpoint) or _saves_shards(io):
             is_folder = os.path.isdir(path) if os.path.exists(path) else _saves_shards(io)
-            if self._communicator.broadcast_object(is_folder, 0):
-                # Takes a second to import.
-                from fabric.checkpoint.sharded import ShardedCheckpoint
-
-                io = ShardedCheckpoint()
-            else:
-                io = FullCheckpoint()
+            io = own_format(self._communicator.broadcast_object(is_folder, 0))
         if not weights_only and not isinstance(io, FullCheckpoint):
             problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
@@ -237,6 +231,15 @@ def restore(
         else:
             state[name] = copy.deepcopy(entries[name])
     return {name: content for name, content in entries.items() if name not in state}
+
+
+def own_format(sharded: bool) -> CheckpointIO:
+    """The format of a folder of shards, or that of one file."""
+    if not sharded:
+        return FullCheckpoint()
+    from fabric.checkpoint.sharded import ShardedCheckpoint  # takes a second to import
+
+    return ShardedCheckpoint()
 
 
 def _saves_shards(io: CheckpointIO) -> bool:

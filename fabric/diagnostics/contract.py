@@ -1,18 +1,17 @@
 """The gradient contract, which diagnostics read of a strategy, and the hooks that call them. Data only.
 
-[Note: Hooks] Each diagnostic is a layer: functions that are called around forward passes, backward passes and optimizer
-steps. Setup lists the layers once, and before and after each part they are called in the order of
-that list. The flight recorder is first, so that what another layer raises cannot leave a phase open.
+[Note: Hooks] Each diagnostic is a layer: functions that are called around forward and backward passes. Setup lists the
+layers once, and before and after each part they are called in the order of that list. The flight recorder is first, so
+that what another layer raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the
+same order.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 __all__ = ["GradientContract", "Hooks"]
 
@@ -72,15 +71,9 @@ class Hooks:
         after_forward: called as ``after_forward(output, error)``, one of which is None.
         before_backward: called as ``before_backward()``.
         after_backward: called as ``after_backward(loss, error)``; the error is None if there was none.
-        before_step: a hook of :meth:`torch.optim.Optimizer.register_step_pre_hook`.
-        after_step: a hook of :meth:`torch.optim.Optimizer.register_step_post_hook`; not called after an error.
-        handles: where the functions around steps are registered, so that whoever made the layer can remove them.
     """
 
     before_forward: Callable[[], object] | None = None
     after_forward: Callable[[Any, BaseException | None], object] | None = None
     before_backward: Callable[[], object] | None = None
     after_backward: Callable[[Tensor, BaseException | None], object] | None = None
-    before_step: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None] | None = None
-    after_step: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None] | None = None
-    handles: list[RemovableHandle] = field(default_factory=list)

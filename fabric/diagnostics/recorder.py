@@ -137,14 +137,12 @@ class FlightRecorder:
         self.checks: tuple[Check, ...] = ()
 
     def hooks(self, title: str = "") -> Hooks:
-        """The layer that notes phases: forward passes of the module ``title``, backward passes and optimizer steps."""
+        """The layer that notes phases: forward passes of the module ``title``, and backward passes."""
         return Hooks(
             before_forward=partial(self.enter, f"forward of {title}"),
             after_forward=self.leave,
             before_backward=partial(self.enter, "backward"),
             after_backward=self.leave,
-            before_step=self.enter_step,
-            after_step=self.leave_step,
         )
 
     def enter(self, phase: str) -> None:

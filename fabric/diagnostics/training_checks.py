@@ -44,13 +44,11 @@ class CheckContext:
 
     Attributes:
         contracts: those of the modules that are set up.
-        owns: whether a parameter belongs to one of them.
         left_local: whether the last backward pass left gradients of this rank alone.
         store: where ranks leave fingerprints for each other.
     """
 
     contracts: Callable[[], Sequence[GradientContract]]
-    owns: Callable[[Tensor], bool]
     left_local: Callable[[], bool]
     store: JobStore
 
@@ -73,13 +71,11 @@ class TrainingChecks:
         """The layer around backward passes; empty when no optimizer is watched."""
         return Hooks(after_backward=self._after_backward) if self._watched else Hooks()
 
-    def watch(self, optimizer: Optimizer) -> Hooks:
-        """Watch an optimizer from its next step on: the layer around its steps."""
-        checks = _OptimizerChecks(optimizer, self._made, self._context)
-        self._watched.append(checks)
+    def watch(self, optimizer: Optimizer) -> None:
+        """Watch an optimizer from its next step on."""
+        self._watched.append(_OptimizerChecks(optimizer, self._made, self._context))
         self._made += 1
         self._changed()
-        return checks.hooks
 
     def close(self) -> None:
         """Watch no optimizer any more; never from within a hook of one."""
@@ -119,7 +115,10 @@ class _OptimizerChecks:
         self._seen = self._steps = self._backwards = self._without = 0
         self._arrived: set[int] = set()
         self._posted: list[_Posted] = []
-        self.hooks = Hooks(before_step=self._before_step, after_step=self._after_step)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     @property
     def is_finished(self) -> bool:
@@ -133,7 +132,7 @@ class _OptimizerChecks:
             self._look()
 
     def close(self) -> None:
-        for handle in self.hooks.handles:
+        for handle in self._handles:
             handle.remove()
 
     # -- before a step --------------------------------------------------------------------------------------------
@@ -163,11 +162,16 @@ class _OptimizerChecks:
                 )
 
     def _check_owned(self, optimizer: Optimizer, with_gradient: set[int]) -> None:
+        unknown = set(with_gradient)
+        for contract in self._context.contracts():
+            # Those that a sharded module held at setup count, and those that it holds now.
+            parameters = (*contract.parameters().values(), *contract.module.parameters())
+            unknown -= {id(parameter) for parameter in parameters}
         foreign = [
             f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
-            if id(parameter) in with_gradient and not self._context.owns(parameter)
+            if id(parameter) in unknown
         ]
         # In a single process nothing has to be synchronized.
         if foreign and self._store.size > 1:
