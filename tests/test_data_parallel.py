@@ -14,10 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 from fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from fabric.errors import ConfigurationError
-from fabric.precision import PRECISIONS
-from fabric.runtime import Runtime
 from fabric.strategies import DataParallelStrategy
-from fabric.world import World
 from tests.loops import assert_same, fabric_loop, make_model, plain_loop
 from tests.models import Net
 
@@ -515,14 +512,12 @@ def test_several_nodes_and_devices_named_twice_are_refused() -> None:
         strategy.check(accelerator=CUDAAccelerator(), devices=(gpu, gpu), num_nodes=1)
 
 
-def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes() -> None:
-    world = World(rank=1, local_rank=1, world_size=2, local_world_size=2)
-    precision = PRECISIONS["32-true"]
-    runtime = Runtime(
-        world=world, accelerator=CPUAccelerator(), devices=(CPU, CPU), precision=precision, connected=False
-    )
+def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=r"2 processes \(this is rank 1\)"):
-        DataParallelStrategy().setup_environment(runtime)
+        DataParallelStrategy().setup_environment()
 
 
 def test_a_strategy_works_without_fabric() -> None:

@@ -29,7 +29,6 @@ from fabric.accelerators import Accelerator
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.runtime import Runtime
 from fabric.strategies.base import Group, ParallelStrategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
@@ -89,17 +88,6 @@ class DataParallelStrategy(ParallelStrategy):
             _refuse(f"devices {', '.join(map(str, devices))}", "one is named twice, and holds one replica at most")
 
     @override
-    def setup_environment(self, runtime: Runtime | None = None) -> None:
-        runtime = runtime or self._own_runtime()
-        world = runtime.world
-        if world.world_size > 1:
-            _refuse(
-                f"{world.world_size} processes (this is rank {world.rank})",
-                "another launcher made them, and each would train on its own, on all devices",
-            )
-        super().setup_environment(runtime)
-
-    @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         devices = self.runtime.devices
         if len(devices) > 1:
@@ -133,18 +121,13 @@ class DataParallelStrategy(ParallelStrategy):
 
 
 def _check_not_compiled(module: nn.Module) -> None:
-    compiled = [
-        path or "the module"
-        for path, part in module.named_modules()
-        if uncompiled(part) is not part or compiled_in_place(part)
-    ]
+    named = module.named_modules()
+    compiled = [path or "the module" for path, part in named if uncompiled(part) is not part or compiled_in_place(part)]
     if compiled:
         raise ConfigurationError(
             f'setup of a {type(module).__name__} with strategy="dp" on several devices',
-            f"torch.compile was applied to {', '.join(compiled)}, and compiled code acts on the one module that it was "
-            "made for, not on a replica",
-            "modules that are not compiled, or one device",
-            'setup of the module itself, without torch.compile; or strategy="ddp", which takes compiled modules',
+            f"torch.compile was applied to {', '.join(compiled)}, and compiled code acts on one module, not replicas",
+            suggestion='setup of the module without torch.compile; or strategy="ddp", which takes compiled modules',
         )
 
 
@@ -179,15 +162,9 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         # Not torch's own: it looks for GPUs, and moves the module to one when there is one.
         nn.Module.__init__(self)
         self.module, self.dim = module, 0
-        self.device_ids = list(devices)
+        # None has torch call the module as it is.
+        self.device_ids = list(devices) if len(devices) > 1 else []
         self.output_device = self.src_device_obj = devices[0]
-
-    @override
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on each part of the batch and join the outputs."""
-        if len(self.device_ids) == 1:
-            return self.module(*inputs, **kwargs)
-        return super().forward(*inputs, **kwargs)
 
     @override
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
@@ -209,8 +186,6 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     @override
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run each replica on its part, in threads that end before this returns."""
-        if len(replicas) == 1:
-            return [replicas[0](*inputs[0], **kwargs[0])]
         as_caller = _as_caller(self.src_device_obj.type)
         calls = [
             partial(as_caller, replica, *own_inputs, **own_kwargs)
@@ -291,10 +266,10 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) ->
         thread.join()
     if not errors:
         return results
-    first = min(errors)
+    first, *others = sorted(errors)
     error = errors[first]
-    others = f"; so did {', '.join(f'replica {index}' for index in sorted(errors)[1:])}" if len(errors) > 1 else ""
-    error.add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch{others}")
+    also = f"; so did {', '.join(f'replica {index}' for index in others)}" if others else ""
+    error.add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch{also}")
     try:
         raise error
     finally:
@@ -332,12 +307,12 @@ def _part(leaf: Any, start: int, length: int) -> Any:
 
 def _replicate(module: nn.Module, owns_buffers: bool) -> nn.Module:
     """A copy of a module tree that shares its parameters, and its buffers or copies of them."""
-    replicas: dict[nn.Module, nn.Module] = {original: _bare_copy(original) for original in module.modules()}
+    # Not copy.copy, which goes through the state that a class gives to pickle.
+    replicas = {original: type(original).__new__(type(original)) for original in module.modules()}
     buffers: dict[Tensor, Tensor] = {}
     for original, replica in replicas.items():
-        own: dict[str, Any] = {
+        own = {
             "_parameters": dict(original._parameters),
-            "_buffers": original._buffers,
             "_modules": {name: child and replicas[child] for name, child in original._modules.items()},
         }
         if not owns_buffers:
@@ -345,16 +320,9 @@ def _replicate(module: nn.Module, owns_buffers: bool) -> nn.Module:
                 name: None if buffer is None else buffers.setdefault(buffer, buffer.clone())
                 for name, buffer in original._buffers.items()
             }
-        vars(replica).update(own)
+        vars(replica).update(vars(original), **own)
         _rebind_methods(original, replica)
     return replicas[module]
-
-
-def _bare_copy(module: nn.Module) -> nn.Module:
-    # Not copy.copy, which goes through the state that a class gives to pickle.
-    replica = module.__class__.__new__(module.__class__)
-    vars(replica).update(vars(module))
-    return replica
 
 
 def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
