@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fabric import strategies
-from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric.accelerators import ACCELERATORS, Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
@@ -28,7 +28,6 @@ from fabric.world import World
 
 __all__ = ["RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
 
-ACCELERATORS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator}
 _DDP = {
     "ddp": DDPStrategy,
     "ddp_spawn": partial(DDPStrategy, start_method="spawn"),
@@ -178,7 +177,7 @@ def resolve(
         launcher=chosen_launcher,
         started_by=found[0].name if found else chosen_launcher.name if world is None else "this script",
         check_collectives=check_collectives or _parse_switch(CHECK, env.get(CHECK, "")),
-        timeout=waits or DEFAULT_TIMEOUT,
+        timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if waits is None else waits),
         watchdog=_parse_duration("watchdog", watchdog),
     )
 
@@ -389,6 +388,6 @@ def _choose_launcher(
         # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
         if by_name and method == "popen" and is_interactive():
             method = notebook_start_method()
-        named = LAUNCHERS[method]
+        named = _parse_name("launcher", method, LAUNCHERS, Launcher)
     named.check(spec)
     return named

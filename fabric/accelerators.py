@@ -22,7 +22,7 @@ import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 
-__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
+__all__ = ["ACCELERATORS", "Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
 
 # Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: each page that the system
 # hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of `python -m benchmarks gpt-fsdp`;
@@ -193,6 +193,9 @@ class MPSAccelerator(Accelerator):
         # Without the guard torch raises on a machine that has no such device.
         if self.is_available():
             torch.mps.empty_cache()
+
+
+ACCELERATORS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator}
 
 
 def _parse(devices: Any, expected: str) -> Any:

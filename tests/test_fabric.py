@@ -116,7 +116,6 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "setup twice": (lambda t: t.fabric.setup(t.net), UsageError, ["Net", "already"]),
     "setup of a result": (lambda t: t.fabric.setup(t.model), UsageError, ["Net", "already"]),
     "setup compiled": (lambda t: t.fabric.setup(torch.compile(t.net)), UsageError, ["Net", "already"]),
-    "setup on meta": (lambda t: t.fabric.setup(Net().to("meta")), ConfigurationError, ["head.weight", "init_module"]),
     "optimizer first": (lambda t: t.fabric.setup_optimizers(t.other), UsageError, ["SGD", "with or after the module"]),
     "optimizer of another": (lambda t: t.fabric.setup(Net(), t.other), UsageError, ["none of its parameters"]),
     "optimizer twice": (lambda t: t.fabric.setup_optimizers(t.optimizer), UsageError, ["already"]),

@@ -33,7 +33,7 @@ ORDER = {
     "data": "prefetch state sharding gathering loader",
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize base notebook rank rank_process supervisor child forkserver function script",
-    "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options single_device fsdp",
+    "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -3,9 +3,8 @@
 from typing import TYPE_CHECKING
 
 from fabric._late import late
-from fabric.strategies.base import ParallelStrategy, Strategy
+from fabric.strategies.base import ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.ddp import DDPStrategy
-from fabric.strategies.single_device import SingleDeviceStrategy
 
 if TYPE_CHECKING:
     from fabric.strategies.data_parallel import DataParallelStrategy

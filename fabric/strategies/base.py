@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from fabric._torch import uncompiled
-from fabric.accelerators import Accelerator, CPUAccelerator
+from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.collectives import all_gather, all_reduce, barrier, broadcast
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.diagnostics.contract import GradientContract
@@ -30,12 +31,10 @@ from fabric.strategies.init_module import check_source, created_on
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "ParallelStrategy", "Strategy", "check_passed_on", "refuse_unprepared"]
+__all__ = ["Group", "ParallelStrategy", "SingleDeviceStrategy", "Strategy", "check_passed_on", "refuse_unprepared"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
-
-START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 class Strategy(ABC):
@@ -49,6 +48,10 @@ class Strategy(ABC):
         cluster_environment: the environment that says which rank this is, likewise.
         checkpoint_io: format that ``save`` and ``load`` use in place of the strategy's own.
         precision: precision, likewise.
+        process_group_backend: ``"gloo"``, ``"nccl"`` or another backend of torch; None for the device's default.
+        timeout: how long a collective may wait.
+        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
+        num_nodes: number of nodes of the job.
     """
 
     name: ClassVar[str]
@@ -68,6 +71,10 @@ class Strategy(ABC):
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        start_method: str = "popen",
+        num_nodes: int = 1,
     ) -> None:
         if isinstance(checkpoint_io, type) or (checkpoint_io is not None and not hasattr(checkpoint_io, "save")):
             raise ArgumentTypeError(
@@ -81,10 +88,8 @@ class Strategy(ABC):
         self.cluster_environment = cluster_environment
         self.checkpoint_io = checkpoint_io
         self.precision = None if precision is None else parse_precision(precision)
-        self.process_group_backend: str | None = None
-        self.timeout = DEFAULT_TIMEOUT
-        self.start_method = "popen"
-        self.num_nodes = 1
+        self.process_group_backend, self.timeout = process_group_backend, timeout
+        self.start_method, self.num_nodes = start_method, num_nodes
         # Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen.
         self.saves_shards = False
         self._runtime: Runtime | None = None
@@ -206,14 +211,6 @@ class Strategy(ABC):
             module: the user's module that is about to be set up; None if there is none.
             optimizers: those that are about to be set up, together with the module if there is one.
         """
-        tensors = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
-        if meta := [name for name, tensor in tensors if tensor.is_meta]:
-            raise ConfigurationError(
-                f"setup({type(module).__name__})",
-                f"these have no values, being on the meta device: {', '.join(meta)}",
-                'modules with values; ones on the meta device under strategy="fsdp", from fabric.init_module()',
-                "with fabric.init_module(): model = Model(), in place of torch.device('meta')",
-            )
 
     @abstractmethod
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -278,11 +275,7 @@ class Strategy(ABC):
         optimizer.load_state_dict(dict(state_dict))
 
     def optimizer_step(
-        self,
-        optimizer: Optimizer,
-        closure: Callable[[], Any] | None = None,
-        model: nn.Module | None = None,
-        **kwargs: Any,
+        self, optimizer: Optimizer, closure: Callable[[], Any] | None = None, model: Any = None, **kwargs: Any
     ) -> Any:
         """Perform ``optimizer.step(closure, **kwargs)`` and return what it returned."""
         return optimizer.step(**kwargs) if closure is None else optimizer.step(closure, **kwargs)
@@ -301,9 +294,9 @@ class Strategy(ABC):
             return None
         raise UsageError(
             f"fabric.join(...) with {type(self).__name__} on rank {self.global_rank}",
-            "every forward and backward pass needs all ranks, which hold parts of the model",
-            "equally many batches on all ranks, or DDP",
-            'fabric.setup_dataloaders(loader, uneven="drop"), or strategy="ddp"',
+            "a forward pass, a backward pass or a step needs all ranks, and one without batches makes none",
+            'strategy="ddp" and modules with trainable parameters, without model_averaging_period and sync_batchnorm',
+            'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
         )
 
     def block_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -358,8 +351,7 @@ class Strategy(ABC):
         """The collectives over a group: a communicator, a process group of torch, or None for all processes.
 
         Raises:
-            UsageError: this process is not a member.
-            ArgumentTypeError: it is no group.
+            UsageError: it is no group, or this process is not a member.
         """
         if group is None:
             return self.runtime.communicator
@@ -367,30 +359,26 @@ class Strategy(ABC):
             return group
         if isinstance(group, dist.ProcessGroup):
             return self.runtime.communicator_over(group)
-        is_outside = isinstance(group, NonMember) or group == dist.GroupMember.NON_GROUP_MEMBER
-        problem = "this process is not a member of the group" if is_outside else f"a {type(group).__name__} is no group"
-        raise (UsageError if is_outside else ArgumentTypeError)(
+        raise UsageError(
             f"a collective with group={group!r} on rank {self.global_rank}",
-            problem,
+            "it is no group, or this process is not a member of it",
             "what fabric.new_group(ranks) returned on its members, a torch ProcessGroup, or None for all processes",
             "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
         )
 
     def _own_runtime(self) -> Runtime:
-        environment = self.cluster_environment
-        devices = self.parallel_devices or (torch.device("cpu"),)
-        accelerator = self.accelerator or CPUAccelerator()
-        if isinstance(accelerator, str) or any(device.type != accelerator.name for device in devices):
-            raise ConfigurationError(
-                f"{type(self).__name__}(accelerator={self.accelerator!r}, parallel_devices={self.parallel_devices!r})",
-                "without Fabric it needs an accelerator object, such as CUDAAccelerator(), and devices of its type",
-            )
-        found = detect(os.environ, [environment]) if environment else detect(os.environ)
+        """The runtime of a strategy that is used without Fabric."""
+        kind = self.accelerator or (self.parallel_devices[0].type if self.parallel_devices else "cpu")
+        accelerator = ACCELERATORS[kind]() if isinstance(kind, str) else kind
+        found = detect(os.environ, self.cluster_environment and [self.cluster_environment])
         world = World() if found is None else found[1]
+        if world.world_size > 1 and not self.connects_processes:
+            problem = f"{world.world_size} processes (this is rank {world.rank}) would each train on their own"
+            raise ConfigurationError(f"{type(self).__name__} without Fabric", problem, "one process, or DDPStrategy")
         return Runtime(
             world=world,
             accelerator=accelerator,
-            devices=devices,
+            devices=self.parallel_devices or accelerator.parse_devices("auto"),
             precision=self.precision or PRECISIONS["32-true"],
             connected=self.connects_processes,
             backend=self.process_group_backend,
@@ -398,52 +386,38 @@ class Strategy(ABC):
         )
 
 
-class ParallelStrategy(Strategy):
-    """A strategy with one process for each device.
+class SingleDeviceStrategy(Strategy):
+    """One process on one device; the prepared module is the user's own.
 
     Args:
-        process_group_backend: ``"gloo"``, ``"nccl"`` or another backend of torch; None for the device's default.
-        timeout: how long a collective may wait.
-        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
-        num_nodes: number of nodes of the job.
-        **shared: the arguments of :class:`Strategy`.
+        device: the device, such as ``"cpu"`` or ``"cuda:1"``; None for the one that ``Fabric`` resolves.
+        **shared: ``accelerator``, ``checkpoint_io`` and ``precision`` as for :class:`Strategy`.
     """
 
+    name = "single_device"
+
+    def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
+        super().__init__(parallel_devices=None if device is None else [torch.device(device)], **shared)
+
+    @override
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        if len(devices) * num_nodes != 1:
+            raise ConfigurationError(
+                f'strategy="single_device" on {num_nodes} node(s) with {len(devices)} device(s) each',
+                "it drives one device",
+                'strategy="ddp" for several devices, or devices=1',
+                'Fabric(devices=..., strategy="ddp")',
+            )
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class ParallelStrategy(Strategy):
+    """A strategy for several devices, with one process for each unless it says otherwise."""
+
     connects_processes = True
-    drives_all_devices = False
-
-    def __init__(
-        self,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        start_method: str = "popen",
-        num_nodes: int = 1,
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self._check_options(process_group_backend, timeout, start_method, num_nodes)
-        self.process_group_backend, self.timeout = process_group_backend, timeout
-        self.start_method, self.num_nodes = start_method, num_nodes
-
-    def share_values(self, module: nn.Module) -> None:
-        """Give every rank rank 0's values of a module, one tensor at a time. Collective."""
-        with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
-                tensor.copy_(self.broadcast(tensor.detach()))
-
-    def _check_options(self, backend: str | None, timeout: Any, start_method: str, num_nodes: int) -> None:
-        name, problem, expected = type(self).__name__, "", ""
-        if backend is not None and backend not in dist.Backend.backend_list:
-            problem, expected = f"process_group_backend={backend!r} is unknown", ", ".join(dist.Backend.backend_list)
-        elif not isinstance(timeout, timedelta) or timeout <= timedelta(0):
-            problem, expected = f"timeout={timeout!r} is not a positive timedelta", "timeout=timedelta(seconds=1800)"
-        elif start_method not in START_METHODS:
-            problem, expected = f"start_method={start_method!r} is unknown", ", ".join(START_METHODS)
-        elif isinstance(num_nodes, bool) or not isinstance(num_nodes, int) or num_nodes < 1:
-            problem, expected = f"num_nodes={num_nodes!r} is not a number of nodes", "an integer from 1"
-        if problem:
-            raise ConfigurationError(f"{name}(...)", problem, expected, f"{name}() for the defaults")
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:

@@ -18,14 +18,13 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from fabric._torch import leave_join, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
@@ -90,16 +89,22 @@ class DDPStrategy(ParallelStrategy):
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
         check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
-        _check_hook(ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper, model_averaging_period)
+        problem = ""
+        if ddp_comm_wrapper is not None and ddp_comm_hook is None:
+            problem = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap"
+        elif model_averaging_period is not None and not hasattr(ddp_comm_state, "start_localSGD_iter"):
+            problem = f"model_averaging_period={model_averaging_period} averages replicas that never drift"
+        if problem:
+            expected = "a wrapper with its hook; a period with a PostLocalSGDState and post_localSGD_hook"
+            raise ConfigurationError("DDPStrategy(...)", problem, expected)
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs
         # The names that DistributedDataParallel numbers: what is frozen later keeps its number.
         self._wrappers: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
-        # BatchNorm layers and where their replacements are; weak, so that a model that the user drops is freed.
-        self._batchnorms: list[tuple[ref[nn.Module], str, nn.Module]] = []
-        self._averaging: list[RemovableHandle] = []
+        # What teardown has to do to modules and optimizers.
+        self._cleanup: list[Callable[[], object]] = []
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
@@ -115,10 +120,12 @@ class DDPStrategy(ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # DistributedDataParallel does so for a module that it wraps.
-            self.share_values(module)
+            with torch.no_grad():
+                for tensor in (*module.parameters(), *module.buffers()):
+                    tensor.copy_(self.broadcast(tensor.detach()))
             return module
         if self.sync_batchnorm:
-            self._batchnorms += _sync_batchnorms(module)
+            self._cleanup += _sync_batchnorms(module)
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
         if self.ddp_comm_hook is not None:
@@ -138,9 +145,8 @@ class DDPStrategy(ParallelStrategy):
         averager = PeriodicModelAverager(
             period=self.model_averaging_period, warmup_steps=self._state_of_hook().start_localSGD_iter
         )
-        self._averaging.append(
-            optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
-        )
+        hook = optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
+        self._cleanup.append(hook.remove)
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -170,45 +176,39 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
-        if not self.is_distributed:
-            return None
-        unfit = [type(module).__name__ for module in modules if not isinstance(module, DistributedDataParallel)]
-        problem = f"{', '.join(unfit)} has no gradients that are synchronized" if unfit else ""
-        if self.model_averaging_period is not None:
-            problem = "model_averaging_period averages parameters over all ranks within the step"
-        elif self.sync_batchnorm:
-            problem = "sync_batchnorm=True computes statistics over all ranks within the forward pass"
-        if problem:
-            raise UsageError(
-                f"fabric.join(...) with DDPStrategy on rank {self.global_rank}",
-                f"{problem}, and a rank without batches cannot do that for the others",
-                "modules with trainable parameters, without model averaging and without synchronized batch norm",
-                'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
-            )
-        return _joined(modules, divide_by_all)
+        takes_all_ranks = self.model_averaging_period is not None or self.sync_batchnorm
+        if takes_all_ranks or not all(isinstance(module, DistributedDataParallel) for module in modules):
+            return super()._join(modules, divide_by_all)
+        return _joined(modules, divide_by_all) if self.is_distributed else None
 
     @override
     def _explain(self, exception: BaseException) -> None:
+        """Name the parameters whose indices DistributedDataParallel gives in its error; any other is left alone."""
+        found = _UNUSED.search(str(exception))
+        if found is None or getattr(exception, "__notes__", None):
+            return
+        indices = [int(index) for index in found[2].split()]
         for wrapper, names in self._wrappers.items():
-            _name_unused_parameters(exception, type(uncompiled(wrapper.module)).__name__, names)
+            if max(indices) < len(names):  # else the error is about another module
+                exception.add_note(
+                    f"rank {found[1]}: these parameters of {type(uncompiled(wrapper.module)).__name__} took no part in "
+                    f"the loss: {', '.join(names[index] for index in indices)}\n"
+                    "  Valid: every parameter that requires a gradient gets one in each backward pass\n"
+                    '  Write: strategy="ddp_find_unused_parameters_true"; or .requires_grad_(False) before setup'
+                )
+                return
 
     @override
     def teardown(self) -> None:
-        for parent, name, original in self._batchnorms:
-            _revert_batchnorm(parent(), name, original)
-        self._batchnorms.clear()
+        for undo in self._cleanup:
+            undo()
+        self._cleanup.clear()
         self._wrappers.clear()
-        for handle in self._averaging:
-            handle.remove()
-        self._averaging.clear()
         super().teardown()
 
     def __getstate__(self) -> dict[str, Any]:
         # On the way to a rank. States of hooks look for the process group when they are unpickled, which is too early.
-        state = {name: value for name, value in self.__dict__.items() if name != "_wrappers"}
-        if self.ddp_comm_state is not None:
-            state["ddp_comm_state"] = _Packed(pickle.dumps(self.ddp_comm_state))
-        return state
+        return {**vars(self), "ddp_comm_state": _Packed(pickle.dumps(self.ddp_comm_state)), "_wrappers": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _wrappers=WeakKeyDictionary())
@@ -219,33 +219,35 @@ class DDPStrategy(ParallelStrategy):
         return self.ddp_comm_state
 
 
-def _sync_batchnorms(module: nn.Module) -> Sequence[tuple[ref[nn.Module], str, nn.Module]]:
-    """Replace BatchNorm layers by torch's SyncBatchNorm, which shares their parameters and buffers."""
+def _sync_batchnorms(module: nn.Module) -> Sequence[Callable[[], None]]:
+    """Replace BatchNorm layers by torch's SyncBatchNorm, which shares their parameters and buffers.
+
+    Returns:
+        A function for each layer that puts it back.
+    """
     if isinstance(module, _BatchNorm):
-        raise ConfigurationError(
-            f"sync_batchnorm=True for a module that is itself a {type(module).__name__}",
-            "layers are replaced inside their parent, and this one has none",
-            "a module that holds BatchNorm layers",
-            "torch.nn.Sequential(batch_norm)",
-        )
+        problem = f"this {type(module).__name__} has no parent, inside of which its replacement would be"
+        raise ConfigurationError("setup with sync_batchnorm=True", problem, suggestion="nn.Sequential(batch_norm)")
     found = [
-        (ref(parent), name, layer)
+        (parent, name, layer)
         for parent in module.modules()
         for name, layer in parent.named_children()
         if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
     ]
     for parent, name, layer in found:
-        setattr(parent(), name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
-    return found
+        setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
+    # Weak, so that a model that the user drops is freed.
+    return [partial(_revert_batchnorm, ref(parent), name, layer) for parent, name, layer in found]
 
 
-def _revert_batchnorm(parent: nn.Module | None, name: str, original: nn.Module) -> None:
+def _revert_batchnorm(parent: ref[nn.Module], name: str, original: nn.Module) -> None:
     """Put a layer back, with the values that its replacement has now."""
-    synced = None if parent is None else parent._modules.get(name)
+    module = parent()
+    synced = None if module is None else module._modules.get(name)
     if isinstance(synced, nn.SyncBatchNorm):
         original._parameters, original._buffers = synced._parameters, synced._buffers
         original.training = synced.training
-        setattr(parent, name, original)
+        setattr(module, name, original)
 
 
 class _Packed(NamedTuple):
@@ -296,50 +298,3 @@ def _without_sync(wrapper: DistributedDataParallel) -> Any:
         yield
     finally:
         wrapper.require_backward_grad_sync = before
-
-
-def _check_hook(state: Any, hook: Any, wrapper: Any, period: int | None) -> None:
-    problem = expected = ""
-    if hook is not None and not callable(hook):
-        problem, expected = (
-            f"ddp_comm_hook={hook!r} cannot be called",
-            "hook(state, bucket) -> Future[Tensor]",
-        )
-    elif wrapper is not None and hook is None:
-        problem, expected = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap", "both, or neither"
-    elif period is not None and (isinstance(period, bool) or not isinstance(period, int) or period < 1):
-        problem, expected = f"model_averaging_period={period!r} is not a number of steps", "an integer from 1"
-    elif period is not None and not hasattr(state, "start_localSGD_iter"):
-        problem = f"model_averaging_period={period} with ddp_comm_state={state!r}: replicas that never drift"
-        expected = "a PostLocalSGDState as ddp_comm_state and post_localSGD_hook as ddp_comm_hook"
-    if problem:
-        raise ConfigurationError(
-            "DDPStrategy(...)",
-            problem,
-            expected,
-            "DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook), for instance",
-        )
-
-
-def _name_unused_parameters(exception: BaseException, module: str, names: Sequence[str]) -> None:
-    """Add a note with the names of the parameters whose indices DistributedDataParallel gives in its error.
-
-    Any other error is left alone.
-
-    Args:
-        exception: the error.
-        module: the kind of the user's module.
-        names: the parameters that DistributedDataParallel synchronizes, in its order.
-    """
-    found = _UNUSED.search(str(exception))
-    if found is None or getattr(exception, "__notes__", None):
-        return
-    indices = [int(index) for index in found[2].split()]
-    if max(indices) >= len(names):  # the error is about another module
-        return
-    unused = ", ".join(names[index] for index in indices)
-    exception.add_note(
-        f"rank {found[1]}: these parameters of {module} took no part in the loss: {unused}\n"
-        "  Valid: every parameter that requires a gradient gets one in each backward pass\n"
-        '  Write: strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup'
-    )
