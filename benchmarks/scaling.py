@@ -301,14 +301,6 @@ class Enlarged(Communicator):
         self.bytes += sum(map(_bytes, (collective.buffer, rows, answer)))
         return answer
 
-    @override
-    def new_group(self, ranks: Sequence[int]) -> Communicator:
-        raise AssertionError("a save makes no groups")
-
-    @override
-    def close(self) -> None:
-        pass
-
 
 def _bytes(value: Any) -> int:
     return sum(len(leaf) if isinstance(leaf, bytes) else _size(leaf) for leaf in tree_leaves(value))

@@ -654,7 +654,7 @@ class Fabric:
         members, in any order; in the group they are numbered in ascending order. The group is true; a process outside
         gets a :class:`fabric.communicators.NonMember`, which is false, and with which every collective raises.
         """
-        return collectives.new_group(self._communicator("new_group"), ranks)
+        return self._communicator("new_group").new_group(ranks)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""

@@ -271,7 +271,7 @@ class Session:
         if self._node_group is None and world.num_nodes > 1:
             nodes = communicator.gather_objects(world.node_rank)
             ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
-            [self._node_group] = filter(None, [communicator.new_group(members) for members in ranks])
+            [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
         return self._node_group or communicator
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:

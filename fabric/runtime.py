@@ -1,7 +1,7 @@
 """The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn
 
@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
-from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation, ProcessGroupCommunicator
+from fabric.communicators import Collective, Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, second_connection
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError, UsageError
@@ -110,7 +110,7 @@ class Runtime:
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
                 self._background = self.communicator_over(group)
             else:
-                self._background = self.communicator.new_group(range(self.communicator.size))
+                self._background = self.communicator.new_group(range(self.communicator.size)) or None
         assert self._background is not None, "every rank is a member"
         return self._background
 
@@ -233,11 +233,3 @@ class _NotStarted(Communicator):
             "the runtime has not been started, or has been closed by teardown()",
             suggestion="fabric.launch() before the first collective",
         )
-
-    @override
-    def new_group(self, ranks: Sequence[int]) -> NoReturn:
-        self.run(Collective(Operation.NEW_GROUP, ranks))
-
-    @override
-    def close(self) -> None:
-        pass

@@ -217,14 +217,14 @@ def described(communicator, text):
 
 def in_a_group(communicator, ranks):
     group = communicator.new_group(ranks)
-    return group.barrier("group") if group is not None else None
+    return group.barrier("group") if group else None
 
 
 def groups_in_another_order(communicator, first):
     left = communicator.new_group([0, 1])
     pair = [left, communicator]
     for each in pair if first else pair[::-1]:
-        if each is not None:
+        if each:
             each.barrier("x")
 
 
@@ -376,7 +376,7 @@ def agreeing_calls(fabric, folder):
     every_collective(world)
     groups = [world.new_group([0, 1]), world.new_group([1, 2])]
     for count, group in enumerate(groups):
-        for _ in range(5 * (count + 1) if group is not None else 0):
+        for _ in range(5 * (count + 1) if group else 0):
             every_collective(group)
     torch_group = dist.new_group([0, 2])
     if rank != 1:
@@ -399,7 +399,7 @@ def agreeing_calls(fabric, folder):
         fabric.broadcast(None, src=0)
     weight = torch.ones(2, requires_grad=True)
     fabric.all_reduce({"b": weight * rank, "a": 1}, reduce_op="sum")["b"].sum().backward()
-    for group in (one for one in groups if one is not None):
+    for group in filter(None, groups):
         group.close()
     return rank
 

@@ -801,12 +801,6 @@ class Counting(Communicator):
         self.calls[collective.operation.value] += getattr(sent, "nbytes", None) or len(sent or b"")
         return self.inner.run(collective)
 
-    def new_group(self, ranks: Any) -> Communicator | None:
-        return self.inner.new_group(ranks)
-
-    def close(self) -> None:
-        self.inner.close()
-
 
 def counted(fabric: Fabric, path: Path) -> Counter[str]:
     counting = Counting(communicator(fabric))

@@ -54,9 +54,6 @@ class Counting(Communicator):
         self.calls.append((collective.operation.value, None if tensor is None else tensor.dtype))
         return self.inner.run(collective)
 
-    def new_group(self, ranks):
-        return self.inner.new_group(ranks)
-
     def close(self):
         self.inner.close()
 
@@ -468,7 +465,7 @@ def test_any_object_is_broadcast_and_receivers_may_pass_none(size):
 
 def refused_broadcasts(fabric):
     mine = fabric.global_rank == 1
-    with pytest.raises(ArgumentTypeError, match="rank 1"):
+    with pytest.raises(ArgumentTypeError, match="does not pickle"):
         fabric.broadcast({"f": lambda: 0} if mine else None, src=1)
     with pytest.raises(ConfigurationError, match=r"\['x'\].*\n.*sparse"):
         fabric.broadcast({"x": torch.ones(2).to_sparse()} if mine else None, src=1)

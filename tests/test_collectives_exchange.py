@@ -137,7 +137,7 @@ def disagreements(fabric: Fabric) -> list[str]:
         with pytest.raises(ConfigurationError) as caught:
             fabric.all_gather(tree, concat=True)
         texts.append(str(caught.value))
-    with pytest.raises(ConfigurationError, match="requires grad"):
+    with pytest.raises(ConfigurationError, match="with gradient"):
         fabric.all_gather(torch.ones(1, requires_grad=first), sync_grads=True, ragged=True)
     return [*texts, fabric.all_reduce(1, reduce_op="sum")]
 
@@ -147,7 +147,7 @@ def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
     for texts in run_in_ranks(disagreements):
         patterns = [
             "float32.*float64",
-            r"\(2, 3\).*\(2, 4\)",
+            r"\[\*, 3\].*\[\*, 4\]",
             r"\['a'\].*\['b'\]",
             "nothing more",
             "int.*float",

@@ -87,7 +87,7 @@ def gradient(fabric, op, group=None):
 def gradients(fabric):
     world = fabric.strategy.runtime.communicator
     group = world.new_group([1, 2]) if world.size == 3 else None
-    return {op: (gradient(fabric, op), None if group is None else gradient(fabric, op, group)) for op in OPS}
+    return {op: (gradient(fabric, op), gradient(fabric, op, group) if group else None) for op in OPS}
 
 
 @pytest.mark.timeout(60)

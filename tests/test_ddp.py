@@ -225,7 +225,7 @@ def contract(fabric: Fabric) -> dict[str, Any]:
         "flags": (strategy.is_global_zero == (rank == 0), strategy.is_distributed),
         "sampler": strategy.distributed_sampler_kwargs,
         "reduced": strategy.all_reduce({"x": torch.tensor([float(rank)]), "n": 3}),
-        "group": None if group is None else strategy.all_reduce(torch.tensor(float(rank)), group=group).item(),
+        "group": strategy.all_reduce(torch.tensor(float(rank)), group=group).item() if group else None,
         "reduce": strategy.reduce(torch.tensor(rank), reduce_op="sum").item(),
         "gathered": strategy.all_gather(torch.tensor([rank])).tolist(),
         "sent": strategy.broadcast({"from": rank}, src=2),

@@ -28,8 +28,8 @@ LAYERS = [
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
     "checkpoint": "base state validate atomic file async_save stored sharded save_load export",
-    "collectives": "autograd buckets objects ops",
-    "communicators": "reduce_ops base local process_group",
+    "collectives": "buckets objects ops",
+    "communicators": "base local process_group",
     "data": "prefetch state sharding gathering loader",
     "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize base notebook rank rank_process supervisor child forkserver function script",

@@ -2,9 +2,16 @@
 
 See :class:`fabric.Fabric` for what each operation means. All are collectives over the ranks of a communicator, with
 collections of the same structure, shapes and dtypes on all of them; nothing writes into the arguments.
+
+[Note: Gradients] A gradient through a collective is that of the sum over ranks of each rank's local loss: the backward
+of an all-reduce is the same all-reduce, that of an all-gather a reduce-scatter of the sum and the other way round, that
+of an all-to-all an all-to-all, that of a broadcast the sum over ranks, which arrives at the source. They can be
+differentiated again. Every rank has to go through the backward pass, as it went through the forward pass. A leaf that
+required no gradient is returned without one, whatever it was sent with.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -12,62 +19,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.collectives.autograd import run_differentiable
 from fabric.collectives.buckets import Bucket, as_number, pack, pack_chunks
-from fabric.collectives.objects import TensorMeta, raise_first
-from fabric.communicators import CallDescription, Collective, Communicator, NonMember, Operation, Reduce
+from fabric.collectives.objects import TensorMeta
+from fabric.communicators import CallDescription, Collective, Communicator, Operation, Reduce
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
-__all__ = [
-    "all_gather",
-    "all_gather_ragged",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "new_group",
-    "reduce_scatter",
-]
+__all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
 
 def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
     """See :meth:`fabric.Fabric.all_reduce`; Python numbers take part if ``numbers``."""
-    leaves, structure = flatten(tree)
-    buckets = pack(leaves, structure, numbers)
-    grads = torch.is_grad_enabled()  # where gradients are computed it is off
-    call = CallDescription("all_reduce", lambda: f"{op.value} of {_signature(tree, grads, numbers)}")
-    _check_reduction(op, buckets, structure, call)
-    return _run(communicator, Operation.ALL_REDUCE, buckets, leaves, structure, call, op=op)
+    return _exchange(communicator, Operation.ALL_REDUCE, tree, op, numbers=numbers)
 
 
 def reduce_scatter(communicator: Communicator, tree: Any, op: Reduce) -> Any:
     """See :meth:`fabric.Fabric.reduce_scatter`."""
-    leaves, structure = flatten(tree)
-    buckets = pack_chunks(leaves, structure, communicator.size, "reduce_scatter")
-    grads = torch.is_grad_enabled()
-    call = CallDescription("reduce_scatter", lambda: f"{op.value} of {_signature(tree, grads)}")
-    _check_reduction(op, buckets, structure, call)
-    return _run(communicator, Operation.REDUCE_SCATTER, buckets, leaves, structure, call, op=op)
+    return _exchange(communicator, Operation.REDUCE_SCATTER, tree, op)
 
 
 def all_to_all(communicator: Communicator, tree: Any) -> Any:
     """See :meth:`fabric.Fabric.all_to_all`."""
-    leaves, structure = flatten(tree)
-    buckets = pack_chunks(leaves, structure, communicator.size, "all_to_all")
-    grads = torch.is_grad_enabled()
-    call = CallDescription("all_to_all", lambda: _signature(tree, grads))
-    return _run(communicator, Operation.ALL_TO_ALL, buckets, leaves, structure, call, ranks=communicator.size)
+    return _exchange(communicator, Operation.ALL_TO_ALL, tree)
 
 
 def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = False) -> Any:
     """See :meth:`fabric.Fabric.all_gather`; tensors of shape ``s`` become ``(size, *s)``, numbers lists."""
-    leaves, structure = flatten(tree)
-    buckets = pack(leaves, structure)
-    grads = sync_grads and torch.is_grad_enabled()
-    call = CallDescription("all_gather", lambda: f"{sync_grads=} of {_signature(tree, grads)}")
-    ranks, detach = communicator.size, not sync_grads
-    return _run(communicator, Operation.ALL_GATHER, buckets, leaves, structure, call, ranks=ranks, detach=detach)
+    return _exchange(communicator, Operation.ALL_GATHER, tree, sync_grads=sync_grads)
 
 
 def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.device) -> Any:
@@ -80,25 +58,22 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         src: rank of the sender in the communicator.
         device: this process's device, where tensors arrive that were on an accelerator at the sender.
     """
-    communicator.check_rank(src, "broadcast", "src")
+    communicator.check_rank(Operation.BROADCAST, src)
     call = CallDescription("broadcast", lambda: f"{src=}")
-    error: FabricError | None = None
+    error = metas = None
+    leaves, structure = flatten(tree if communicator.rank == src else None)
     if communicator.rank == src:
-        leaves, structure = flatten(tree)
         try:
             pack(leaves, structure, numbers=False, opaque=True)
-        except FabricError as refused:
-            error = refused
-        metas = [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        communicator.broadcast_object((error, None if error else unflatten(structure, metas)), src, call)
-    else:
-        error, received = communicator.broadcast_object(None, src, call)
+        except FabricError as caught:
+            error = caught
+        metas = unflatten(structure, [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+    received = communicator.broadcast_object(metas, src, call, error)
+    if communicator.rank != src:
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
-    if error is not None:
-        raise error
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    return _run(communicator, Operation.BROADCAST, buckets, leaves, structure, call, src=src)
+    return _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves, structure)
 
 
 def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False) -> Any:
@@ -111,20 +86,17 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
             or a leaf cannot travel. All ranks raise it.
     """
     leaves, structure = flatten(tree)
-    own: list[_Part] | FabricError = []
+    error = None
     try:
         pack(leaves, structure)
-        own = [_part(leaf, path, sync_grads) for path, leaf in zip(leaf_paths(structure), leaves, strict=True)]
-    except FabricError as error:
-        own = error
+    except FabricError as caught:
+        error = caught
     call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
-    parts = raise_first(communicator.gather_objects(own, call))
-    _check_same(parts, communicator.rank)
-    lengths = {
-        place: [of_rank[place][2][0] for of_rank in parts]
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, Tensor) and leaf.dim()
-    }
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
+    own = _signature(tree, sync_grads and torch.is_grad_enabled(), ragged=True), [len(leaves[at]) for at in places]
+    answers = communicator.gather_objects(own, call, error)
+    _check_same([signature for signature, _ in answers], communicator.rank)
+    lengths = dict(zip(places, zip(*(of_rank for _, of_rank in answers), strict=True), strict=True))
     for place, of_ranks in lengths.items():
         leaf = leaves[place]
         leaves[place] = torch.cat([leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])])
@@ -138,54 +110,90 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
     return unflatten(structure, gathered)
 
 
-def barrier(communicator: Communicator, name: str | None = None) -> None:
-    """See :meth:`fabric.Fabric.barrier`."""
-    communicator.barrier(name or "unnamed")
+def _exchange(
+    communicator: Communicator,
+    operation: Operation,
+    tree: Any,
+    op: Reduce | None = None,
+    *,
+    numbers: bool = True,
+    sync_grads: bool = True,
+) -> Any:
+    """One collective for each dtype of a collection, which is like it on all ranks."""
+    leaves, structure = flatten(tree)
+    if operation is Operation.REDUCE_SCATTER or operation is Operation.ALL_TO_ALL:
+        buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
+    else:
+        buckets = pack(leaves, structure, numbers)
+    grads = sync_grads and torch.is_grad_enabled()  # where gradients are computed it is off
 
+    def arguments() -> str:
+        head = "" if operation is Operation.ALL_TO_ALL else f"{sync_grads=} of " if op is None else f"{op.value} of "
+        return head + ", ".join(_signature(tree, grads, numbers))
 
-def new_group(communicator: Communicator, ranks: Sequence[int]) -> Communicator | NonMember:
-    """See :meth:`fabric.Fabric.new_group`."""
-    members = list(ranks)
-    return communicator.new_group(members) or NonMember(members)
+    if op is not None:
+        _check_reduction(op, buckets, structure, operation)
+    collective = Collective(operation, reduce=op, call=CallDescription(operation.value, arguments))
+    return _run(communicator, collective, buckets, leaves, structure, detach=not sync_grads)
 
 
 def _run(
     communicator: Communicator,
-    operation: Operation,
+    template: Collective,
     buckets: Sequence[Bucket],
     leaves: list[Any],
     structure: Structure,
-    call: CallDescription,
     *,
-    op: Reduce | None = None,
-    src: int | None = None,
-    ranks: int | None = None,
     detach: bool = False,
 ) -> Any:
-    """One collective for each bucket; the collection of the results, which have a dimension for ``ranks`` if given."""
+    """One collective for each bucket; the collection of the results."""
+    by_rank = template.operation is Operation.ALL_GATHER or template.operation is Operation.ALL_TO_ALL
     for bucket in buckets:
-        buffer = bucket.buffer(communicator.device, detach, op is Reduce.MEAN)
-        collective = Collective(operation, buffer, op, src, call=call)
+        buffer = bucket.buffer(communicator.device, detach, template.reduce is Reduce.MEAN)
+        collective = replace(template, buffer=buffer)
         tracked = buffer.requires_grad and torch.is_grad_enabled()
-        result = run_differentiable(communicator, collective) if tracked else communicator.run(collective)
-        bucket.unpack(result, leaves, ranks)
+        result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
+        bucket.unpack(result, leaves, communicator.size if by_rank else None)
     return unflatten(structure, leaves)
 
 
-def _signature(tree: Any, grads: bool, numbers: bool = True) -> str:
-    """A text of what has to agree over ranks: structure, shapes, dtypes and, if ``grads``, what requires a gradient.
+def _signature(tree: Any, grads: bool, numbers: bool = True, ragged: bool = False) -> list[str]:
+    """What has to agree over ranks: path, dtype and shape of each leaf and, if ``grads``, whether it requires one.
 
-    A rank whose tensor requires none would not take part in the collective of the backward pass.
+    A rank whose tensor requires none would not take part in the collective of the backward pass. Of a ``ragged``
+    collective the lengths along dim 0 need not agree.
     """
     leaves, structure = flatten(tree)
     parts = []
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if isinstance(leaf, Tensor):
+            shape = ["*", *leaf.shape[1:]] if ragged and leaf.dim() else list(leaf.shape)
             grad = " with gradient" if grads and leaf.requires_grad else ""
-            parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}{grad}".lstrip())
+            parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]{grad}")
         elif numbers and (found := as_number(leaf)) is not None:
-            parts.append(f"{path} {type(found[0]).__name__}".lstrip())
-    return ", ".join(parts)
+            parts.append(f"{path} {type(found[0]).__name__}")
+    return [part.lstrip() for part in parts]
+
+
+def _check_same(signatures: list[list[str]], rank: int) -> None:
+    for other, theirs in enumerate(signatures):
+        for zero, this in zip_longest(signatures[0], theirs, fillvalue="nothing more"):
+            if zero != this:
+                raise ConfigurationError(
+                    f"all_gather(...) of different lengths on rank {rank}",
+                    f"rank 0 has {zero}, rank {other} has {this}",
+                    "the same structure and dtypes on all ranks, and the same shape behind dim 0",
+                    "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
+                )
+
+
+def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
+    """Put tensors to receive into in the places of metas; those that were passed, if a gradient has to reach them."""
+    metas = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)}
+    own = flatten(passed)[0] if any(meta.requires_grad for meta in metas.values()) else []
+    for place, meta in metas.items():
+        fits = meta.requires_grad and len(own) == len(leaves) and meta.describes(own[place])
+        leaves[place] = own[place] if fits else meta.empty(device)
 
 
 # -- reductions: what has a meaning -----------------------------------------------------------------------------------
@@ -195,7 +203,7 @@ _ORDERED = (Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)  # and without a gradient
 _requires_grad = attrgetter("requires_grad")
 
 
-def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure, call: CallDescription) -> None:
+def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation) -> None:
     """Raise a ConfigurationError, which names a leaf and what to write, for a reduction that has no meaning."""
     for bucket in buckets:
         tracked = op in _ORDERED and torch.is_grad_enabled() and any(map(_requires_grad, bucket.tensors))
@@ -205,7 +213,7 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
             place = min(trained or [*bucket.places, *bucket.number_places], default=0)
             leaf = leaf_paths(structure)[place] or "the tensor or number"
             raise ConfigurationError(
-                f"{call.operation}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})", *problem
+                f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})", *problem
             )
 
 
@@ -232,53 +240,33 @@ def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str, s
     return None
 
 
-# -- broadcast: tensors to receive into -------------------------------------------------------------------------------
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
-def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
-    """Put tensors to receive into in the places of metas; those that were passed, if a gradient has to reach them."""
-    metas = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)}
-    own: list[Any] = []
-    if any(meta.requires_grad for meta in metas.values()):
-        own, _ = flatten(passed)
-    for place, meta in metas.items():
-        fits = meta.requires_grad and len(own) == len(leaves) and meta.describes(own[place])
-        leaves[place] = own[place] if fits else meta.empty(device)
+class _Differentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor) -> Tensor:
+        ctx.communicator, ctx.collective = communicator, collective
+        # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
+        own = buffer.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        return communicator.run(replace(collective, buffer=own))
 
-
-# -- ragged gathers ---------------------------------------------------------------------------------------------------
-
-# What the other ranks have to know of a leaf: its path, kind (empty for what does not travel), shape, and whether it
-# requires a gradient. All but the length along dim 0 has to be the same on all.
-_Part = tuple[str, str, tuple[int, ...], bool]
-
-
-def _part(leaf: Any, path: str, sync_grads: bool) -> _Part:
-    if isinstance(leaf, Tensor):
-        tracked = sync_grads and torch.is_grad_enabled() and leaf.requires_grad
-        return path, str(leaf.dtype), tuple(leaf.shape), tracked
-    number = as_number(leaf)
-    return path, "" if number is None else type(number[0]).__name__, (), False
-
-
-def _check_same(parts: Sequence[Sequence[_Part]], rank: int) -> None:
-    def without_length(part: _Part | None) -> Any:
-        return part and (*part[:2], len(part[2]), *part[2][1:], part[3])
-
-    for other, theirs in enumerate(parts):
-        for zero, this in zip_longest(parts[0], theirs):
-            if without_length(zero) != without_length(this):
-                raise ConfigurationError(
-                    f"all_gather(...) of different lengths on rank {rank}",
-                    f"rank 0 has {_in_words(zero)}, rank {other} has {_in_words(this)}",
-                    "the same structure and dtypes on all ranks, and the same shape behind dim 0",
-                    "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
-                )
-
-
-def _in_words(part: _Part | None) -> str:
-    if part is None:
-        return "nothing more"
-    path, kind, shape, tracked = part
-    size = f" of shape {shape}" if kind.startswith("torch") else ""
-    return f"{path} {kind}{size}{', requires grad' * tracked}".lstrip()
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
+        communicator: Communicator = ctx.communicator
+        collective: Collective = ctx.collective
+        operation, op = collective.operation, collective.reduce
+        match operation:
+            case Operation.ALL_GATHER:
+                operation, op = Operation.REDUCE_SCATTER, Reduce.SUM
+            case Operation.REDUCE_SCATTER:
+                operation = Operation.ALL_GATHER
+            case Operation.BROADCAST:
+                operation, op = Operation.ALL_REDUCE, Reduce.SUM
+        grad = _Differentiable.apply(communicator, Collective(operation, grads[0], op), grads[0])
+        if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
+            grad = grad / communicator.size
+        if collective.operation is Operation.BROADCAST and communicator.rank != collective.peer:
+            # Zeros that are a part of the graph: all ranks take part in its backward pass.
+            grad = grad.masked_fill(torch.ones((), dtype=torch.bool, device=grad.device), 0)
+        return None, None, grad

@@ -1,19 +1,64 @@
 """The collectives of a group of processes on buffers, and the description of one call."""
 
+import functools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn, final
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fabric.communicators.reduce_ops import Reduce
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 
-__all__ = ["CallDescription", "Collective", "Communicator", "NonMember", "Operation"]
+__all__ = ["CallDescription", "Collective", "Communicator", "NonMember", "Operation", "Reduce", "to_pickle"]
+
+
+class Reduce(Enum):
+    """What a reduction does to the values of the ranks; the mean is the sum divided by the number of ranks.
+
+    The bitwise ones are for integers and booleans. ``Reduce(x)`` takes a name in any case, ``"avg"`` too, and a
+    :class:`torch.distributed.ReduceOp`; for anything else it raises a :class:`fabric.errors.ConfigurationError`.
+    """
+
+    _value_: str
+    _combine: Callable[[Tensor, Tensor], Tensor]
+
+    MEAN = "mean", torch.add
+    SUM = "sum", torch.add
+    MIN = "min", torch.minimum
+    MAX = "max", torch.maximum
+    PRODUCT = "product", torch.mul
+    BAND = "band", torch.bitwise_and
+    BOR = "bor", torch.bitwise_or
+    BXOR = "bxor", torch.bitwise_xor
+
+    def __new__(cls, name: str, combine: Callable[[Tensor, Tensor], Tensor]) -> "Reduce":  # noqa: D102
+        member = object.__new__(cls)
+        member._value_, member._combine = name, combine
+        return member
+
+    def fold(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The reduction of one tensor of each rank, in the order of ranks; a new tensor."""
+        total = functools.reduce(self._combine, tensors[1:], tensors[0].clone())
+        return total / len(tensors) if self is Reduce.MEAN else total
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Reduce":
+        # A ReduceOp of torch holds one that has a name.
+        name = str(getattr(getattr(value, "op", value), "name", value)).upper()
+        if value is None or name == "AVG":
+            return cls.MEAN
+        if name in cls.__members__:
+            return cls[name]
+        raise ConfigurationError(
+            f"reduce_op={value!r}",
+            "there is no such reduction",
+            f"{', '.join(repr(op.value) for op in cls)}, 'avg', or one of these as a torch.distributed.ReduceOp",
+            'reduce_op="mean"',
+        )
 
 
 class Operation(Enum):
@@ -75,30 +120,26 @@ class Collective:
     @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
-        facts = {"operation": self.operation.value if self.call is None else self.call.operation}
-        if self.call is not None and self.call.operation != self.operation.value:
-            facts["collective"] = self.operation.value
-        if self.reduce is not None:
-            facts["op"] = self.reduce.value
-        if self.peer is not None:
-            facts["dst" if self.operation is Operation.GATHER else "src"] = str(self.peer)
-        if self.name:
-            facts["name"] = repr(self.name)
-        if self.operation is Operation.NEW_GROUP:
-            facts["ranks"] = str(self.buffer)
-        if isinstance(self.buffer, Tensor):
-            facts |= {"dtype": str(self.buffer.dtype).removeprefix("torch."), "shape": str(tuple(self.buffer.shape))}
-        return facts
+        own, buffer = self.operation.value, self.buffer
+        called = own if self.call is None else self.call.operation
+        facts = {
+            "operation": called,
+            "collective": own if own != called else None,
+            "op": self.reduce and self.reduce.value,
+            "dst" if self.operation is Operation.GATHER else "src": self.peer,
+            "name": repr(self.name) if self.name else None,
+            "ranks": buffer if self.operation is Operation.NEW_GROUP else None,
+        }
+        if isinstance(buffer, Tensor):
+            facts |= {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": tuple(buffer.shape)}
+        return {name: str(fact) for name, fact in facts.items() if fact is not None}
 
-    def message(self, rank: int) -> tuple[int, int] | None:
-        """Source and destination, where this is rank ``rank``'s part of a message between two ranks."""
-        if self.operation is Operation.SEND:
-            return rank, self.peer or 0
-        if self.operation is Operation.RECV:
-            return self.peer or 0, rank
-        return None
+    def message(self, rank: int) -> tuple[Any, Any]:
+        """Source and destination of a message, which rank ``rank`` sends or receives."""
+        return (rank, self.peer) if self.operation is Operation.SEND else (self.peer, rank)
 
 
+@dataclass(frozen=True)
 class NonMember:
     """What a process outside of a group has in its place; false, and an error as the ``group`` of any collective.
 
@@ -109,14 +150,10 @@ class NonMember:
         ranks: the members, as they were asked for.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = tuple(ranks)
+    ranks: list[int]
 
-    def __bool__(self) -> bool:
+    def __bool__(self) -> Literal[False]:
         return False
-
-    def __repr__(self) -> str:
-        return f"NonMember(ranks={list(self.ranks)})"
 
 
 class Communicator(ABC):
@@ -126,10 +163,10 @@ class Communicator(ABC):
     dtype that the backend carries (booleans travel as uint8). Reductions and broadcasts write into it. What users pass
     in is packed into buffers, and the results are given their structure back, in :mod:`fabric.collectives`.
 
-    A communicator implements :meth:`run`, :meth:`new_group` and :meth:`close`; the other methods check ranks, describe
-    the call and make it. Every method is a collective, but for :meth:`send` and :meth:`recv`, which two ranks call, and
-    :meth:`close`: every rank of the group must call it, in the same order. Ranks are ranks in the group, from 0 to
-    ``size - 1``. ``call`` is what the user called, for the texts of diagnostics.
+    A communicator implements :meth:`run`, and :meth:`close` if it owns something. The other methods, which no class
+    overrides, check ranks, describe the call and make it. Every method is a collective, but for :meth:`send` and
+    :meth:`recv`, which two ranks call, and :meth:`close`: every rank of the group must call it, in the same order.
+    Ranks are ranks in the group, from 0 to ``size - 1``. ``call`` is what the user called, for diagnostics.
 
     Attributes:
         rank: rank of this process in the group.
@@ -143,11 +180,16 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, collective: Collective) -> Any:
-        """Make one call, and return what the method of that name returns. Its ranks have been checked."""
+        """Make one call, and return what the method of that name returns. Its ranks have been checked.
 
-    @abstractmethod
-    def new_group(self, ranks: Sequence[int]) -> "Communicator | None":
-        """A communicator of these ranks, in ascending order; None on a rank that is not one.
+        Of the operations on objects these are their pickles, and a new group is None on a rank outside.
+        """
+
+    def close(self) -> None:
+        """Release what this communicator owns; not a collective, and calling it again does nothing."""
+
+    def new_group(self, ranks: Sequence[int]) -> "Communicator | NonMember":
+        """A communicator of these ranks, in ascending order; a :class:`NonMember` on a rank that is not one.
 
         Every rank of this group must call it.
 
@@ -155,27 +197,28 @@ class Communicator(ABC):
             ConfigurationError: these are not different ranks of this group.
             UsageError: this is a part of the job, which torch lets make no groups without the rest.
         """
+        ranks = list(ranks)
+        if not ranks or len(set(ranks)) != len(ranks) or not set(range(self.size)).issuperset(ranks):
+            raise ConfigurationError(
+                f"new_group({ranks})",
+                f"ranks are missing, repeated or outside this group of {self.size}",
+                f"different ranks between 0 and {self.size - 1}",
+                f"new_group({list(range(self.size))}) for all of them",
+            )
+        return self.run(Collective(Operation.NEW_GROUP, sorted(ranks))) or NonMember(ranks)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release what this communicator owns; not a collective, and calling it again does nothing."""
-
-    @final
     def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` (any shape) over the ranks, in place, and return it."""
         return self.run(Collective(Operation.ALL_REDUCE, buffer, op))
 
-    @final
     def all_gather(self, buffer: Tensor) -> Tensor:
         """A new tensor of shape ``(size, *buffer.shape)``: the buffer of every rank, of equal shape, in rank order."""
         return self.run(Collective(Operation.ALL_GATHER, buffer))
 
-    @final
     def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` of shape ``(size, *s)`` over the ranks; a new tensor of shape ``s``, this rank's row."""
         return self.run(Collective(Operation.REDUCE_SCATTER, buffer, op))
 
-    @final
     def all_to_all(self, buffer: Tensor) -> Tensor:
         """Send row i of ``buffer`` of shape ``(size, *s)`` to rank i.
 
@@ -183,118 +226,106 @@ class Communicator(ABC):
         """
         return self.run(Collective(Operation.ALL_TO_ALL, buffer))
 
-    @final
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
         """Overwrite ``buffer`` with that of rank ``src``, of the same shape and dtype, and return it."""
-        self.check_rank(src, "broadcast", "src")
-        return self.run(Collective(Operation.BROADCAST, buffer, peer=src))
+        return self._run_with_peer(Operation.BROADCAST, buffer, src)
 
-    @final
     def scatter(self, rows: Tensor | None, output: Tensor, src: int, call: CallDescription | None = None) -> Tensor:
         """Write this rank's row of rank ``src``'s ``rows`` into ``output`` and return it.
 
         ``rows`` has shape ``(size, *output.shape)`` on ``src`` and is None elsewhere.
         """
-        self.check_rank(src, "scatter", "src")
-        return self.run(Collective(Operation.SCATTER, output, peer=src, rows=rows, call=call))
+        return self._run_with_peer(Operation.SCATTER, output, src, rows=rows, call=call)
 
-    @final
     def gather(self, buffer: Tensor, dst: int, call: CallDescription | None = None) -> Tensor | None:
         """A new tensor of shape ``(size, *buffer.shape)`` on rank ``dst``, as by :meth:`all_gather`; None elsewhere."""
-        self.check_rank(dst, "gather", "dst")
-        return self.run(Collective(Operation.GATHER, buffer, peer=dst, call=call))
+        return self._run_with_peer(Operation.GATHER, buffer, dst, call=call)
 
-    @final
     def send(self, buffer: Tensor, dst: int) -> None:
         """Send ``buffer`` to another rank, which has to call :meth:`recv`; messages of a pair of ranks keep order."""
-        self.check_peer(dst, "send", "dst")
-        self.run(Collective(Operation.SEND, buffer, peer=dst))
+        self._run_with_peer(Operation.SEND, buffer, dst)
 
-    @final
     def recv(self, buffer: Tensor, src: int) -> Tensor:
         """Overwrite ``buffer`` with what another rank sends, of the same shape and dtype, and return it."""
-        self.check_peer(src, "recv", "src")
-        return self.run(Collective(Operation.RECV, buffer, peer=src))
+        return self._run_with_peer(Operation.RECV, buffer, src)
 
-    @final
-    def barrier(self, name: str) -> None:
+    def barrier(self, name: str | None = None) -> None:
         """Wait until every rank has called it; ``name`` appears in the error when one does not."""
-        self.run(Collective(Operation.BARRIER, name=name))
+        self.run(Collective(Operation.BARRIER, name=name or "unnamed"))
 
-    @final
-    def broadcast_object(self, value: Any, src: int, call: CallDescription | None = None) -> Any:
+    def broadcast_object(
+        self, value: Any, src: int, call: CallDescription | None = None, error: FabricError | None = None
+    ) -> Any:
         """Rank ``src``'s value, any object that pickles, on every rank.
 
         Raises:
-            ArgumentTypeError: it does not pickle; every rank raises it.
+            FabricError: the ``error`` of rank ``src``, if it passed one, or an ArgumentTypeError if its value does not
+                pickle; every rank raises it.
         """
-        self.check_rank(src, "broadcast", "src")
-        if self.size == 1:
+        self.check_rank(Operation.BROADCAST, src)
+        if self.size == 1 and error is None:
             return value
-        own = _pickled(value) if self.rank == src else None
-        return _unpickled(self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src)
+        own = _packed(value, error) if self.rank == src else None
+        return _unpacked(self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src)
 
-    @final
-    def gather_objects(self, value: Any, call: CallDescription | None = None) -> list[Any]:
+    def gather_objects(
+        self, value: Any, call: CallDescription | None = None, error: FabricError | None = None
+    ) -> list[Any]:
         """Every rank's value, any object that pickles, in rank order, on every rank.
 
         Raises:
-            ArgumentTypeError: that of one rank does not pickle; every rank raises it.
+            FabricError: the first ``error`` that a rank passed, or an ArgumentTypeError if its value does not pickle;
+                every rank raises it.
         """
-        if self.size == 1:
+        if self.size == 1 and error is None:
             return [value]
-        values = self.run(Collective(Operation.GATHER_OBJECTS, _pickled(value), call=call))
-        return [_unpickled(one, rank) for rank, one in enumerate(values)]
+        values = self.run(Collective(Operation.GATHER_OBJECTS, _packed(value, error), call=call))
+        return [_unpacked(one, rank) for rank, one in enumerate(values)]
 
-    def check_rank(self, rank: int, operation: str, argument: str) -> None:
-        """Raise a ConfigurationError unless this is the rank of a member of this group."""
-        if not self._is_rank(rank):
-            self._refuse_rank(operation, argument, rank)
-
-    def check_peer(self, peer: int, operation: str, argument: str) -> None:
-        """Raise a ConfigurationError unless ``peer`` is the rank of another member of this group."""
-        if not self._is_rank(peer) or peer == self.rank:
-            self._refuse_rank(operation, argument, peer)
-
-    def check_members(self, ranks: Sequence[int]) -> list[int]:
-        """The ranks in ascending order; a ConfigurationError unless they are different ranks of this group."""
-        if not ranks or len(set(ranks)) != len(ranks) or not all(map(self._is_rank, ranks)):
-            raise ConfigurationError(
-                f"new_group({list(ranks)})",
-                f"ranks are missing, repeated or outside this group of {self.size}",
-                f"different ranks between 0 and {self.size - 1}",
-                f"new_group({list(range(self.size))}) for all of them",
-            )
-        return sorted(ranks)
-
-    def _is_rank(self, rank: object) -> bool:
-        return isinstance(rank, int) and not isinstance(rank, bool) and 0 <= rank < self.size
-
-    def _refuse_rank(self, operation: str, argument: str, rank: object) -> NoReturn:
-        itself = rank == self.rank and self._is_rank(rank)
+    def check_rank(self, operation: Operation, rank: int) -> None:
+        """Raise a ConfigurationError unless this is the rank of a member, and of another one for a message."""
+        is_member = type(rank) is int and 0 <= rank < self.size
+        itself = is_member and rank == self.rank and operation in (Operation.SEND, Operation.RECV)
+        if is_member and not itself:
+            return
+        argument = "dst" if operation in (Operation.SEND, Operation.GATHER) else "src"
         raise ConfigurationError(
-            f"{operation}(..., {argument}={rank!r}) on rank {self.rank}",
+            f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
             "a rank does not send to itself" if itself else f"there is no rank {rank!r} in a group of {self.size}",
             f"{argument} from 0 to {self.size - 1}" + (f", but {self.rank}" if itself else ""),
             "the value itself, which is here already" if itself else f"{argument}=0 for the first rank",
         )
 
+    def _run_with_peer(self, operation: Operation, buffer: Any, peer: int, **details: Any) -> Any:
+        self.check_rank(operation, peer)
+        return self.run(Collective(operation, buffer, peer=peer, **details))
 
-def _pickled(value: Any) -> bytes:
-    """The pickle of a value, or a zero and the text of what went wrong: a failure on one rank reaches all of them."""
+
+def to_pickle(value: Any) -> bytes:
+    """The pickle of a value, or an ArgumentTypeError."""
     try:
         return pickle.dumps(value)
-    except Exception as error:  # noqa: BLE001 - whatever a user's class raises; the other ranks are waiting
-        return f"\0{type(value).__name__} does not pickle: {type(error).__name__}: {error}".encode()
+    except Exception as error:
+        raise ArgumentTypeError(
+            f"sending an object of type {type(value).__name__}",
+            f"it does not pickle: {type(error).__name__}: {error}",
+            "objects that pickle; tensors inside collections travel as tensors",
+            "send what the object is made of: its state_dict(), its numbers, its name",
+        ) from error
 
 
-def _unpickled(received: bytes, src: int) -> Any:
-    """The value that :func:`_pickled` packed on rank ``src``, or an ArgumentTypeError of what went wrong there."""
-    if received[0]:
-        return pickle.loads(received)  # noqa: S301 - from a rank of this job, as torch does itself
-    raise ArgumentTypeError(
-        f"sending an object from rank {src}",
-        received[1:].decode(),
-        "objects that pickle; tensors inside collections travel as tensors",
-        "send what the object is made of: its state_dict(), its numbers, its name",
-    )
+def _packed(value: Any, error: FabricError | None) -> bytes:
+    """The pickle of a value, or a zero and that of the error in its place."""
+    try:
+        return b"\0" + pickle.dumps(error) if error else to_pickle(value)
+    except ArgumentTypeError as caught:
+        return b"\0" + pickle.dumps(caught)
+
+
+def _unpacked(received: bytes, src: int) -> Any:
+    """The value that :func:`_packed` packed on rank ``src``; raises the error in its place."""
+    value = pickle.loads(received.removeprefix(b"\0"))  # noqa: S301 - from a rank of this job, as torch does itself
+    if not received.startswith(b"\0"):
+        return value
+    value.add_note(f"raised on rank {src}")
+    raise value

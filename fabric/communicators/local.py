@@ -1,6 +1,5 @@
 """A group of one process."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,17 +26,10 @@ class LocalCommunicator(Communicator):
                 return buffer[0].clone()
             case Operation.ALL_TO_ALL:
                 return buffer.clone()
+            case Operation.NEW_GROUP:
+                return LocalCommunicator(self.device)
             case Operation.SCATTER:
                 assert collective.rows is not None, "this is rank src"
                 return buffer.copy_(collective.rows[0])
             case _:
                 return buffer
-
-    @override
-    def new_group(self, ranks: Sequence[int]) -> "LocalCommunicator":
-        self.check_members(ranks)
-        return LocalCommunicator(self.device)
-
-    @override
-    def close(self) -> None:
-        pass

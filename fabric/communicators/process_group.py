@@ -1,7 +1,5 @@
 """A group of processes that communicate through torch.distributed."""
 
-from collections import Counter
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,8 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import Collective, Communicator, Operation
-from fabric.communicators.reduce_ops import Reduce
+from fabric.communicators.base import Collective, Communicator, Operation, Reduce
 from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "to_bytes"]
@@ -36,8 +33,6 @@ class ProcessGroupCommunicator(Communicator):
         self._group, self._owns_group = group, False
         self._own_device, self._timeout = device, timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
-        self._sent: Counter[int] = Counter()
-        self._received: Counter[int] = Counter()
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.device = torch.device("cpu") if self._is_gloo else device
@@ -66,15 +61,17 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.GATHER:
                 return self._gather(buffer, peer)
             case Operation.SEND:
-                dist.send(buffer, group_dst=peer, group=group, tag=_next_tag(self._sent, peer))
+                dist.send(buffer, group_dst=peer, group=group)
             case Operation.RECV:
-                dist.recv(buffer, group_src=peer, group=group, tag=_next_tag(self._received, peer))
+                dist.recv(buffer, group_src=peer, group=group)
             case Operation.BARRIER:
                 self._barrier(collective.name)
             case Operation.BROADCAST_OBJECT:
                 return self._broadcast_bytes(buffer, peer)
             case Operation.GATHER_OBJECTS:
                 return self._gather_bytes(buffer)
+            case Operation.NEW_GROUP:
+                return self._new_group(buffer)
         return buffer
 
     def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
@@ -110,11 +107,9 @@ class ProcessGroupCommunicator(Communicator):
         return to_bytes(buffer) if message is None else message
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        gather = Collective(Operation.ALL_GATHER, torch.tensor([len(message)], device=self.device))
-        lengths = self.run(gather).flatten().tolist()
+        lengths = self.all_gather(torch.tensor([len(message)], device=self.device)).flatten().tolist()
         padded = _to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
-        rows = self.run(Collective(Operation.ALL_GATHER, padded))
-        return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+        return [to_bytes(row[:n]) for row, n in zip(self.all_gather(padded), lengths, strict=True)]
 
     def _barrier(self, name: str) -> None:
         device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -124,13 +119,10 @@ class ProcessGroupCommunicator(Communicator):
             raise UsageError(
                 f"barrier({name!r}) on rank {self.rank} of {self.size}",
                 f"not every rank called it: {error}",
-                "a barrier that every rank of the group calls",
-                "check for a branch on the rank, or a rank that finished early, before this barrier",
+                suggestion="check for a branch on the rank, or a rank that finished early, before this barrier",
             ) from error
 
-    @override
-    def new_group(self, ranks: Sequence[int]) -> "ProcessGroupCommunicator | None":
-        ranks = self.check_members(ranks)
+    def _new_group(self, ranks: list[int]) -> "ProcessGroupCommunicator | None":
         if self.size < dist.get_world_size():
             # torch names groups by counting them, and the ranks outside would count one less from here on.
             raise UsageError(
@@ -166,10 +158,3 @@ def to_bytes(buffer: Tensor) -> bytes:
     message = bytearray(buffer.numel())
     torch.frombuffer(message, dtype=torch.uint8).copy_(buffer)
     return bytes(message)
-
-
-def _next_tag(messages: Counter[int], peer: int) -> int:
-    """The number of the next message of a pair of ranks, as its tag: no message is taken for another."""
-    number = messages[peer]
-    messages[peer] = (number + 1) % 2**31
-    return number

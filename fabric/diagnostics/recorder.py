@@ -221,29 +221,21 @@ class RecordedCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        return self._record(collective, self._inner.run, collective)
-
-    @override
-    def new_group(self, ranks: Sequence[int]) -> "RecordedCommunicator | None":
-        members = self.check_members(ranks)
+        if collective.operation is not Operation.NEW_GROUP:
+            return self._record(collective)
         self._groups += 1
-        inner = self._record(Collective(Operation.NEW_GROUP, members), self._inner.new_group, members)
-        if inner is None:
-            return None
-        name, ranks = f"{self._name}/{self._groups}", [self._ranks[rank] for rank in members]
-        return RecordedCommunicator(inner, self._recorder, name, ranks)
+        name, ranks = f"{self._name}/{self._groups}", [self._ranks[rank] for rank in collective.buffer]
+        group = self._record(collective)
+        return None if group is None else RecordedCommunicator(group, self._recorder, name, ranks)
 
     @override
     def close(self) -> None:
         self._inner.close()
 
-    def _record(self, collective: Collective, function: Callable[[Any], Any], argument: Any) -> Any:
+    def _record(self, collective: Collective) -> Any:
         recorder, group, members = self._recorder, self._name, self._ranks
         if collective.operation is Operation.SEND or collective.operation is Operation.RECV:
-            assert collective.peer is not None, "a message has two ranks"
-            pair = (
-                (self.rank, collective.peer) if collective.operation is Operation.SEND else (collective.peer, self.rank)
-            )
+            pair = collective.message(self.rank)
             group, members = f"{group} {pair[0]}>{pair[1]}", (self._ranks[pair[0]], self._ranks[pair[1]])
         recorder.counts[group] += 1
         frame = user_frame(sys._getframe(1))
@@ -256,7 +248,7 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
-            return function(argument)
+            return self._inner.run(collective)
         except RuntimeError as error:
             self._explain(entry, error)
             raise

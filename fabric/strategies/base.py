@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from fabric._torch import uncompiled
 from fabric.accelerators import ACCELERATORS, Accelerator
-from fabric.collectives import all_gather, all_reduce, barrier, broadcast
+from fabric.collectives import all_gather, all_reduce, broadcast
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.diagnostics.contract import GradientContract
 from fabric.environments import Environment, detect
@@ -341,7 +341,7 @@ class Strategy(ABC):
 
         Collective over the group.
         """
-        barrier(self.communicator(group), name)
+        self.communicator(group).barrier(name)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""

@@ -137,9 +137,9 @@ def _check_groups(communicator: Communicator) -> None:
     for members in filter(None, [everyone[::-1], *([rank] for rank in everyone), everyone[::2], everyone[1::2]]):
         group = communicator.new_group(members)
         if communicator.rank not in members:
-            assert group is None, "a rank outside gets no group"
+            assert not group, "a rank outside gets no group"
             continue
-        assert group is not None, "a member gets its group"
+        assert group, "a member gets its group"
         members = sorted(members)
         assert_same((group.rank, group.size), (members.index(communicator.rank), len(members)))
         total = group.all_reduce(torch.tensor([communicator.rank]), Reduce.SUM)

@@ -226,8 +226,8 @@ class ThreadCommunicator(Communicator):
     @override
     def run(self, collective: Collective) -> Any:
         buffer, peer, op = collective.buffer, collective.peer or 0, collective.reduce or Reduce.SUM
-        if pair := collective.message(self.rank):
-            return self._message(pair, buffer)
+        if collective.operation is Operation.SEND or collective.operation is Operation.RECV:
+            return self._message(collective.message(self.rank), buffer)
         passed = collective.rows if collective.operation is Operation.SCATTER else buffer
         call = ", ".join(collective.facts.values())
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
@@ -248,21 +248,13 @@ class ThreadCommunicator(Communicator):
                 return torch.stack(values) if self.rank == peer else None
             case Operation.BROADCAST_OBJECT:
                 return values[peer]
+            case Operation.NEW_GROUP if self.rank not in buffer:
+                return None
+            case Operation.NEW_GROUP:
+                ranks = [self._ranks[rank] for rank in buffer]
+                return ThreadCommunicator(self._mailbox, self._own, ranks, (self._name, self._calls))
             case _:
                 return values
-
-    @override
-    def new_group(self, ranks: Sequence[int]) -> "ThreadCommunicator | None":
-        members = self.check_members(ranks)
-        self._exchange(f"new_group({members})", None)
-        if self.rank not in members:
-            return None
-        group = self._name, self._calls
-        return ThreadCommunicator(self._mailbox, self._own, [self._ranks[rank] for rank in members], group)
-
-    @override
-    def close(self) -> None:
-        pass
 
     def _exchange(self, call: str, value: Any) -> list[Any]:
         """What every rank passes to this call, in rank order."""
