@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers import ControlThread
 from fabric.precision import Precision
-from fabric.store import JobStore, find_store, own_part
+from fabric.store import JobStore, find_store
 from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
@@ -26,10 +27,11 @@ _RELEASE = 0.02  # seconds; several times the interpreter's switch interval
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
+@dataclass(kw_only=True, eq=False)
 class Runtime:
     """One process of a job while it runs.
 
-    Args:
+    Attributes:
         world: the place of this process.
         accelerator: the kind of its device.
         devices: the devices of this node, in the order of local ranks; all of them for a strategy that drives several
@@ -40,34 +42,27 @@ class Runtime:
         timeout: how long a collective may wait.
         check_collectives: whether ranks compare their collectives before anything moves.
         watchdog: how long a rank waits for others before a report is printed; zero for never.
-
-    Attributes:
+        device: that of this process.
         communicator: the collectives over all processes of the job; every call raises before :meth:`start`.
         store: what the ranks leave for each other.
         recorder: what this process is doing, where there are others that may wait for it; else None.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        accelerator: Accelerator,
-        devices: tuple[torch.device, ...],
-        precision: Precision,
-        connected: bool,
-        backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
-        check_collectives: bool = False,
-        watchdog: timedelta = DEFAULT_WATCHDOG,
-    ) -> None:
-        self.world, self.accelerator, self.precision = world, accelerator, precision
-        self.devices = devices
+    world: World
+    accelerator: Accelerator
+    devices: tuple[torch.device, ...]
+    precision: Precision
+    connected: bool
+    backend: str | None = None
+    timeout: timedelta = DEFAULT_TIMEOUT
+    check_collectives: bool = False
+    watchdog: timedelta = DEFAULT_WATCHDOG
+
+    def __post_init__(self) -> None:
         # A scheduler may show each process only its own device.
-        self.device = devices[world.local_rank % len(devices)]
-        self._connected, self._backend, self._timeout = connected, backend, timeout
-        self._checks, self._threshold = check_collectives, watchdog
-        self._is_started = self._owns_group = False
-        self.store = JobStore(dist.HashStore(), 0, 1)
+        self.device = self.devices[self.world.local_rank % len(self.devices)]
+        self._owns_group, self.store = False, JobStore(dist.HashStore(), 0, 1)
+        self._closers: list[Callable[[], None]] = []
         self._disconnect()
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
@@ -81,18 +76,18 @@ class Runtime:
         """
         self.accelerator.activate(self.device)
         self._is_started = True
-        if communicator is None and not self._connected:
+        if communicator is None and not self.connected:
             self.communicator = LocalCommunicator(self.device)
             return
         shared = store or self._connect()
         self.store = JobStore(shared, self.world.rank, self.world.world_size)
-        self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self._timeout)
+        self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self.timeout)
         if self.world.world_size > 1:
             self._record(shared, reports=communicator is None)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """The collectives over a process group of torch, recorded and checked where all are; not a collective."""
-        inner = ProcessGroupCommunicator(group, self.device, self._timeout)
+        inner = ProcessGroupCommunicator(group, self.device, self.timeout)
         if self.recorder is None:
             return inner
         ranks = dist.get_process_group_ranks(group)
@@ -104,9 +99,9 @@ class Runtime:
         Collective the first time that it is called.
         """
         if self._background is None:
-            if self._connected and self.device.type != "cpu":
+            if self.connected and self.device.type != "cpu":
                 # Two collectives at a time on one device can wait for each other; and objects need none.
-                group = dist.new_group(timeout=self._timeout, backend="gloo")
+                group = dist.new_group(timeout=self.timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
                 self._background = self.communicator_over(group)
             else:
@@ -118,13 +113,9 @@ class Runtime:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
         if not self._is_started:
             return
-        for close in self._closers:
-            close()
-        for communicator in (self._background, self.communicator):
-            if communicator is not None:
-                communicator.close()
-        self._disconnect()
-        if self._owns_group and dist.is_initialized():
+        if self._background is not None:
+            self._background.close()
+        if self._disconnect():
             dist.destroy_process_group()
             # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
             # and aborts the process if that is being torn down.
@@ -133,12 +124,8 @@ class Runtime:
 
     def abort(self) -> None:
         """Disconnect from the other processes without waiting for them, after an exception."""
-        if self._is_started:
-            for close in (*self._closers, self.communicator.close):
-                close()
-            if self._owns_group and dist.is_initialized():
-                abort_process_group()
-        self._disconnect()
+        if self._disconnect():
+            abort_process_group()
 
     def mesh(self, **sizes: int) -> dist.DeviceMesh:
         """The processes of the job in rank order as a mesh of named sizes, the last of which varies fastest.
@@ -151,41 +138,46 @@ class Runtime:
             for group in mesh.get_all_groups():
                 # That of all processes has its own, which a user may have given it.
                 if group is not dist.group.WORLD:
-                    set_group_timeout(group, self._timeout)
+                    set_group_timeout(group, self.timeout)
             self._meshes[key] = mesh
         return self._meshes[key]
 
-    def _disconnect(self) -> None:
-        self._is_started = False
+    def _disconnect(self) -> bool:
+        """Close all but the process group; whether that is still to be closed."""
+        for close in self._closers:
+            close()
+        closes_group = self._owns_group and dist.is_initialized()
+        self._is_started = self._owns_group = False
         self.store.close()
         self.communicator: Communicator = _NotStarted(self.world, self.device)
         self.recorder: FlightRecorder | None = None
         self._background: Communicator | None = None
-        self._closers: list[Callable[[], None]] = []
+        self._closers.clear()
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
+        return closes_group
 
     def _record(self, shared: dist.Store, *, reports: bool) -> None:
         world, reporter = self.world, None
-        own = second_connection(shared, bool(self._threshold)) if reports else None
+        own = second_connection(shared, bool(self.watchdog)) if reports else None
         if own is not None:
             control = ControlThread.of_this_process()
             reporter = HangReporter(
                 own,
                 world.rank,
                 world.world_size,
-                threshold=self._threshold,
-                timeout=self._timeout,
+                threshold=self.watchdog,
+                timeout=self.timeout,
                 is_asynchronous=self.communicator.device.type != "cpu",
                 requests=int if control is None else control.reports_requested,
                 where="" if control is None else control.config.supervisor,
             )
             self._closers.append(reporter.close)
         self.recorder = FlightRecorder() if reporter is None else reporter.recorder
-        if self._checks:
+        if self.check_collectives:
             # A file that few programs need.
             from fabric.diagnostics.checker import CollectiveChecker
 
-            checker = CollectiveChecker(dist.PrefixStore("checks", shared), world.rank, world.world_size, self._timeout)
+            checker = CollectiveChecker(dist.PrefixStore("checks", shared), world.rank, world.world_size, self.timeout)
             self.recorder.checks = (checker.check,)
             self._closers.append(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
@@ -193,23 +185,27 @@ class Runtime:
             reporter.start()
 
     def _connect(self) -> dist.Store:
-        world = self.world
-        if dist.is_initialized():
-            group = (dist.get_rank(), dist.get_world_size())
-            if group != (world.rank, world.world_size):
-                raise ConfigurationError(
-                    f"a job of {world.world_size} processes, this one rank {world.rank}",
-                    f"torch.distributed is already initialized in this process, as rank {group[0]} of {group[1]}",
-                    suggestion="torch.distributed.destroy_process_group() before Fabric(...).launch()",
-                )
-            return own_part(default_store(), world.rank, self._timeout)
-        store = own_part(find_store(world, self._timeout), world.rank, self._timeout)
+        world, is_connected = self.world, dist.is_initialized()
+        if is_connected and (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
+            raise ConfigurationError(
+                f"a job of {world.world_size} processes, this one rank {world.rank}",
+                "torch.distributed is already initialized in this process, "
+                f"as rank {dist.get_rank()} of {dist.get_world_size()}",
+                suggestion="torch.distributed.destroy_process_group() before Fabric(...).launch()",
+            )
+        shared = default_store() if is_connected else find_store(world, self.timeout)
+        # Several runtimes may follow each other in the processes of a job: each has a part of the store.
+        generation = shared.add(f"fabric/runtime/{world.rank}", 1)
+        store = dist.PrefixStore(f"fabric/{generation}", shared)
+        store.set_timeout(self.timeout)
+        if is_connected:
+            return store
         dist.init_process_group(
-            self._backend or self.accelerator.default_backend,
+            self.backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),
             rank=world.rank,
             world_size=world.world_size,
-            timeout=self._timeout,
+            timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
         self._owns_group = True

@@ -11,7 +11,7 @@ from torch.distributed.rendezvous import rendezvous
 from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["JobStore", "find_store", "own_part"]
+__all__ = ["JobStore", "find_store"]
 
 
 class JobStore:
@@ -102,11 +102,3 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     host = f"[{world.address}]" if ":" in world.address else world.address
     store, _, _ = next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))
     return store
-
-
-def own_part(store: dist.Store, rank: int, timeout: timedelta) -> dist.Store:
-    """A part of a store for one runtime: several may follow each other in the processes of a job."""
-    generation = store.add(f"fabric/runtime/{rank}", 1)
-    part = dist.PrefixStore(f"fabric/{generation}", store)
-    part.set_timeout(timeout)
-    return part
