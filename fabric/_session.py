@@ -77,11 +77,12 @@ class Session:
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self.active_iterators: list[ActiveIterator] = []
         self._loader_numbers = count()
-        self._recorder = self.runtime.recorder
-        self._uneven = None if self._recorder is None else UnevenInputDetector(self._recorder, self.runtime.store)
+        recorder, store = self.runtime.recorder, self.runtime.store
+        self._recorder = recorder
+        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, world.neighbours)
         self._bypass = self._parts.enter_context(closing(BypassChecks(world.rank, self._uneven)))
         context = CheckContext(
-            lambda: [model._fabric_contract for model in self.modules], self._bypass.left_local, self.runtime.store
+            lambda: [model._fabric_contract for model in self.modules], self._bypass.left_local, store
         )
         self._training = self._parts.enter_context(closing(TrainingChecks(context, self._arrange_backward)))
         self._arrange_backward()

@@ -14,6 +14,7 @@ from fabric import Fabric
 from fabric.diagnostics.recorder import FlightRecorder
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import RankFailedError
+from fabric.launchers.base import single_node_worlds
 from fabric.store import JobStore
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -253,7 +254,10 @@ class Progress:
 
 def detectors(number: int) -> list[UnevenInputDetector]:
     store = dist.HashStore()
-    return [UnevenInputDetector(FlightRecorder(), JobStore(store, rank, number)) for rank in range(number)]
+    worlds = single_node_worlds(number)
+    return [
+        UnevenInputDetector(FlightRecorder(), JobStore(store, world.rank, number), world.neighbours) for world in worlds
+    ]
 
 
 @pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])
@@ -282,7 +286,7 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
         def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
             return {rank: [0, 9] for rank in ranks if topic == "batches/0"}
 
-    detector = UnevenInputDetector(FlightRecorder(), Listening(dist.HashStore(), 0, 2))
+    detector = UnevenInputDetector(FlightRecorder(), Listening(dist.HashStore(), 0, 2), [1])
     progress = Progress()
     detector.on_epoch("0/0", progress, 9)
     for _ in range(9):

@@ -9,7 +9,7 @@ It is done where it can matter: after the end of an iteration over a prepared lo
 ranks have different lengths, or lengths that nobody knows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
@@ -49,16 +49,16 @@ class UnevenInputDetector:
     Args:
         recorder: of this process, which counts the collectives.
         store: where the ranks publish how far they are.
+        neighbors: the ranks that this one compares with.
 
     Attributes:
         is_active: whether :meth:`on_step` has to be called, since an iteration over a loader has begun.
     """
 
-    def __init__(self, recorder: FlightRecorder, store: JobStore) -> None:
+    def __init__(self, recorder: FlightRecorder, store: JobStore, neighbors: Sequence[int]) -> None:
         self.is_active = False
         self._joined, self._generation = "", 0
-        self._recorder, self._store, self._rank = recorder, store, store.rank
-        self._neighbors = {(store.rank - 1) % store.size, (store.rank + 1) % store.size} - {store.rank}
+        self._recorder, self._store, self._rank, self._neighbors = recorder, store, store.rank, neighbors
         self._steps = self._counted = 0  # steps taken, and collectives of the job before the latest one
         self._suspects = False
         # The iteration that began last, and the one whose batches the last step was for.
