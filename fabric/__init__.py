@@ -1,8 +1,6 @@
 """Grow a hand-written PyTorch loop from one device to many, with a handful of changed lines."""
 
-from typing import TYPE_CHECKING
-
-from fabric._late import late
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
@@ -12,5 +10,15 @@ __all__ = ["Fabric", "FabricModule", "__version__"]
 
 __version__ = "0.1.0.dev0"
 
-# The command line and the launchers, which need no torch, start without waiting for it.
-__getattr__, __dir__ = late(__name__, {"Fabric": "_fabric", "FabricModule": "module"})
+
+def __getattr__(name: str) -> Any:
+    # The command line and the launchers, which need no torch, start without waiting for it.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from fabric import _fabric
+
+    return getattr(_fabric, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

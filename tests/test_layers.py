@@ -8,7 +8,7 @@ import fabric
 PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
 LAYERS = [
-    ["errors", "_torch", "_late"],
+    ["errors", "_torch"],
     ["tree", "seed", "world", "diagnostics.stacks", "diagnostics.contract"],
     ["store"],
     ["precision", "accelerators", "environments"],

@@ -1,8 +1,8 @@
 """Checkpoints: plain state on disk, written atomically and read without running code."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from fabric._late import late
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.base import CheckpointIO
 
@@ -12,4 +12,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
 
-__getattr__, __dir__ = late(__name__, {"FullCheckpoint": "file", "ShardedCheckpoint": "sharded"})
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported when first used: the sharded format takes a second.
+    return getattr(import_module(f"{__name__}.{'file' if name == 'FullCheckpoint' else 'sharded'}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,8 +1,8 @@
 """Strategies: how a module is prepared to train on the devices of a job."""
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from fabric._late import late
 from fabric.strategies.base import ParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.ddp import DDPStrategy
 
@@ -19,4 +19,13 @@ __all__ = [
     "Strategy",
 ]
 
-__getattr__, __dir__ = late(__name__, {"DataParallelStrategy": "data_parallel", "FSDPStrategy": "fsdp"})
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Imported when first used: FSDP takes a second.
+    return getattr(import_module(f"{__name__}.{'fsdp' if name == 'FSDPStrategy' else 'data_parallel'}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
