@@ -137,7 +137,7 @@ class Session:
             self.strategy.setup_optimizer(optimizer)
             if self._recorder is not None:
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
-                self._parts.callback(optimizer.register_step_post_hook(self._recorder.leave_step).remove)
+                self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
             if self._check_training:
                 self._training.watch(optimizer)
             # Last: it takes gradients away from a step that is to be skipped.

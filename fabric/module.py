@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fabric._torch import uncompiled
-from fabric.diagnostics.bypass import BypassGuard
-from fabric.diagnostics.contract import GradientContract, Hooks
+from fabric.diagnostics.bypass import BypassGuard, GradientContract
+from fabric.diagnostics.recorder import Hooks
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.precision import Precision, cast_inputs, cast_outputs
 

@@ -168,8 +168,8 @@ class Runtime:
                 threshold=self.watchdog,
                 timeout=self.timeout,
                 is_asynchronous=self.communicator.device.type != "cpu",
-                requests=int if control is None else control.reports_requested,
-                where="" if control is None else control.config.supervisor,
+                signals=int if control is None else control.reports_requested,
+                supervisor="" if control is None else control.config.supervisor,
             )
             self._closers.append(reporter.close)
         self.recorder = FlightRecorder() if reporter is None else reporter.recorder

@@ -69,8 +69,7 @@ class Rank:
 
     def barrier(self, group, members, name="x"):
         self.counts[group] += 1
-        code = sys._getframe(1).f_code
-        entry = Entry(group, members, self.counts[group], "barrier", name, code, 0)
+        entry = Entry(group, members, self.counts[group], "barrier", name, (sys._getframe(1).f_code, 0))
         self.checker.check(entry, Collective(Operation.BARRIER, name=name))
 
 
@@ -262,7 +261,7 @@ MISMATCHES = {
         lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
         "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
-    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 does not call: it has finished"),
+    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 makes no further calls: it has finished"),
     "tree keys": (
         lambda c: described(c, "{'loss': float32 (2,)}"),
         lambda c: described(c, "{'acc': float32 (2,)}"),
@@ -367,7 +366,7 @@ def leave_early(fabric):
 def test_a_rank_that_returned_is_named_by_those_that_wait():
     waiting, left = run_in_ranks(leave_early, check_collectives=True)
     assert left == "left"
-    assert "rank 1 does not call: it has finished" in waiting
+    assert "rank 1 makes no further calls: it has finished" in waiting
 
 
 def agreeing_calls(fabric, folder):

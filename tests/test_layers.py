@@ -9,7 +9,7 @@ PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
 LAYERS = [
     ["errors", "_torch"],
-    ["tree", "seed", "world", "diagnostics.stacks", "diagnostics.contract"],
+    ["tree", "seed", "world", "diagnostics.stacks"],
     ["store"],
     ["precision", "accelerators", "environments"],
     ["communicators", "launchers"],
@@ -31,7 +31,7 @@ ORDER = {
     "collectives": "buckets objects ops",
     "communicators": "base local process_group",
     "data": "prefetch state sharding gathering loader",
-    "diagnostics": "stacks contract recorder checker hang_report uneven bypass training_checks",
+    "diagnostics": "stacks recorder checker hang_report uneven bypass training_checks",
     "launchers": "process_exit serialize base notebook rank rank_process supervisor child forkserver function script",
     "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",

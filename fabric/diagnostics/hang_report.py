@@ -1,7 +1,7 @@
-"""Hang reports: a thread in each rank prints, when a rank has waited for long, what every rank is doing.
+"""Hang reports: which rank waits, for whom, and where every rank is.
 
-[Note: Reports] As long as all goes well the ranks exchange nothing but a look at the store, a few times per threshold.
-A rank whose flight recorder has stood still for longer than the threshold requests report number n by a key in the
+[Note: Reports] Each rank has a thread that looks a few times a minute, and a connection to the store of its own. A rank
+whose flight recorder has stood still for longer than the threshold requests report number n by a key in the
 store. Every rank that sees it publishes its state: what it is doing, and its stack. Rank 0, or, when its interpreter is
 held by C++ code, the rank that requested it, composes the report, prints it and keeps the text for those whose
 collective times out. For a rank that publishes nothing, its stack is read as the note in ``stacks.py`` says. Nothing of
@@ -12,14 +12,14 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fabric.diagnostics.recorder import CLOSURE, HEADING, STEP, FlightRecorder, in_words, location, user_frame
+from fabric.diagnostics.recorder import CLOSURE, HEADING, STEP, FlightRecorder, in_words, location, user_call
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
 from fabric.store import JobStore
@@ -27,14 +27,13 @@ from fabric.store import JobStore
 __all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "compose", "second_connection"]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
-_LOOKS = 16  # at the store, per threshold
+_POLLS = 16  # of the store, per threshold
 _LONGEST_TICK, _GRACE_PERIOD, _PAUSE, _JOIN = 0.5, 2.0, 0.02, 5.0  # seconds
-_ANSWER_WITHIN = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
+_STORE_TIMEOUT = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
 _LINES, _STACKS = 16, 4  # ranks of which a report says what they are doing, and shows the stack
 
 
-@dataclass(frozen=True)
-class RankState:
+class RankState(NamedTuple):
     """What one rank says of itself.
 
     Attributes:
@@ -43,7 +42,6 @@ class RankState:
         inside: whether it is in a collective, or in a phase in which torch issues some.
         waited: seconds since its flight recorder changed.
         key: what it is in, or has begun last, in the terms of ``counts``.
-        number: which one of these it is.
         members: the ranks that have to make the same call; empty for all.
         counts: how many of each it has begun; see :class:`fabric.diagnostics.recorder.FlightRecorder`.
         stack: innermost frame first.
@@ -54,9 +52,8 @@ class RankState:
     inside: bool = False
     waited: float = 0.0
     key: str = ""
-    number: int = 0
     members: Sequence[int] = ()
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, int] = {}
     stack: str = ""
 
 
@@ -74,29 +71,27 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     if reason:
         requester = max(states, key=lambda rank: (states[rank].inside, states[rank].waited))
     waiting = states[requester]
-    members = waiting.members or tuple(states)
-    missing = [rank for rank in members if states[rank].counts.get(waiting.key, 0) < waiting.number]
+    members, number = waiting.members or tuple(states), waiting.counts.get(waiting.key, 0)
+    missing = [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
     if not reason and not waiting.inside and not missing:
         return ""
-    waited = f"{waiting.waited:.0f}" if waiting.waited >= 10 else f"{waiting.waited:.1f}"
-    lines = [f"fabric: {reason or f'rank {requester} of {len(states)} has waited {waited} s {waiting.place}'}"]
+    waited = f"rank {requester} of {len(states)} has waited {round(waiting.waited, 1):g} s {waiting.place}"
+    lines = [f"fabric: {reason or waited}"]
     if missing:
         lines.append(f"reached by: {in_words([rank for rank in members if rank not in missing])}")
         lines.append(f"not reached by: {in_words(missing)}")
     elif waiting.inside:
         lines.append("every rank has reached it: it is slow, or they wait for each other inside of it")
-    return "\n  ".join([*lines, HEADING, *_table(states, requester, missing, len(states) if reason else _STACKS)])
-
-
-def _table(states: Mapping[int, RankState], requester: int, missing: Sequence[int], stacks: int) -> Iterator[str]:
-    """What each rank does, with stacks of the missing ones, or of as many others where none is missing."""
-    order = sorted(states, key=lambda rank: (rank not in missing, rank != requester, rank))[:_LINES]
-    for rank in sorted(order):
-        yield f"  rank {rank}: {states[rank].place}{states[rank].more}"
-        if rank in (missing or order)[:stacks]:
-            yield from (f"    {frame}" for frame in states[rank].stack.splitlines())
-    if len(states) > len(order):
-        yield f"  ... and {len(states) - len(order)} ranks more"
+    lines.append(HEADING)
+    listed = sorted(states, key=lambda rank: (rank not in missing, rank != requester, rank))[:_LINES]
+    with_stack = (missing or listed)[: len(states) if reason else _STACKS]
+    for rank in sorted(listed):
+        lines.append(f"  rank {rank}: {states[rank].place}{states[rank].more}")
+        if rank in with_stack:
+            lines += [f"    {frame}" for frame in states[rank].stack.splitlines()]
+    if len(states) > len(listed):
+        lines.append(f"  ... and {len(states) - len(listed)} ranks more")
+    return "\n  ".join(lines)
 
 
 def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None:
@@ -105,7 +100,7 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
     None where the store of a user has none, and it is not required.
     """
     try:
-        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue] - missing in the stub
+        own = dist.PrefixStore("watchdog", store.clone())  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
     except RuntimeError as error:
         if isinstance(error, dist.DistError):
             raise
@@ -116,8 +111,7 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
             f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
             suggestion="Fabric(..., watchdog=0), without a report when ranks wait for each other",
         ) from error
-    own = dist.PrefixStore("watchdog", own)
-    own.set_timeout(_ANSWER_WITHIN)
+    own.set_timeout(_STORE_TIMEOUT)
     return own
 
 
@@ -129,10 +123,10 @@ class HangReporter:
         rank: of this process.
         size: number of ranks.
         threshold: how long a rank waits before it requests a report that is printed; zero for never.
-        timeout: how long a collective may wait. Its error holds a report, which is composed half way.
+        timeout: how long a collective may wait. Its error holds a report, which is composed half way at the latest.
         is_asynchronous: whether collectives go on in the background, so that a rank may wait for one anywhere.
-        requests: how often a report has been requested from outside.
-        where: the same on the ranks whose ``requests`` is the same count.
+        signals: how often a report has been requested by a signal.
+        supervisor: names the process that got the signals; the same on the ranks that count the same ones.
 
     Attributes:
         recorder: what this process is doing, for those that write into it.
@@ -147,27 +141,24 @@ class HangReporter:
         threshold: timedelta,
         timeout: timedelta,
         is_asynchronous: bool = False,
-        requests: Callable[[], int] = int,
-        where: str = "",
+        signals: Callable[[], int] = int,
+        supervisor: str = "",
     ) -> None:
-        self._store, self._rank, self._size = JobStore(store, rank, size), rank, size
-        self._is_asynchronous, self._requests, self._where = is_asynchronous, requests, where
-        printed, half = threshold.total_seconds(), timeout.total_seconds() / 2
-        # When a report is due, and whether it is printed.
-        self._due = sorted([(half, False), (printed, True)]) if printed else [(half, False)]
-        if self._due[0][1]:
-            del self._due[1:]
-        self._every = self._due[0][0] / _LOOKS
-        self._tick = min(_LONGEST_TICK, self._every)
-        self._grace = _GRACE_PERIOD + 2 * self._every
-        self._seen: object = None
-        self._since = self._looked = time.monotonic()
-        self._passed = 0  # of what is due for the present wait
-        self._answered = self._heard = self._awaited = 0  # numbers of reports and of requests from outside
-        self._reported: dict[str, int] = {}  # the number of the latest request, by its origin
-        self._text = self._lost = ""
-        self._hurry, self._stop = threading.Event(), threading.Event()
-        self.recorder = FlightRecorder(self.explain)
+        self._store = JobStore(store, rank, size)
+        self._is_asynchronous, self._signals, self._supervisor = is_asynchronous, signals, supervisor
+        self._prints, half = bool(threshold), timeout / 2
+        self._due = min(threshold or half, half).total_seconds()
+        self._interval = self._due / _POLLS
+        self._grace = _GRACE_PERIOD + 2 * self._interval
+        self._snapshot: object = None  # of the flight recorder, and when it was another
+        self._unchanged_since = self._polled = time.monotonic()
+        self._signals_seen = signals()
+        self._published = 0  # the number of the latest report for which this rank has published its state
+        self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
+        self._report: str | None = None
+        self._store_error = ""
+        self._needs_report, self._stop = threading.Event(), threading.Event()
+        self.recorder = FlightRecorder(self.wait_for_report)
         self._stacks = Stacks(self.recorder.thread)
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
@@ -182,134 +173,126 @@ class HangReporter:
             return
         self._stop.set()
         self._thread.join(_JOIN)
-        if not self._lost:
+        if not self._store_error:
             # The store goes with the process that hosts it; then nobody is left who could read this.
             with suppress(dist.DistError):
                 place = f"makes no further calls: {exit_reason()}"
-                self._store.publish("left", asdict(replace(self._state(), place=place, inside=False, stack="")))
+                self._store.publish("closed", self._state()._replace(place=place, inside=False, stack=""))
         self._stacks.close()
 
-    def explain(self) -> str:
+    def wait_for_report(self) -> str:
         """The report on what this rank waits in, requested now if there is none yet."""
-        self._hurry.set()
+        self._needs_report.set()
         until = time.monotonic() + 2 * self._grace
-        while not self._text and self._thread.is_alive() and time.monotonic() < until:
+        while self._report is None and self._thread.is_alive() and time.monotonic() < until:
             time.sleep(_PAUSE)
-        self._hurry.clear()
-        return self._text or f"{HEADING} unknown; {self._lost or 'there was no report in time'}"
+        self._needs_report.clear()
+        return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
 
     def _watch(self) -> None:
         try:
-            while not self._stop.wait(self._tick):
-                self._look(time.monotonic())
+            while not self._stop.wait(min(_LONGEST_TICK, self._interval)):
+                self._poll(time.monotonic())
         except dist.DistError as error:
-            self._lost = f"the store of the job is gone: {error}"
+            self._store_error = f"the store of the job is gone: {error}"
 
-    def _look(self, now: float) -> None:
+    def _poll(self, now: float) -> None:
         recorder = self.recorder
-        seen = (recorder.phase, sum(recorder.counts.values()), list(recorder.calls))
-        if seen != self._seen:
-            self._seen, self._since, self._passed, self._text, self._awaited = seen, now, 0, "", 0
-        waits = recorder.phase or recorder.calls or self._is_asynchronous
-        waited = now - self._since if waits else 0.0
-        requests = self._requests()
-        if requests > self._heard:
-            self._heard = requests
-            self._request(printed=True)
-        elif self._hurry.is_set() and not self._text and not self._awaited:
-            self._request(printed=False)
-        elif self._passed < len(self._due) and waited > self._due[self._passed][0]:
-            self._request(printed=self._due[self._passed][1])
-        elif self._awaited and (text := self._store.get_nowait(f"report/{self._awaited}")) is not None:
-            self._text, self._awaited = text.decode(), 0
-        elif now - self._looked > self._every:
-            self._looked = now
-            if self._store.get_nowait(f"request/{self._answered + 1}") is not None:
-                self._answer(self._answered + 1)
+        snapshot = (recorder.phase, sum(recorder.counts.values()), list(recorder.calls))
+        if snapshot != self._snapshot:
+            self._snapshot, self._unchanged_since, self._report_number, self._report = snapshot, now, 0, None
+        if self._report_number and self._report is None:
+            text = self._store.get_nowait(f"report/{self._report_number}")
+            self._report = None if text is None else text.decode()
+        is_due = self._waited(now) > self._due
+        if (signals := self._signals()) > self._signals_seen:
+            self._request(printed=True, signals=signals)
+        elif not self._report_number and (is_due or self._needs_report.is_set()):
+            self._request(printed=is_due and self._prints)
+        elif now - self._polled > self._interval:
+            self._polled = now
+            if request := self._store.get_nowait(f"request/{self._published + 1}"):
+                self._publish_state(request)
 
-    def _request(self, *, printed: bool) -> None:
-        number = self._answered + 1
-        if printed:
-            self._store.set(f"printed/{number}", "yes")
-        own = json.dumps([self._rank, self._heard, self._where])
-        self._store.set_if_absent(f"request/{number}", own.encode())
-        self._answer(number)
-        if self._rank != 0:
-            self._report(number)
+    def _request(self, *, printed: bool, signals: int = 0) -> None:
+        # After a signal all ranks of a supervisor make the same request.
+        own = json.dumps([0 if signals else self._store.rank, printed, self._supervisor, signals]).encode()
+        request = b""
+        while request != own:
+            request = self._store.set_if_absent(f"request/{self._published + 1}", own)
+            self._publish_state(request)
+            if not signals:
+                break  # a report that another rank has requested will do
+        if self._store.rank != 0:
+            self._compose(request)
 
-    def _answer(self, number: int) -> None:
-        """Publish this rank's state; as rank 0, report."""
-        _, heard, where = json.loads(self._store.get_nowait(f"request/{number}") or b"")
+    def _publish_state(self, request: bytes) -> None:
+        """Publish the state of this rank for the next report, and compose that as rank 0."""
+        self._published += 1
         state = self._state()
-        self._store.publish(f"state/{number}", asdict(state))
-        self._answered, self._heard = number, max(heard, self._heard) if where == self._where else self._heard
-        self._awaited, self._text = (number, "") if state.waited else (0, self._text)
-        if state.waited > self._due[0][0] / 2:
-            # What this rank waits in is in this report.
-            self._passed = len(self._due) if self._store.get_nowait(f"printed/{number}") else 1
-        if self._rank == 0:
-            self._report(number)
+        self._store.publish(f"state/{self._published}", state)
+        if state.waited > self._due / 2 or self._needs_report.is_set():
+            self._report_number, self._report = self._published, None
+        *_, supervisor, signals = json.loads(request)
+        if supervisor == self._supervisor:
+            self._signals_seen = max(signals, self._signals_seen)
+        if self._store.rank == 0:
+            self._compose(request)
 
-    def _report(self, number: int) -> None:
-        """Compose the report once all states are there; as another rank only if rank 0 does not."""
-        until = time.monotonic() + self._grace * (1 if self._rank == 0 else 1.5)
-        pending = list(range(self._size))
-        while pending and time.monotonic() < until:
-            if self._store.get_nowait(f"report/{number}") is not None or self._stop.wait(_PAUSE):
-                return
-            while self._rank == 0 and pending and self._has_published(number, pending[-1]):
-                pending.pop()
-        own = str(self._rank).encode()
-        if self._store.set_if_absent(f"composed/{number}", own) != own:
+    def _compose(self, request: bytes) -> None:
+        """Compose the latest report once all states are there; as another rank only if rank 0 does not."""
+        store, number, until = self._store, self._published, time.monotonic() + self._grace
+        ranks, own = range(store.size), str(store.rank).encode()
+        awaited = [(f"state/{number}/{rank}", f"closed/{rank}") for rank in ranks]
+        if store.rank != 0:
+            awaited, until = [(f"report/{number}",)], until + self._grace / 2
+        for keys in awaited:
+            while all(store.get_nowait(key) is None for key in keys) and time.monotonic() < until:
+                if self._stop.wait(_PAUSE):
+                    return
+        if store.set_if_absent(f"composed/{number}", own) != own:
             return
-        requester, heard, where = json.loads(self._store.get_nowait(f"request/{number}") or b"")
-        ranks = range(self._size)
-        published = self._store.read("left", ranks) | self._store.read(f"state/{number}", ranks)
-        states = {r: RankState(**published[r]) if r in published else self._of_silent(r) for r in ranks}
-        reason = "a report was requested by SIGUSR1" if heard > self._reported.get(where, 0) else ""
-        self._reported[where] = heard
-        text = compose(states, requester, reason)
-        self._store.set(f"report/{number}", text)
-        if text and self._store.get_nowait(f"printed/{number}"):
+        published = store.read("closed", ranks) | store.read(f"state/{number}", ranks)
+        states = {r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks}
+        requester, printed, _, signals = json.loads(request)
+        text = compose(states, requester, "a report was requested by SIGUSR1" if signals else "")
+        store.set(f"report/{number}", text)
+        if text and printed:
             print(f"\n{text}", file=sys.stderr, flush=True)
 
-    def _has_published(self, number: int, rank: int) -> bool:
-        keys = (f"state/{number}/{rank}", f"left/{rank}")
-        return any(self._store.get_nowait(key) is not None for key in keys)
-
-    def _of_silent(self, rank: int) -> RankState:
+    def _unresponsive(self, rank: int) -> RankState:
         address = self._store.read("address", [rank]).get(rank)
         if address is None:
             return RankState("it has not started")
         place, _, stack = read_stack(tuple(address)).partition("\n")
         return RankState(place, stack=stack)
 
+    def _waited(self, now: float) -> float:
+        waits = self.recorder.phase or self.recorder.calls or self._is_asynchronous
+        return now - self._unchanged_since if waits else 0.0
+
     def _state(self) -> RankState:
         recorder = self.recorder
-        phase, latest = recorder.phase, recorder.latest
+        phase, counts = recorder.phase, dict(recorder.counts)
         call = recorder.calls.get(recorder.thread) or next(iter(list(recorder.calls.values())), None)
-        frame = user_frame(sys._current_frames().get(recorder.thread))
-        here = "" if frame is None else f" at {location(frame.f_code, frame.f_lasti)}"
-        taken = recorder.counts.get(STEP, 0)
-        more = f", step {taken if phase in (STEP, CLOSURE) else taken + 1}"
-        members: Sequence[int] = ()
+        steps = counts.get(STEP, 0) + counts.get(CLOSURE, 0)
+        more = f", step {steps if phase in (STEP, CLOSURE) else steps + 1}"
+        key, latest = call.group if call else phase or recorder.newest, call or recorder.latest
+        members = latest.members if latest and latest.group == key else ()
         if call:
-            place, key, number, members = f"in {call}", call.group, call.number, call.members
+            place = f"in {call}"
         else:
-            place, key = (f"in {phase}{here}", phase) if phase else (f"in no collective{here}", recorder.newest)
-            number = recorder.counts.get(key, 0)
-            if latest:
-                more += f"; its latest collective was {latest}"
-                members = latest.members if latest.group == key else ()
-            more += f"; its latest phase was {key}" if not phase and key not in ("", latest and latest.group) else ""
+            user = user_call(sys._current_frames().get(recorder.thread))
+            place = f"in {phase or 'no collective'}{f' at {location(user)}' if user else ''}"
+            more += f"; its latest collective was {latest}" if latest else ""
+            more += f"; its latest phase was {key}" if not phase and key and not members else ""
         return RankState(
             place,
             more,
             bool(call or phase),
-            time.monotonic() - self._since if call or phase or self._is_asynchronous else 0.0,
+            self._waited(time.monotonic()),
             key,
-            number,
-            () if len(members) == self._size else tuple(members),
-            dict(recorder.counts),
+            () if len(members) == self._store.size else tuple(members),
+            counts,
             self._stacks.own(),
         )

@@ -1,4 +1,10 @@
-"""The flight recorder: what this process is doing, as notes that checks and hang reports read."""
+"""The flight recorder: what this process is doing, as notes that checks and hang reports read.
+
+[Note: Hooks] Each diagnostic is a layer: functions that are called around forward and backward passes. Setup lists the
+layers once, and before and after each part they are called in the order of that list. The flight recorder is first, so
+that what another layer raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the
+same order.
+"""
 
 import contextlib
 import os
@@ -6,31 +12,30 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
-from fabric.diagnostics.contract import Hooks
-from fabric.errors import FabricError, UsageError
 
 __all__ = [
     "CLOSURE",
     "HEADING",
     "JOB",
     "STEP",
-    "Check",
     "Entry",
     "FlightRecorder",
+    "Hooks",
     "RecordedCommunicator",
     "in_words",
     "location",
-    "user_frame",
+    "user_call",
 ]
 
 JOB = "job"
@@ -45,6 +50,9 @@ _NOT_USERS = (
     contextlib.__file__,
 )
 
+CodePlace = tuple[CodeType, int]
+"""An instruction: the code that has it, and its offset there."""
+
 
 class Entry(NamedTuple):
     """A collective that was begun.
@@ -55,8 +63,7 @@ class Entry(NamedTuple):
         number: of this collective among those of the group, from 1.
         operation: its name, as the user called it.
         name: of a barrier, else empty.
-        code: the user's code that made the call; None in a backward pass, whose threads are autograd's.
-        offset: of the instruction in it. A file and line are made of the two only when somebody asks.
+        place: the user's call. A file and line are made of it only when somebody asks.
     """
 
     group: str
@@ -64,29 +71,24 @@ class Entry(NamedTuple):
     number: int
     operation: str
     name: str
-    code: CodeType | None
-    offset: int
-
-    @property
-    def location(self) -> str:
-        """File and line of the user's call."""
-        return location(self.code, self.offset)
+    place: CodePlace | None
 
     def __str__(self) -> str:
-        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.location}"
+        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {location(self.place)}"
 
 
-def user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame from here outwards that is neither fabric's nor torch's; None when there is none."""
+def user_call(frame: FrameType | None) -> CodePlace | None:
+    """The innermost call from here outwards in code that is neither fabric's nor torch's; None when there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    return frame
+    return None if frame is None else (frame.f_code, frame.f_lasti)
 
 
-def location(code: CodeType | None, offset: int) -> str:
-    """File and line of an instruction; of none, as autograd's own threads have no frame of the user."""
-    if code is None:
+def location(place: CodePlace | None) -> str:
+    """File and line of an instruction; None is in a backward pass, whose threads are autograd's own."""
+    if place is None:
         return "a backward pass"
+    code, offset = place
     lines = (line for start, end, line in code.co_lines() if start <= offset < end)
     return f"{code.co_filename.removeprefix(os.getcwd() + os.sep)}:{next(lines, None) or code.co_firstlineno}"
 
@@ -99,8 +101,21 @@ def in_words(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-Check = Callable[[Entry, Collective], None]
-"""Called with each collective before it moves anything; raises if it must not."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Hooks:
+    """One layer of ``[Note: Hooks]``. A function after a part is also called when the part raised.
+
+    Attributes:
+        before_forward: called as ``before_forward()``.
+        after_forward: called as ``after_forward(output, error)``, one of which is None.
+        before_backward: called as ``before_backward()``.
+        after_backward: called as ``after_backward(loss, error)``; the error is None if there was none.
+    """
+
+    before_forward: Callable[[], object] | None = None
+    after_forward: Callable[[Any, BaseException | None], object] | None = None
+    before_backward: Callable[[], object] | None = None
+    after_backward: Callable[[Tensor, BaseException | None], object] | None = None
 
 
 class FlightRecorder:
@@ -110,7 +125,7 @@ class FlightRecorder:
     an optimizer step.
 
     Args:
-        explain: the report of what each rank is doing, for the error of a collective that timed out.
+        report: what each rank is doing, for the error of a collective that timed out.
 
     Attributes:
         thread: the thread that made this, whose stack is of interest.
@@ -119,13 +134,13 @@ class FlightRecorder:
         newest: the key in ``counts`` of the latest one.
         calls: the collective that each thread is in.
         latest: the latest collective that was begun.
-        checks: called in this order before each collective.
+        checks: called in this order before each collective moves anything; each raises if it must not.
     """
 
-    __slots__ = ("_explain", "_outer", "calls", "checks", "counts", "latest", "newest", "phase", "thread")
+    __slots__ = ("_outer", "_report", "calls", "checks", "counts", "latest", "newest", "phase", "thread")
 
-    def __init__(self, explain: Callable[[], str] = str) -> None:
-        self._explain = explain
+    def __init__(self, report: Callable[[], str] = str) -> None:
+        self._report = report
         self.thread = threading.get_ident()
         self.phase: str | None = None
         # The phases that this one is a part of.
@@ -134,70 +149,62 @@ class FlightRecorder:
         self.newest = ""
         self.calls: dict[int, Entry] = {}
         self.latest: Entry | None = None
-        self.checks: tuple[Check, ...] = ()
+        self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
 
     def hooks(self, title: str = "") -> Hooks:
         """The layer that notes phases: forward passes of the module ``title``, and backward passes."""
         return Hooks(
             before_forward=partial(self.enter, f"forward of {title}"),
-            after_forward=self.leave,
+            after_forward=self.exit,
             before_backward=partial(self.enter, "backward"),
-            after_backward=self.leave,
+            after_backward=self.exit,
         )
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""
         self.counts[phase] += 1
-        # Nothing is a part of a step without a closure: one that is still noted was left by an error.
+        # Nothing is a part of a step without a closure: one that is still noted ended in an error.
         self._outer.append(None if self.phase is STEP else self.phase)
         self.phase = self.newest = phase
 
-    def leave(self, result: object = None, error: BaseException | None = None) -> None:
+    def exit(self, result: object = None, error: BaseException | None = None) -> None:
         """Note that the phase is over, and add the report to the error that ended it."""
-        if isinstance(error, RuntimeError):
+        if error is not None:
             self.annotate(error)
         self.phase = self._outer.pop()
 
     def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that an optimizer begins a step; a hook before it."""
-        self.counts[STEP] += 1
-        self.phase = self.newest = STEP
-        if len(args) > 1 or kwargs:
-            self.counts[CLOSURE] += 1
-            self.phase = self.newest = CLOSURE
+        self.phase = self.newest = CLOSURE if len(args) > 1 or kwargs else STEP
+        self.counts[self.newest] += 1
 
-    def leave_step(self, *_: object) -> None:
+    def exit_step(self, *_: object) -> None:
         """Note that it is over; a hook after it."""
         self.phase = None
 
-    @contextmanager
+    @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """A context that is a phase."""
         self.enter(phase)
         try:
             yield
         except BaseException as error:
-            self.leave(None, error)
+            self.exit(None, error)
             raise
-        self.leave()
+        self.exit()
 
     def annotate(self, error: BaseException) -> None:
-        """Add the report to an error that ended a phase, where :meth:`explain` has one."""
-        if report := self.explain(error):
-            error.add_note(report)
-
-    def explain(self, error: BaseException) -> str:
-        """The report, if this is the error of a collective that timed out and does not hold it yet; else empty."""
+        """Add the report as a note, if this is the error of a collective that timed out and has none yet."""
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         late = isinstance(error, RuntimeError) and any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT)
-        return self._explain() if late and HEADING not in text else ""
+        if late and HEADING not in text and (report := self._report()):
+            error.add_note(f"{report}\n  Fabric(timeout=7200), in seconds, if a collective may take longer")
 
 
 class RecordedCommunicator(Communicator):
     """Any communicator, with a note of each collective in the flight recorder, and checks before each.
 
-    A collective that times out raises a :class:`fabric.errors.UsageError` that holds the report; an error of fabric's
-    own gets it as a note.
+    The error of a collective that times out gets the report as a note.
 
     Args:
         inner: what carries the data.
@@ -207,16 +214,12 @@ class RecordedCommunicator(Communicator):
     """
 
     def __init__(
-        self,
-        inner: Communicator,
-        recorder: FlightRecorder,
-        name: str = JOB,
-        ranks: Sequence[int] | None = None,
+        self, inner: Communicator, recorder: FlightRecorder, name: str = JOB, ranks: Sequence[int] | None = None
     ) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self._inner, self._recorder, self._name = inner, recorder, name
         # A range, as large in a job of thousands as in one of two.
-        self._ranks = range(inner.size) if ranks is None else tuple(ranks)
+        self._ranks = range(inner.size) if ranks is None else ranks
         self._groups = 0
 
     @override
@@ -234,14 +237,13 @@ class RecordedCommunicator(Communicator):
 
     def _record(self, collective: Collective) -> Any:
         recorder, group, members = self._recorder, self._name, self._ranks
-        if collective.operation is Operation.SEND or collective.operation is Operation.RECV:
+        if collective.operation in (Operation.SEND, Operation.RECV):
             pair = collective.message(self.rank)
-            group, members = f"{group} {pair[0]}>{pair[1]}", (self._ranks[pair[0]], self._ranks[pair[1]])
+            group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
-        frame = user_frame(sys._getframe(1))
-        code, offset = (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
         operation = collective.operation.value if collective.call is None else collective.call.operation
-        entry = Entry(group, members, recorder.counts[group], operation, collective.name, code, offset)
+        place = user_call(sys._getframe(1))
+        entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry
         recorder.newest = group
@@ -250,18 +252,7 @@ class RecordedCommunicator(Communicator):
                 check(entry, collective)
             return self._inner.run(collective)
         except RuntimeError as error:
-            self._explain(entry, error)
+            recorder.annotate(error)
             raise
         finally:
             del recorder.calls[thread]
-
-    def _explain(self, entry: Entry, error: RuntimeError) -> None:
-        if isinstance(error, FabricError):
-            self._recorder.annotate(error)
-        elif report := self._recorder.explain(error):
-            raise UsageError(
-                f"{entry} (rank {self.rank} of {self.size})",
-                f"it timed out: {error}\n  {report}",
-                "a call that every rank of the group makes within the timeout",
-                "see what keeps the ranks named here; Fabric(timeout=7200) if it may take longer, in seconds",
-            ) from error

@@ -18,7 +18,7 @@ from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
-__all__ = ["Address", "Stacks", "exit_reason", "node", "read_stack"]
+__all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
 _FRAMES = 16  # the innermost ones that are kept
 # From here outwards there is what brought the process into existence.
@@ -29,7 +29,7 @@ _LAUNCH = re.compile(
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]
-"""Where another process finds a stack: node, process, open file (-1: it is not to be asked), thread."""
+"""Where another process finds a stack: node, process, open file (-1: it does not answer), thread."""
 
 
 def exit_reason() -> str:
@@ -50,7 +50,7 @@ class Stacks:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
         self._signal = _signal()
         # What a user has installed stays, be it from C, of which Python knows nothing.
-        self._answers = self._signal != 0 and _catches(os.getpid(), self._signal) is False
+        self._answers = self._signal != 0 and not _catches(os.getpid(), self._signal)
         if self._answers:
             faulthandler.register(self._signal, file=self._file, all_threads=True)
 
@@ -78,20 +78,28 @@ def read_stack(address: Address) -> str:
     there, pid, fd, thread = address
     if there != node():
         return "it does not answer, on another node"
-    number = _signal()
-    caught = _catches(pid, number)
-    if caught is None:
+    if has_ended(there, pid):
         return f"its process (pid {pid}) has ended"
-    if fd < 0 or not caught:
-        return f"its process (pid {pid}) does not answer"
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/fd/{fd}", "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        os.kill(pid, number)
-        text = _written(file.fileno(), size)
-        if text:
-            held = "it does not answer: C++ code, or the system, holds its interpreter"
-            return f"{held}\n{_of_thread(text, thread)}"
-    return f"its process (pid {pid}) does not answer, as if it were stopped"
+    number = _signal()
+    with contextlib.suppress(OSError):  # it may end meanwhile
+        if fd >= 0 and _catches(pid, number):
+            with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                os.kill(pid, number)
+                if text := _written(file.fileno(), size):
+                    held = "it does not answer: C++ code, or the system, holds its interpreter"
+                    return f"{held}\n{_of_thread(text, thread)}"
+    return f"its process (pid {pid}) does not answer"
+
+
+def has_ended(there: str, pid: int) -> bool:
+    """Whether a process has ended; false if it is on another node, where nobody can know."""
+    if there == node():
+        try:
+            os.kill(pid, 0)  # sends nothing
+        except OSError as error:
+            return isinstance(error, ProcessLookupError)  # else it is another user's
+    return False
 
 
 @cache
@@ -108,15 +116,9 @@ def _signal() -> int:
     return signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") and os.path.exists("/proc/self/status") else 0
 
 
-def _catches(pid: int, number: int) -> bool | None:
-    """Whether a process has a handler for a signal; None when there is no such process, or no way to know."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return None
-    if "\nState:\tZ" in status:
-        return None
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
 
 
@@ -134,8 +136,9 @@ def _written(fd: int, start: int) -> bytes:
 def _of_thread(dump: bytes, thread: int) -> str:
     """The frames of one thread in what faulthandler wrote, or all of it if that thread is not there."""
     text = dump.decode(errors="replace")
-    blocks = re.split(r"\n(?=(?:Current t|T)hread 0x)", text)
-    found = [block for block in blocks if re.match(rf"(?:Current t|T)hread 0x0*{thread:x}\b", block)]
-    frames = [line.strip() for line in (found[0] if found else text).splitlines() if line.startswith("  ")]
-    frames = list(takewhile(lambda frame: not _LAUNCH.match(frame), frames))
-    return "\n".join([*frames[:_FRAMES], *([f"... and {len(frames) - _FRAMES} more"] if len(frames) > _FRAMES else [])])
+    found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  .*\n?)+)", text)
+    lines = (line.strip() for line in (found[1] if found else text).splitlines() if line.startswith("  "))
+    frames = list(takewhile(lambda frame: not _LAUNCH.match(frame), lines))
+    if len(frames) > _FRAMES:
+        frames[_FRAMES:] = [f"... and {len(frames) - _FRAMES} more"]
+    return "\n".join(frames)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._torch import local_tensor
-from fabric.diagnostics.bypass import BypassGuard
-from fabric.diagnostics.contract import GradientContract, Hooks
+from fabric.diagnostics.bypass import BypassGuard, GradientContract
+from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
 from fabric.store import JobStore
 

@@ -22,7 +22,7 @@ from fabric._torch import uncompiled
 from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.collectives import all_gather, all_reduce, broadcast
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.diagnostics.contract import GradientContract
+from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import PRECISIONS, Precision, parse_precision
@@ -289,7 +289,7 @@ class Strategy(ABC):
         return nullcontext()
 
     def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
-        """:attr:`fabric.diagnostics.contract.GradientContract.join` of this strategy."""
+        """:attr:`fabric.diagnostics.bypass.GradientContract.join` of this strategy."""
         if not self.is_distributed:
             return None
         raise UsageError(

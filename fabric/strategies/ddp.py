@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from fabric._torch import leave_join, uncompiled
 from fabric.accelerators import Accelerator
-from fabric.diagnostics.contract import GradientContract
+from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision

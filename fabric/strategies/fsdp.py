@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from fabric._torch import full_tensor, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
-from fabric.diagnostics.contract import GradientContract
+from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
