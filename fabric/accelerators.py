@@ -21,6 +21,7 @@ from typing import Any, ClassVar, final
 import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.world import available_cores
 
 __all__ = ["ACCELERATORS", "Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
 
@@ -117,10 +118,7 @@ class CPUAccelerator(Accelerator):
 
     def device_count(self) -> int:
         """Number of cores that this process may use, at least 1; fewer than the machine has under an affinity mask."""
-        # macOS has no affinity masks, and so no such function.
-        if hasattr(os, "sched_getaffinity"):
-            return len(os.sched_getaffinity(0))
-        return os.cpu_count() or 1
+        return available_cores()
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
         """The CPU once per process; there may be more processes than cores. See :meth:`Accelerator.parse_devices`."""

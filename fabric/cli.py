@@ -120,14 +120,10 @@ def _run(options: argparse.Namespace) -> int:
     _check_run(options)
     worlds = _worlds(options)
     from fabric._plan import RUN_OPTIONS
-    from fabric.launchers.base import available_cores, rank_variables
     from fabric.launchers.script import Script, run_script
 
-    variables = rank_variables(os.environ, len(worlds), available_cores(), sys.platform)
-    if worlds[0].port is not None:
-        variables.pop("GLOO_SOCKET_IFNAME")
     given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
-    variables |= {variable: str(value) for variable, value in given.items() if value is not None}
+    variables = {variable: str(value) for variable, value in given.items() if value is not None}
     script = Script(
         name=options.script,
         is_module=options.module,

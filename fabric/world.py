@@ -1,11 +1,12 @@
 """The place of a process in its job."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["World", "read", "read_integer", "read_port"]
+__all__ = ["World", "available_cores", "read", "read_integer", "read_port"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +157,9 @@ def read_port(env: Mapping[str, str]) -> int | None:
         "1 to 65535, the same in every process",
         "export MASTER_PORT=29511",
     )
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use, at least 1; fewer than the machine has under an affinity mask."""
+    # macOS has no affinity masks, and so no such function.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

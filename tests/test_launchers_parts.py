@@ -11,10 +11,12 @@ import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec, is_interactive, notebook_start_method
-from fabric.launchers.base import rank_variables
+from fabric.launchers.base import single_node_worlds
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
-from fabric.launchers.serialize import dump_call
+from fabric.launchers.serialize import Call, dump_call
+from fabric.launchers.supervisor import rank_variables
+from fabric.world import World
 
 SCRIPTS = Path(__file__).parent / "scripts" / "launchers"
 pytestmark = pytest.mark.timeout(60)
@@ -95,13 +97,13 @@ def test_modules_and_archives_are_run_again(tmp_path, kind):
     [({}, 2, 8, "4"), ({}, 3, 8, "2"), ({}, 8, 2, "1"), ({"OMP_NUM_THREADS": "5"}, 2, 8, "5")],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ, processes, cores, threads):
-    assert rank_variables(environ, processes, cores, "linux")["OMP_NUM_THREADS"] == threads
+    assert rank_variables(environ, single_node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"] == threads
 
 
 def test_gloo_stays_on_the_loopback_interface_of_the_platform():
-    assert rank_variables({}, 1, 1, "linux")["GLOO_SOCKET_IFNAME"] == "lo"
-    assert rank_variables({}, 1, 1, "darwin")["GLOO_SOCKET_IFNAME"] == "lo0"
-    assert rank_variables({"GLOO_SOCKET_IFNAME": "ib0"}, 1, 1, "linux")["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert rank_variables({}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"] == "lo"
+    assert rank_variables({}, World(), 1, "darwin")["GLOO_SOCKET_IFNAME"] == "lo0"
+    assert rank_variables({"GLOO_SOCKET_IFNAME": "ib0"}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 def raised(error, during=None):
@@ -133,14 +135,14 @@ def test_secondary_failures_are_told_from_causes(error, expected):
 
 
 def test_a_function_of_a_module_travels_by_name():
-    packed, needs_main = dump_call((torch.ones, (2,), {}), main_is_importable=False, by_value=False)
+    packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False, by_value=False)
     assert not needs_main
     assert len(packed) < 200
 
 
 def test_a_closure_without_cloudpickle_names_the_installation():
     with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[notebook\]"'):
-        dump_call((lambda: None, (), {}), main_is_importable=True, by_value=False)
+        dump_call(Call(lambda: None, (), {}), main_is_importable=True, by_value=False)
 
 
 def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
@@ -149,9 +151,9 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
     function = main.typed
     try:
         with pytest.raises(MissingDependencyError, match="typed"):
-            dump_call((function, (), {}), main_is_importable=False, by_value=False)
-        assert dump_call((function, (), {}), main_is_importable=True, by_value=False)[1]
-        assert not dump_call((function, (), {}), main_is_importable=False, by_value=True)[1]
+            dump_call(Call(function, (), {}), main_is_importable=False, by_value=False)
+        assert dump_call(Call(function, (), {}), main_is_importable=True, by_value=False)[1]
+        assert not dump_call(Call(function, (), {}), main_is_importable=False, by_value=True)[1]
     finally:
         del main.typed
 
@@ -159,7 +161,7 @@ def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
 @pytest.mark.parametrize("by_value", [False, True])
 def test_an_argument_that_cannot_travel_is_named(by_value):
     with pytest.raises(ArgumentTypeError, match=r"kwargs\['data'\]\[2\] is a generator"):
-        dump_call((print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True, by_value=by_value)
+        dump_call(Call(print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True, by_value=by_value)
 
 
 def test_a_notebook_gets_the_start_method_that_is_safe_there():

@@ -1,7 +1,6 @@
 """What SIGTERM and SIGINT do to a rank's main thread, and how long fabric itself waits when a job ends."""
 
 import ctypes
-import gc
 import os
 import signal
 import subprocess
@@ -105,7 +104,7 @@ def test_only_a_rank_that_responds_or_computes_has_its_grace_period():
 
 ENDS = """
 import atexit, threading, time
-from fabric.launchers.process_exit import exit_process
+from fabric.launchers.rank import exit_process
 atexit.register(print, "handler")
 threading.Timer(0.2, print, ["thread"]).start()
 exit_process(3)
@@ -119,7 +118,7 @@ def test_a_rank_that_leaves_without_tearing_down_waits_for_threads_and_runs_its_
 
 FILES = """
 import gc, io, os
-from fabric.launchers.process_exit import exit_process
+from fabric.launchers.rank import exit_process
 text, data, both = open("text", "w"), open("data", "wb"), open("both", "w+b")
 full, raw = open("/dev/full", "w"), open("raw", "wb", buffering=0)
 closed, detached = open("closed", "w"), open("detached", "w")
@@ -154,20 +153,6 @@ def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_
 )
 def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(code, stream, expected):
     made = {"None": "None", "closed": "sys.__stdout__; sys.stdout.close()", "full": "open('/dev/full', 'w'); print(1)"}
-    imports = "import sys; from fabric.launchers.process_exit import exit_process"
+    imports = "import sys; from fabric.launchers.rank import exit_process"
     done = run(f"{imports}; sys.stdout = {made[stream]}; exit_process({code})")
     assert (done.stderr, done.returncode) == ("", expected)
-
-
-def fail():
-    raise ValueError("the cause")
-
-
-def test_the_exit_code_of_a_rank_is_prepared_for_as_long_as_its_error_is_kept(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    try:
-        LAUNCHERS["forkserver"].launch(fail, (), {}, LaunchSpec(num_processes=1))
-    except RankFailedError:
-        assert sys.excepthook is not sys.__excepthook__
-    gc.collect()
-    assert sys.excepthook is sys.__excepthook__

@@ -32,7 +32,7 @@ ORDER = {
     "communicators": "base local process_group",
     "data": "prefetch state sharding gathering loader",
     "diagnostics": "stacks recorder checker hang_report uneven bypass training_checks",
-    "launchers": "process_exit serialize base notebook rank rank_process supervisor child forkserver function script",
+    "launchers": "serialize base notebook rank supervisor function script",
     "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",
     "testing": "oracles base generators threads pool compare conformance plugin",
 }

@@ -1,15 +1,26 @@
 """The interface of launchers, what a launch consists of, and the launcher that starts nothing."""
 
-import os
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "available_cores", "rank_variables", "single_node_worlds"]
+__all__ = [
+    "InlineLauncher",
+    "LaunchSpec",
+    "Launcher",
+    "refuse_while_importing_main",
+    "single_node_worlds",
+    "start_interpreter",
+]
+
+_ROOT = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +46,7 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         if self.num_processes < 1 or self.results not in ("first", "all", "none"):
-            raise ConfigurationError(
-                f"LaunchSpec(num_processes={self.num_processes!r}, results={self.results!r})",
-                "there is no such launch",
-                "num_processes >= 1; results 'first', 'all' or 'none'",
-                "LaunchSpec(num_processes=2)",
-            )
-
-    def wants_result_of(self, rank: int) -> bool:
-        """Whether what this rank returns is sent back."""
-        return self.results == "all" or (self.results == "first" and rank == 0)
+            raise ConfigurationError(repr(self), expected="num_processes >= 1; results 'first', 'all' or 'none'")
 
 
 class Launcher(ABC):
@@ -96,26 +98,41 @@ def single_node_worlds(size: int) -> list[World]:
     return [World(rank=rank, local_rank=rank, world_size=size, local_world_size=size) for rank in range(size)]
 
 
-def available_cores() -> int:
-    """Number of CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def start_interpreter(
+    function: str, fd: int, arguments: Sequence[str] = (), cwd: str | None = None, stdin: int | None = None
+) -> "subprocess.Popen[bytes]":
+    """Start an interpreter with the options of this one that calls a function.
 
-
-def rank_variables(environ: Mapping[str, str], num_processes: int, cores: int, platform: str) -> dict[str, str]:
-    """The environment variables of a rank on a single node besides its place; what the user set wins.
+    Unlike ``multiprocessing``'s, it imports ``__main__`` only if the call needs that, and starts no resource tracker.
 
     Args:
-        environ: the environment of the launching process.
-        num_processes: number of ranks that share the cores.
-        cores: number of cores to share.
-        platform: as in ``sys.platform``.
+        function: ``module:function``.
+        fd: an open file that it inherits; its number is the first argument.
+        arguments: shown in lists of processes.
+        cwd: where it starts.
+        stdin: its standard input.
     """
-    # torchrun sets one thread and warns; without any limit every rank would take all cores and they would starve
-    # each other. gloo listens on whatever the host name resolves to unless it is given an interface.
-    variables = {
-        "OMP_NUM_THREADS": str(max(1, cores // num_processes)),
-        "GLOO_SOCKET_IFNAME": "lo0" if platform == "darwin" else "lo",
-    }
-    return {name: environ.get(name) or value for name, value in variables.items()}
+    module, _, name = function.partition(":")
+    options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] - as multiprocessing does
+    if getattr(sys.__stdout__, "write_through", False):
+        options.append("-u")
+    # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
+    statement = f"import sys; sys.path.append({_ROOT!r}); from {module} import {name}; sys.path.pop(); {name}()"
+    command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
+    return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin)
+
+
+def refuse_while_importing_main() -> None:
+    """Raise when a launch is attempted by a script without a guard, which would launch for ever.
+
+    A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
+    """
+    importing = sys.modules.get("__mp_main__")
+    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
+    if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
+        raise UsageError(
+            "launch() at the top level of a script",
+            "another process imports the script to find the function it has to run, and so reaches launch() again",
+            "a launch that happens only when the file is run as a script",
+            "if __name__ == '__main__': above the lines that create Fabric and launch; or the start method 'fork'",
+        )

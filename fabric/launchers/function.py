@@ -1,30 +1,56 @@
-"""Launchers that run a function in new processes: spawn, fork and forkserver."""
+"""Launchers that run a function in new processes: spawn, fork and forkserver.
 
+[Note: The fork server] It is a warm process with torch in it, from which ranks are forked. The standard library's
+listens at an address in a directory that stays when its owner is killed, and gives its children the output of the
+moment at which it started. This one speaks with its owner over an inherited socket pair; each request carries open
+files: the rank's end of the control pipe, a pipe on which the server sends the rank's process id, then its exit code,
+and the owner's standard output and error of this moment.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
 import multiprocessing
+import multiprocessing.spawn
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
-from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables, single_node_worlds
-from fabric.launchers.child import CallPayload, refuse_while_importing_main, start_interpreter
-from fabric.launchers.forkserver import fork_server
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
+from fabric.launchers.base import (
+    Launcher,
+    LaunchSpec,
+    refuse_while_importing_main,
+    single_node_worlds,
+    start_interpreter,
+)
 from fabric.launchers.notebook import initialized_backend
-from fabric.launchers.rank import RankConfig, run_payload
-from fabric.launchers.rank_process import Process, exit_status
-from fabric.launchers.serialize import load_result
-from fabric.launchers.supervisor import JobInterrupted, Supervisor
+from fabric.launchers.rank import Payload, RankConfig, receive, run
+from fabric.launchers.serialize import Call, dump_call, load
+from fabric.launchers.supervisor import JobInterrupted, Start, Supervisor, exit_status
 
-__all__ = ["ProcessLauncher"]
+__all__ = ["UNKNOWN_EXIT_CODE", "ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
+
+_START_DEADLINE = 120.0  # seconds, of which the import of torch takes most
+# What a rank shows when its server was killed and nobody knows its exit code.
+UNKNOWN_EXIT_CODE = 255
+# The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
+# function of a rank is handed a Fabric.
+_PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
+
+_Started = tuple[int, Callable[[], int | None]]
 
 
 class ProcessLauncher(Launcher):
@@ -50,12 +76,7 @@ class ProcessLauncher(Launcher):
 
     def __init__(self, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         if start_method not in ("spawn", "fork", "forkserver"):
-            raise ConfigurationError(
-                f"ProcessLauncher({start_method!r})",
-                "there is no such start method",
-                "'spawn', 'fork', 'forkserver'",
-                "ProcessLauncher('forkserver')",
-            )
+            raise ConfigurationError(f"ProcessLauncher({start_method!r})", expected="'spawn', 'fork', 'forkserver'")
         self.name = start_method
 
     def check(self, spec: LaunchSpec) -> None:
@@ -94,103 +115,199 @@ class ProcessLauncher(Launcher):
         self.check(spec)
         if not callable(fn):
             raise ArgumentTypeError(
-                f"launch({fn!r}) with the start method {self.name!r}",
-                f"{type(fn).__name__} is not a function, so the processes would have nothing to run",
-                "a function; launch() calls it in every process",
-                "launch(train, *args), not launch(train(*args))",
+                f"launch({fn!r})", "it is not a function", suggestion="launch(train, *args), not launch(train(*args))"
             )
-        try:
-            results = self._run(partial(fn, *args, **kwargs), spec)
-        except JobInterrupted as interruption:
-            _pass_on(interruption)
-        except RankFailedError as error:
-            _exit_as_the_rank(error)
-            raise
-        if spec.results == "none":
-            return None
-        return load_result(results[0]) if spec.results == "first" else [load_result(result) for result in results]
-
-    def _run(self, call: "partial[Any]", spec: LaunchSpec) -> list[bytes]:
         # Before any process starts: what cannot be pickled is an error here.
-        payload = None if self.name == "fork" else CallPayload.of_this_process((call.func, call.args, call.keywords))
-        variables = rank_variables(os.environ, spec.num_processes, available_cores(), sys.platform)
-        with Supervisor(needs_results=True) as job:
-            start: Callable[[Connection, RankConfig], Process] = {
-                "spawn": _spawn,
-                "fork": partial(_fork, job, _InheritedCall(call)),
-                "forkserver": fork_server(os.getpid()).start_rank,
-            }[self.name]
-            for world in single_node_worlds(spec.num_processes):
-                job.start(start, world, variables, returns=spec.wants_result_of(world.rank))
-            if payload is not None:
-                job.send_payload(payload)
-            return job.run()
+        payload = None if self.name == "fork" else pickled_call(Call(fn, args, kwargs))
+        try:
+            with Supervisor() as job:
+                start: Start = {
+                    "spawn": _spawn,
+                    "fork": partial(_fork, job, partial(fn, *args, **kwargs)),
+                    "forkserver": fork_server(os.getpid()).start_rank,
+                }[self.name]
+                for world in single_node_worlds(spec.num_processes):
+                    job.start(
+                        start, world, returns=spec.results == "all" or (spec.results == "first" and world.rank == 0)
+                    )
+                if payload is not None:
+                    job.send_payload(payload)
+                results = list(map(load, job.run()))
+        except JobInterrupted as interruption:
+            # What the signal would have done in this process, now that the ranks are gone.
+            if interruption.number == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            if callable(interruption.previous):
+                interruption.previous(interruption.number, None)
+            raise SystemExit(128 + interruption.number) from None
+        except RankFailedError:
+            is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+            if sys.excepthook is sys.__excepthook__ and not is_prompt:  # a hook of the user stays
+                sys.excepthook = _exit_as_the_rank
+            raise
+        return {"all": results, "first": results[0], "none": None}[spec.results]
 
 
-@dataclass(frozen=True)
-class _InheritedCall:
-    """A call in the memory that a forked rank shares."""
-
-    call: Callable[[], Any]
-    skips_teardown = True
-
-    def load(self) -> Callable[[], Any]:
-        return self.call
-
-
-class _ForkedProcess:
-    """A process of ``multiprocessing`` in the shape that the supervisor knows."""
-
-    def __init__(self, process: BaseProcess) -> None:
-        self._process = process
-        self.pid = process.pid or 0
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-
-def _fork(job: Supervisor, payload: _InheritedCall, control: Connection, config: RankConfig) -> Process:
-    process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(job, payload, control, config))
-    process.start()
-    return _ForkedProcess(process)
-
-
-def _forked_rank(job: Supervisor, payload: _InheritedCall, control: Connection, config: RankConfig) -> None:
-    # It must not hold the pipes of the others open, or they would outlive the parent.
-    job.release_in_child()
-    sys.exit(run_payload(control, replace(config, threads=1), payload))
-
-
-def _spawn(control: Connection, config: RankConfig) -> Process:
-    return start_interpreter("fabric.launchers.rank:main", control.fileno(), stdin=subprocess.DEVNULL)
-
-
-def _exit_as_the_rank(error: RankFailedError) -> None:
-    """Let the error, if it ends this process, give it the exit code of the rank; a hook of the user stays.
-
-    The hook is there as long as the error is: one that is caught and dropped takes the hook with it.
-    """
-    is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if sys.excepthook is sys.__excepthook__ and not is_prompt:
-        sys.excepthook = _print_and_exit
-        weakref.finalize(error, _restore_hook).atexit = False
-
-
-def _restore_hook() -> None:
-    if sys.excepthook is _print_and_exit:
-        sys.excepthook = sys.__excepthook__
-
-
-def _print_and_exit(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as always; one of a rank that ends this process gives it the exit code of the rank."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, RankFailedError):
         raise SystemExit(exit_status(error.exit_code))
 
 
-def _pass_on(interruption: JobInterrupted) -> NoReturn:
-    """Do in this process what the signal would have done, now that the ranks are gone."""
-    if interruption.number == signal.SIGINT:
-        raise KeyboardInterrupt from None
-    if callable(interruption.previous):
-        interruption.previous(interruption.number, None)
-    raise SystemExit(128 + interruption.number) from None
+def pickled_call(call: Call) -> Payload:
+    """A call, to be made in the state in which this process is now.
+
+    Raises:
+        MissingDependencyError, ArgumentTypeError: see :func:`dump_call`.
+    """
+    # Where a new process finds __main__: nowhere in an interactive session or a notebook, nor for `python -m package`,
+    # whose code is not a library.
+    main = sys.modules["__main__"]
+    name, path = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
+    is_importable = not f".{name}".endswith(".__main__") if name else path is not None
+    packed, needs_main = dump_call(call, main_is_importable=is_importable)
+    state = {
+        "authkey": bytes(multiprocessing.current_process().authkey),
+        "sys_path": list(sys.path),
+        "sys_argv": list(sys.argv),
+        "dir": os.getcwd(),
+    }
+    if needs_main:
+        state |= {"init_main_from_name": name} if name else {"init_main_from_path": path}
+    return partial(_load_call, dict(os.environ), state, packed)
+
+
+def _load_call(environment: Mapping[str, str], state: dict[str, Any], packed: bytes) -> Callable[[], Any]:
+    """Give this rank the state of the launching process, and load the call."""
+    os.environ.clear()
+    os.environ.update(environment)
+    # Forked from one server, all ranks of all launches would draw the same numbers from it.
+    random = sys.modules.get("numpy.random")
+    if random is not None:
+        random.seed()
+    multiprocessing.spawn.prepare(state)
+    fn, args, kwargs = load(packed)
+    return partial(fn, *args, **kwargs)
+
+
+def _spawn(control: Connection, config: RankConfig) -> _Started:
+    process = start_interpreter("fabric.launchers.rank:main", control.fileno(), stdin=subprocess.DEVNULL)
+    return process.pid, process.poll
+
+
+def _fork(job: Supervisor, call: Callable[[], Any], control: Connection, config: RankConfig) -> _Started:
+    process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(job, call, control, config))
+    process.start()
+    return process.pid or 0, lambda: process.exitcode
+
+
+def _forked_rank(job: Supervisor, call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
+    # It must not hold the pipes of the others open, or they would outlive the parent.
+    job.release_in_child()
+    sys.exit(run(control, replace(config, threads=1), lambda: call))
+
+
+@functools.cache
+def fork_server(owner: int) -> "_ForkServer":
+    """The one server of the process ``owner``, which is ``os.getpid()``: a forked child must not use its parent's."""
+    assert owner == os.getpid()
+    return _ForkServer()
+
+
+class _ForkServer:
+    """Owns the server process: starts it on first use and again should it have died, and ends it with this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: socket.socket | None = None
+        self._stop: Callable[[], object] = bool
+
+    def start_rank(self, control: Connection, config: RankConfig) -> _Started:
+        """Fork a rank, whose configuration is read from its end of the control pipe."""
+        with self._lock:
+            try:
+                return self._request(control)
+            except (OSError, EOFError):  # it was killed since the last launch
+                self._stop()
+                self._requests = None
+                return self._request(control)
+
+    def _request(self, control: Connection) -> _Started:
+        if self._requests is None:
+            self._requests, theirs = socket.socketpair()
+            with theirs:
+                process = start_interpreter(f"{__name__}:forkserver_main", theirs.fileno(), stdin=subprocess.DEVNULL)
+            self._stop = weakref.finalize(self, _stop, self._requests, process)
+        status, theirs = multiprocessing.Pipe(duplex=False)
+        with theirs:
+            socket.send_fds(self._requests, [b"!"], [control.fileno(), theirs.fileno(), 1, 2])
+        if not status.poll(_START_DEADLINE):
+            raise UsageError(
+                f"the fork server has started no rank within {_START_DEADLINE:g} s", suggestion='launcher="spawn"'
+            )
+        return status.recv(), partial(_exit_code, status)
+
+
+def _stop(requests: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    requests.close()
+    process.kill()
+    process.wait()
+
+
+def _exit_code(status: Connection) -> int | None:
+    try:
+        return status.recv() if status.poll() else None
+    except EOFError:
+        # The server is gone, so the rank ends too: it watches its parent's process id.
+        return UNKNOWN_EXIT_CODE
+
+
+def forkserver_main() -> None:
+    """Be the server: fork a rank for each request until the owner is gone."""
+    owner = os.getppid()
+    # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    requests = socket.socket(fileno=int(sys.argv[1]))
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    # Each collection of garbage in a rank would go through all of that, and with its marks copy the memory it is in.
+    gc.freeze()
+    ranks: dict[BaseProcess, Connection] = {}
+    while os.getppid() == owner:  # a process that the owner forked may hold the connection open
+        # A rank's sentinel stays silent while a process that it forked lives on, hence the timeout.
+        ready = wait([requests, *(rank.sentinel for rank in ranks)], 0.1 if ranks else 1.0)
+        for rank in [rank for rank in ranks if rank.exitcode is not None]:
+            _send(ranks.pop(rank), rank.exitcode)
+        if requests in ready:
+            message, fds, _, _ = socket.recv_fds(requests, 1, 4)
+            if not message:
+                break
+            control, status = map(Connection, fds[:2])
+            inherited = [status, requests, *ranks.values()]
+            rank = multiprocessing.get_context("fork").Process(target=_served_rank, args=(control, fds[2:], inherited))
+            rank.start()
+            control.close()
+            for fd in fds[2:]:
+                os.close(fd)
+            _send(status, rank.pid)
+            ranks[rank] = status
+    # No exit handlers: they would wait for the ranks, which exit by themselves.
+    os._exit(0)
+
+
+def _send(status: Connection, number: int | None) -> None:
+    # The owner may have gone; the next look at the requests shows it.
+    with contextlib.suppress(BrokenPipeError):
+        status.send(number)
+
+
+def _served_rank(control: Connection, output: list[int], inherited: list[Any]) -> None:
+    for connection in inherited:
+        connection.close()
+    for number, fd in enumerate(output, 1):
+        os.dup2(fd, number)
+        os.close(fd)
+    # As multiprocessing ends what it forks: the exit handlers are those of the server.
+    sys.exit(run(control, *receive(control)))

@@ -21,9 +21,12 @@ reply      rank         of a pool: the outcome of the call
 The end of the pipe means to a rank that its supervisor is gone: it exits at once.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import io
 import os
 import queue
 import runpy
@@ -32,31 +35,35 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NoReturn, TextIO
 
 from fabric.errors import CollectiveMismatchError
-from fabric.launchers.process_exit import exit_process
 from fabric.launchers.serialize import dump_result
 from fabric.world import World
 
 __all__ = [
     "ControlThread",
     "Failure",
+    "Payload",
     "RankConfig",
-    "RankPayload",
     "StopRequest",
+    "exit_process",
+    "exit_with_late_error",
     "is_secondary",
     "main",
     "raise_on_signals",
+    "receive",
     "run",
-    "run_payload",
 ]
+
+Payload = Callable[[], Callable[[], Any]]
+"""Prepares a process, and returns what to call once the environment is that of a rank."""
 
 _LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1  # seconds until the main thread is woken again; each is twice as long
@@ -77,6 +84,7 @@ class RankConfig:
         threads: number of threads of an operation on the CPU.
         stack_file: where the interpreter writes the stack of a fatal signal.
         interruptible: False when the job was started with SIGINT ignored, as in the background of a shell script.
+        runs_script: whether it runs a script, which may exit when it likes, rather than a function.
         returns: whether what the payload returns is sent back.
         supervisor: names the supervising process among those of all machines.
     """
@@ -86,21 +94,9 @@ class RankConfig:
     threads: int
     stack_file: str
     interruptible: bool
+    runs_script: bool
     returns: bool
     supervisor: str
-
-
-class RankPayload(Protocol):
-    """What a rank runs."""
-
-    @property
-    def skips_teardown(self) -> bool:
-        """Whether the process exits without the teardown of the interpreter after a success too."""
-        ...
-
-    def load(self) -> Callable[[], Any]:
-        """The function to call once the environment is that of a rank."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,44 +104,50 @@ class Failure:
     """The error of one rank.
 
     Attributes:
-        time: when it was noticed, seconds on the system-wide monotonic clock.
         text: the traceback, as the interpreter would have printed it.
         exit_code: with which the rank exits because of it.
         secondary: whether it looks like the result of another rank's failure (a lost connection, a timeout).
         peer_lost: whether it says that another process has closed its connection, be it by ending well.
-        pending: whether the rank was still handling it (in a ``finally``, say) when it was asked.
+        time: when it was noticed, seconds on the system-wide monotonic clock.
     """
 
-    time: float
-    text: str = ""
+    text: str
     exit_code: int = 1
     secondary: bool = False
     peer_lost: bool = False
-    pending: bool = False
+    time: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def of(cls, error: BaseException, *, pending: bool = False) -> "Failure":
-        """The failure that an error is."""
-        return cls(
-            time=time.monotonic(),
-            text=_shortened("".join(traceback.format_exception(error.with_traceback(_of_user(error.__traceback__))))),
-            secondary=is_secondary(error),
-            peer_lost=any(words in str(error).lower() for words in _PEER_LOST),
-            pending=pending,
-        )
+    def of(cls, error: BaseException) -> "Failure":
+        """The failure that an error is, without the frames that brought the rank to the user's code."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
+            trace = trace.tb_next
+        text, half = "".join(traceback.format_exception(error.with_traceback(trace))), _LONGEST_TEXT // 2
+        if len(text) > _LONGEST_TEXT:
+            left_out = len(text) - _LONGEST_TEXT
+            text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
+        peer_lost = any(words in str(error).lower() for words in _PEER_LOST)
+        return cls(text=text, secondary=is_secondary(error), peer_lost=peer_lost)
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an error began as a lost connection, a timeout or a missing rank: usually another rank's failure."""
-    *_, origin = _chain(error)
-    if isinstance(origin, (ConnectionError, TimeoutError, CollectiveMismatchError)):
+    chain = [error]  # what it was raised from or while handling, back to the first
+    while True:
+        last = chain[-1]
+        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if cause is None or cause in chain:
+            break
+        chain.append(cause)
+    if isinstance(last, ConnectionError | TimeoutError | CollectiveMismatchError):
         return True
     # Without torch.distributed in the process, none of its errors can be here.
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(origin, (distributed.DistNetworkError, distributed.DistStoreError)):
+    if distributed is not None and isinstance(last, (distributed.DistNetworkError, distributed.DistStoreError)):
         return True
-    words = str(origin).lower()
-    return isinstance(origin, RuntimeError) and any(word in words for word in _SECONDARY)
+    words = str(last).lower()
+    return isinstance(last, RuntimeError) and any(word in words for word in _SECONDARY)
 
 
 class ControlThread(threading.Thread):
@@ -159,9 +161,9 @@ class ControlThread(threading.Thread):
     def __init__(self, control: Connection, config: RankConfig) -> None:
         super().__init__(name="fabric-control", daemon=True)
         self.config = config
-        self._reports = 0
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._control, self._process, self._lock = control, os.getpid(), threading.Lock()
+        self._reports = 0
 
     @classmethod
     def of_this_process(cls) -> "ControlThread | None":
@@ -198,7 +200,11 @@ class ControlThread(threading.Thread):
 
     def _receive(self, kind: str, content: Any) -> None:
         if kind == "describe":
-            self.send("described", _pending_failure())
+            # A rank whose ``finally`` waits for the others has not sent its error yet.
+            active = sys._current_exceptions().get(threading.main_thread().ident or 0)
+            error: Any = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12
+            is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            self.send("described", Failure.of(error) if is_failure else None)
         elif kind == "report":
             self._reports += 1
         else:
@@ -209,82 +215,76 @@ def main() -> None:
     """Be a rank in an interpreter of its own; the number of the control pipe is the first argument."""
     control = Connection(int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    code, payload = run(control)
-    if code or payload.skips_teardown:
+    config, payload = receive(control)
+    code = run(control, config, payload)
+    if code or not config.runs_script:
         exit_process(code)
 
 
-def run(control: Connection) -> tuple[int, RankPayload]:
-    """Be the rank that the supervisor configures: the exit code of the process, and what it ran."""
+def receive(control: Connection) -> tuple[RankConfig, Payload]:
+    """What the supervisor sends to a rank that does not share its memory."""
     try:
-        config, payload = control.recv()
+        return control.recv()
     except (EOFError, OSError):
         # The parent has exited, or ended the launch, before or while it configured this rank.
         os._exit(1)
-    return run_payload(control, config, payload), payload
 
 
-def run_payload(control: Connection, config: RankConfig, payload: RankPayload) -> int:
+def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     """Run the payload as this rank.
 
     Returns:
         The exit code of the process. Whatever goes wrong is sent to the supervisor and printed nowhere.
     """
     thread = ControlThread(control, config)
-    _end_with_parent()
-    raise_on_signals(config.interruptible, partial(thread.send, "signal"))
+    if sys.platform == "linux":
+        # The kernel kills this process when its parent ends, even while C++ code holds the interpreter's lock. It means
+        # the *thread* that made this process; a launch keeps that thread until its ranks have ended.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     thread.start()
-    thread.send("ready")
-    code, outcome = _outcome(config, payload)
-    # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
-    _ignore_signals()
-    if isinstance(outcome, bytes):
-        thread.send("finished", outcome)
-    elif outcome is not None:
-        thread.send("error", outcome)
-    return code
-
-
-def _outcome(config: RankConfig, payload: RankPayload) -> tuple[int, bytes | Failure | None]:
-    """The exit code, and what the payload returned or how it failed; None after a signal."""
+    code, message = 1, None
     try:
-        call = payload.load()
+        raise_on_signals(config.interruptible, partial(thread.send, "signal"))
+        thread.send("ready")
+        call = payload()
         # After loading: a script that is imported to find the function must not take itself for a rank.
         os.environ.update(config.variables)
-        _limit_threads(config.threads)
+        torch = sys.modules.get("torch")
+        if torch is not None:  # OMP_NUM_THREADS is read when torch is loaded, which has happened in a forked process
+            torch.set_num_threads(config.threads)
         result = call()
-        return 0, dump_result(result if config.returns else None)
+        code, message = 0, ("finished", dump_result(result if config.returns else None))
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT, None
+        code = 128 + signal.SIGINT
     except SystemExit as leaving:
-        code = 0 if leaving.code is None else leaving.code if isinstance(leaving.code, int) else 1
-        if code in (0, 128 + signal.SIGTERM):
-            return code, None
-        text = "" if leaving.code == code else str(leaving.code)
-        return code, Failure(time=time.monotonic(), exit_code=code, text=text)
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        if code not in (0, 128 + signal.SIGTERM):
+            text = "" if code == leaving.code else str(leaving.code)
+            message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         # What an exit handler would find if the interpreter had reached this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        return 1, Failure.of(error)
+        message = "error", Failure.of(error)
+    # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) is _raise_once:
+            signal.signal(number, signal.SIG_IGN)
+    if message is not None:
+        thread.send(*message)
+    return code
 
 
-class _RaiseOnce:
-    """Lets the first signal raise, so that ``finally`` blocks run, and ignores the ones that follow.
+def _raise_once(number: int, _frame: FrameType | None) -> NoReturn:
+    """Let the first signal raise, so that ``finally`` blocks run, and ignore the ones that follow.
 
     Ctrl-C in a terminal reaches a rank twice, from the terminal and from the parent, and the second would interrupt
     the ``finally`` block.
     """
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def __call__(self, number: int, _frame: FrameType | None) -> None:
-        """Raise, this once."""
-        signal.signal(number, signal.SIG_IGN)
-        raise self._error
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
 def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> None:
@@ -292,10 +292,9 @@ def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> Non
 
     ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
     """
-    signal.signal(signal.SIGTERM, _RaiseOnce(SystemExit(128 + signal.SIGTERM)))
+    signal.signal(signal.SIGTERM, _raise_once)
     if interruptible:
-        signal.signal(signal.SIGINT, _RaiseOnce(KeyboardInterrupt()))
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it
+        signal.signal(signal.SIGINT, _raise_once)
     # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()
@@ -303,26 +302,19 @@ def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> Non
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     # A process that this one forks would write of its own signals here.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    main = threading.main_thread().ident
-    assert main is not None
+    main = threading.get_ident()
 
     def wake() -> None:
         while received := os.read(reading, 1):
             time.sleep(pause := _FIRST_PAUSE)
-            while isinstance(signal.getsignal(received[0]), _RaiseOnce):
+            while signal.getsignal(received[0]) is _raise_once:
                 signal.pthread_kill(main, received[0])
                 time.sleep(pause := min(2 * pause, _LONGEST_PAUSE))
             if received[0] in (signal.SIGTERM, signal.SIGINT):  # others, as SIGCHLD, say nothing about the grace period
                 acted(received[0])
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
-
-
-def _ignore_signals() -> None:
-    """Ignore signals that would have raised: there is no ``finally`` left that they could run."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if isinstance(signal.getsignal(number), _RaiseOnce):
-            signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it; raises if one has arrived
 
 
 class StopRequest:
@@ -340,7 +332,11 @@ class StopRequest:
             ValueError: first asked in another thread than the main one, which alone may say what a signal means.
         """
         if not self._installed:
-            self._install()
+            self._previous = signal.signal(signal.SIGTERM, self._note)
+            self._installed = True
+            control = ControlThread.of_this_process()
+            if control is not None:
+                control.send("saving")
         return self._received
 
     def close(self) -> None:
@@ -350,68 +346,60 @@ class StopRequest:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
         self._installed = False
 
-    def _install(self) -> None:
-        self._previous = signal.signal(signal.SIGTERM, self._note)
-        self._installed = True
-        control = ControlThread.of_this_process()
-        if control is not None:
-            control.send("saving")
-
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        if callable(self._previous) and not isinstance(self._previous, _RaiseOnce):
+        if callable(self._previous) and self._previous is not _raise_once:
             self._previous(number, frame)
 
 
-def _pending_failure() -> Failure | None:
-    """The error that the main thread is handling just now.
+def exit_process(code: int) -> NoReturn:
+    """End this process: threads are waited for and exit handlers run, but the interpreter is not torn down.
 
-    A rank whose ``finally`` waits for the others has not sent its error yet.
+    That takes half a second and more with torch in it, for which everybody waits; and a thread of gloo that frees its
+    last collective meanwhile aborts the process. A process that ``multiprocessing`` has forked ends in the same way.
+    As at the interpreter's end, open files are flushed, and 0 becomes 120 when a standard stream cannot be.
     """
-    active = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12
-    if not isinstance(error, Exception) or isinstance(error, StopIteration):
-        return None
-    return Failure.of(error, pending=True)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - as multiprocessing does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            code = code or 120
+    gc.unfreeze()  # what is frozen is not among the objects
+    # By type(): some objects run code of their own when asked for their class.
+    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
+    files = [file for file in gc.get_objects() if issubclass(type(file), kinds)]
+    # Texts first: they go through the buffers.
+    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
+        # Closed, detached or on a full disk: the interpreter's end would pass over it as well, and the others count.
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    os._exit(code)
 
 
-def _end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends, even while C++ code holds the interpreter's lock.
+def exit_with_late_error() -> None:
+    """Let this process, which is running its exit handlers, end with code 120 instead of 0.
 
-    The kernel means the *thread* that made this process; a launch keeps that thread until its ranks have ended.
+    An exception in an exit handler changes no exit code, and to leave at once would skip the other handlers. Python
+    ends with 120 when it cannot flush a standard stream (see ``sys.exit``), which it tries last.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.stderr is not None:
+        sys.stderr = _FailingStream(sys.stderr)
 
 
-def _limit_threads(threads: int) -> None:
-    # OMP_NUM_THREADS is read when torch is loaded, which has happened in a forked process.
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)
+class _FailingStream:
+    """A stream that fails when the interpreter itself flushes it, at its very end."""
 
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-def _of_user(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that brought the rank to the user's code."""
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
-        trace = trace.tb_next
-    return trace
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-
-def _shortened(text: str) -> str:
-    """Its beginning and its end."""
-    left_out = len(text) - _LONGEST_TEXT
-    if left_out <= 0:
-        return text
-    half = _LONGEST_TEXT // 2
-    return f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, then what it was raised from or while handling, back to the first."""
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    def flush(self) -> None:
+        self._stream.flush()
+        # No Python code has called this.
+        if sys._getframe().f_back is None:
+            raise OSError("an exit handler has failed")

@@ -13,12 +13,16 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import Launcher, LaunchSpec, available_cores, rank_variables, single_node_worlds
-from fabric.launchers.child import refuse_while_importing_main, start_interpreter
+from fabric.launchers.base import (
+    Launcher,
+    LaunchSpec,
+    refuse_while_importing_main,
+    single_node_worlds,
+    start_interpreter,
+)
 from fabric.launchers.notebook import is_interactive
 from fabric.launchers.rank import RankConfig
-from fabric.launchers.rank_process import Process, exit_status
-from fabric.launchers.supervisor import JobInterrupted, Supervisor
+from fabric.launchers.supervisor import JobInterrupted, Supervisor, exit_status
 from fabric.world import World
 
 __all__ = ["Script", "ScriptLauncher", "run_script"]
@@ -52,7 +56,6 @@ class Script:
     arguments: Sequence[str]
     directory: str | None = _START_DIRECTORY
     extends_path: bool = not sys.flags.safe_path
-    skips_teardown = False
 
     @classmethod
     def of_this_process(
@@ -80,14 +83,13 @@ class Script:
                 "'spawn' or 'fork'",
                 'Fabric(..., launcher="forkserver").launch(train)',
             )
-        if spec is None:
-            return cls(name=file, is_module=False, arguments=arguments)
-        if spec.name == "__main__":
+        name = file if spec is None else spec.name.removesuffix(".__main__")
+        if name == "__main__":
             # A directory or a zip archive with a __main__.py.
-            return cls(name=str(Path(file).parent), is_module=False, arguments=arguments)
-        return cls(name=spec.name.removesuffix(".__main__"), is_module=True, arguments=arguments)
+            name, spec = str(Path(file).parent), None
+        return cls(name=name, is_module=spec is not None, arguments=arguments)
 
-    def load(self) -> Callable[[], None]:
+    def __call__(self) -> Callable[[], None]:
         """Make this process one that runs the script."""
         if isinstance(sys.stdout, io.TextIOWrapper):
             # Whole lines, at once: a rank that is killed flushes nothing, and pieces of lines would mix with others'.
@@ -148,12 +150,11 @@ class ScriptLauncher(Launcher):
             SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        variables = rank_variables(os.environ, spec.num_processes, available_cores(), sys.platform)
-        code, _ = run_script(Script.of_this_process(), single_node_worlds(spec.num_processes), variables)
+        code, _ = run_script(Script.of_this_process(), single_node_worlds(spec.num_processes))
         raise SystemExit(code)
 
 
-def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str]) -> tuple[int, bool]:
+def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str] | None = None) -> tuple[int, bool]:
     """Run a script in one process for each of these places, and wait for them.
 
     Args:
@@ -166,13 +167,13 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
         signal n, after one report on standard error; 128 + n if signal n interrupted this process. And whether one did.
     """
 
-    def start(control: Connection, config: RankConfig) -> Process:
+    def start(control: Connection, config: RankConfig) -> tuple[int, Callable[[], int | None]]:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
-        main = "fabric.launchers.rank:main"
-        return start_interpreter(main, control.fileno(), shown, cwd=script.directory, stdin=stdin)
+        process = start_interpreter("fabric.launchers.rank:main", control.fileno(), shown, script.directory, stdin)
+        return process.pid, process.poll
 
-    job = Supervisor(needs_results=False)
+    job = Supervisor(runs_script=True)
     try:
         with job:
             for world in worlds:
@@ -184,5 +185,5 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     except RankFailedError as error:
         sys.stdout.flush()
         print(f"\n{error}", file=sys.stderr, flush=True)
-        return exit_status(error.exit_code), job.is_interrupted
+        return exit_status(error.exit_code), bool(job.signals)
     return 0, False

@@ -11,24 +11,40 @@ ended lately, or computes; where none of this is the case, the ranks wait for ea
 ``finally``.
 """
 
+import contextlib
+import math
 import multiprocessing
+import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
-from operator import itemgetter
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from fabric.errors import RankFailedError
-from fabric.launchers.rank import RankConfig, RankPayload
-from fabric.launchers.rank_process import PrivateFile, Process, RankProcess, describe_exit, explain_exit
-from fabric.world import World
+from fabric.launchers.rank import Failure, Payload, RankConfig
+from fabric.world import World, available_cores
 
-__all__ = ["JobInterrupted", "Supervisor"]
+__all__ = [
+    "EXPLANATIONS",
+    "JobInterrupted",
+    "RankProcess",
+    "Start",
+    "Supervisor",
+    "describe_exit",
+    "exit_status",
+    "rank_variables",
+]
+
+Start = Callable[[Connection, RankConfig], tuple[int, Callable[[], int | None]]]
+"""Starts a process with this end of the control pipe; its id, and what returns its exit code, or None while it runs."""
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
@@ -48,68 +64,166 @@ class JobInterrupted(Exception):
         self.number, self.previous = number, previous
 
 
-class _SignalNotes:
-    """Notes SIGINT, SIGTERM and SIGUSR1 instead of letting them act, from entry to exit.
+class _PrivateFile:
+    """A file that other users cannot open, and that is gone with this process, be it killed.
 
-    Only the main thread may install handlers; in another thread the signals keep the meaning they have. So does SIGUSR1
-    where the user has given it one.
+    Attributes:
+        path: under which processes of the same user open it.
     """
 
     def __init__(self) -> None:
-        self.received: list[tuple[int, float]] = []
-        self.reports_requested = 0
-        self.previous: dict[int, Any] = {}
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                # Ignored: the shell wants it so. None: installed from C, and could not be restored.
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):
-                    self.previous[number] = signal.signal(number, self._note)
-            if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-                self.previous[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._note)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
-            self.reports_requested += 1
+        if sys.platform == "linux":
+            # Without a name; the system lets nobody else look into /proc/<pid>/fd. An interpreter that was built for an
+            # older C library, as some of conda's are, cannot make one in memory.
+            in_memory = getattr(os, "memfd_create", None)
+            self._file: Any = open(in_memory("fabric"), "rb") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+            # Numbered as this /proc numbers processes, which may be that of an outer namespace.
+            self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
-            self.received.append((number, time.monotonic()))
+            self._file = tempfile.NamedTemporaryFile(prefix="fabric-")  # noqa: SIM115 - likewise
+            self.path = self._file.name
+        self.close = self._file.close
 
-    def is_repeated(self) -> bool:
-        """Whether a second signal followed; not the one that `timeout` and others send twice in one go."""
-        return self.received[-1][1] - self.received[0][1] > REPEAT
+
+@dataclass(kw_only=True)
+class RankProcess:
+    """One rank, as its supervisor sees it.
+
+    Attributes:
+        config: what it was configured with.
+        pid: its process id.
+        exit_code_of: asks for its exit code, negative for a signal.
+        control: this end of its control pipe; see ``rank.py``.
+        stack: where the stack of a fatal signal is.
+        messages: by kind, the content of the latest message from it.
+        exit_code: once it has ended.
+        ended: when that was noticed, on the monotonic clock.
+    """
+
+    config: RankConfig
+    pid: int
+    exit_code_of: Callable[[], int | None]
+    control: Connection
+    stack: _PrivateFile
+    messages: dict[str, Any] = field(default_factory=dict)
+    exit_code: int | None = None
+    ended: float = 0.0
+
+    @property
+    def rank(self) -> int:
+        """Its global rank."""
+        return self.config.world.rank
+
+    @property
+    def failure(self) -> Failure | None:
+        """Its error, if it has sent one."""
+        return self.messages.get("error") or self.messages.get("described")
+
+    @property
+    def is_exiting(self) -> bool:
+        """Whether it has run its payload to an end, good or bad."""
+        return "finished" in self.messages or "error" in self.messages
+
+    def poll(self) -> bool:
+        """Whether it has ended."""
+        if self.exit_code is None:
+            self.exit_code, self.ended = self.exit_code_of(), time.monotonic()
+        return self.exit_code is not None
+
+    def has_failed(self) -> bool:
+        """Whether it has sent an error, or has ended otherwise than it should."""
+        if "error" in self.messages or self.exit_code is None:
+            return "error" in self.messages
+        return self.exit_code != 0 or ("finished" not in self.messages and not self.config.runs_script)
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal, unless it has ended."""
+        if not self.poll():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def send(self, kind: Any, content: Any = None) -> None:
+        """Send a message; that a rank has died is found by :meth:`poll`."""
+        with contextlib.suppress(OSError):
+            self.control.send((kind, content))
+
+    def receive(self) -> None:
+        """Take the messages that are there."""
+        try:
+            while not self.control.closed and self.control.poll():
+                kind, content = self.control.recv()
+                self.messages[kind] = content
+        except (EOFError, OSError):
+            self.control.close()
+
+    def read_stack(self) -> str:
+        """The stack that it has written."""
+        return Path(self.stack.path).read_text(errors="replace")
+
+    def processor_seconds(self) -> float:
+        """What all threads of the process have taken; not a number unless it is known, and its main thread sleeps."""
+        try:
+            state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended, or this is not a Linux
+            return math.nan
+        return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
+
+    def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
+        """Its place in the order in which ranks are taken for the root cause; the last is for those that cannot be.
+
+        Args:
+            peer_lost: whether a rank says that it has lost another one.
+        """
+        failure = self.failure
+        if failure is not None:
+            return 3 if failure.secondary else int("error" not in self.messages), failure.time, self.rank
+        # One that has finished did so too early only if another says that it was still needed.
+        if peer_lost if "finished" in self.messages else self.exit_code == 0:
+            return 2, self.ended, self.rank
+        return 0 if self.exit_code else 4, self.ended, self.rank
 
 
 class Supervisor:
     """The ranks of one job on this machine. Leaving the ``with`` block ends those that still run.
 
     Args:
-        needs_results: whether a rank that exits with code 0 before its payload has returned has failed.
+        runs_script: whether the ranks run a script; one that runs a function has failed if it exits before that
+            returns.
+        interruptible: whether SIGINT is for the ranks too.
+
+    Attributes:
+        ranks: those that have been started.
+        signals: each SIGINT and SIGTERM that has arrived since the block was entered, and when.
     """
 
-    def __init__(self, *, needs_results: bool) -> None:
+    def __init__(self, *, runs_script: bool = False, interruptible: bool = True) -> None:
         self.ranks: list[RankProcess] = []
+        self.signals: list[tuple[int, float]] = []
+        self._runs_script = runs_script
+        # A shell script makes what it starts in the background ignore SIGINT.
+        self._interruptible = interruptible and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
         self._controls: list[Connection] = []
-        self._store = PrivateFile()
-        self._needs_results = needs_results
-        self._signals = _SignalNotes()
-        self._reports = 0
-        # Whether SIGINT is meant to end the job: a shell script ignores it for what it starts in the background.
-        self._interruptible = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        self._store = _PrivateFile()
+        self._handlers: dict[int, Any] = {}
+        self._report_requested = False
 
-    def __enter__(self) -> "Supervisor":
-        self._signals.__enter__()
+    def __enter__(self) -> Self:
+        # Only the main thread may install handlers; in another thread the signals keep the meaning they have.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                handler = signal.getsignal(number)
+                # Ignored: the shell wants it so. None: installed from C, and could not be restored.
+                is_ours = handler is signal.SIG_DFL if number == signal.SIGUSR1 else handler != signal.SIG_IGN
+                if is_ours and handler is not None:
+                    self._handlers[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
             self.close()
         finally:
-            self._signals.__exit__()
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
 
     def close(self) -> None:
         """Kill the ranks that still run, and wait until they are gone."""
@@ -121,38 +235,29 @@ class Supervisor:
             rank.stack.close()
         self._store.close()
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether SIGINT or SIGTERM has arrived, be it while a failed job was ended."""
-        return bool(self._signals.received)
-
     def start(
-        self,
-        start: Callable[[Connection, RankConfig], Process],
-        world: World,
-        variables: Mapping[str, str],
-        *,
-        returns: bool = False,
-        interruptible: bool = True,
+        self, start: Start, world: World, variables: Mapping[str, str] | None = None, *, returns: bool = False
     ) -> None:
         """Start one rank.
 
         Args:
-            start: starts the process that is handed this end of the control pipe.
+            start: starts the process.
             world: its place. In a job of one machine the store is added.
-            variables: what it adds to its environment.
+            variables: what it adds to its environment, besides its place and :func:`rank_variables`.
             returns: whether what the payload returns is sent back.
-            interruptible: whether SIGINT is for the rank too.
         """
         if world.port is None:
             world = replace(world, store=f"file://{self._store.path}")
-        stack = PrivateFile()
+        added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables or {})
+        stack = _PrivateFile()
         config = RankConfig(
             world=world,
-            variables=world.to_env() | dict(variables),
-            threads=_threads(variables["OMP_NUM_THREADS"]),
+            variables=world.to_env() | added,
+            # OpenMP allows a list, one number per level of nesting.
+            threads=int(added["OMP_NUM_THREADS"].split(",")[0]),
             stack_file=stack.path,
-            interruptible=self._interruptible and interruptible,
+            interruptible=self._interruptible,
+            runs_script=self._runs_script,
             returns=returns,
             supervisor=f"{socket.gethostname()}:{self._store.path}",
         )
@@ -163,12 +268,13 @@ class Supervisor:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             with theirs:
-                process = start(theirs, config)
-            self.ranks.append(RankProcess(config=config, process=process, control=control, stack=stack))
+                pid, exit_code_of = start(theirs, config)
+            rank = RankProcess(config=config, pid=pid, exit_code_of=exit_code_of, control=control, stack=stack)
+            self.ranks.append(rank)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def send_payload(self, payload: RankPayload) -> None:
+    def send_payload(self, payload: Payload) -> None:
         """Send the payload to ranks that do not share this process's memory."""
         for rank in self.ranks:
             rank.send(rank.config, payload)
@@ -177,7 +283,7 @@ class Supervisor:
         """Release the supervisor's pipes and signals in a rank that has been forked from this process."""
         for control in self._controls:
             control.close()
-        if signal.SIGUSR1 in self._signals.previous:
+        if signal.SIGUSR1 in self._handlers:
             signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def run(self) -> list[bytes]:
@@ -193,15 +299,11 @@ class Supervisor:
         over = False
         while not over:
             over = self._collect(_POLL)
-            if self._signals.received:
+            if self.signals:
                 self._interrupt()
-            if any(map(self._has_failed, self.ranks)):
+            if any(rank.has_failed() for rank in self.ranks):
                 self._conclude()
         return [rank.messages.get("finished", b"") for rank in self.ranks]
-
-    def alive(self) -> list[RankProcess]:
-        """The ranks that run."""
-        return [rank for rank in self.ranks if not rank.poll()]
 
     def collect_until(self, seconds: float, done: Callable[[], object] = bool) -> None:
         """Take messages and exits until all ranks have ended, something is done, or so many seconds are over."""
@@ -210,94 +312,120 @@ class Supervisor:
             if time.monotonic() >= deadline:
                 return
 
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            self._report_requested = True
+        else:
+            self.signals.append((number, time.monotonic()))
+
+    def _alive(self) -> list[RankProcess]:
+        return [rank for rank in self.ranks if not rank.poll()]
+
     def _collect(self, timeout: float) -> bool:
         """Wait for messages or an exit for at most this many seconds; whether all ranks have ended."""
-        if self._reports < self._signals.reports_requested:
-            self._reports += 1
-            for rank in self.alive():
+        if self._report_requested:
+            self._report_requested = False
+            for rank in self._alive():
                 rank.send("report")
         pipes = {rank.control: rank for rank in self.ranks if not rank.control.closed}
         if pipes:
             for pipe in wait(list(pipes), timeout):
                 pipes[pipe].receive()  # type: ignore[index]: wait() returns what it was given
-        elif self.alive():
+        elif self._alive():
             time.sleep(min(timeout, 0.005))
-        over = not self.alive()
+        over = not self._alive()
         # What a rank sent before it ended is in the pipe by now; whether it failed is asked next, of each that ended.
         for rank in self.ranks:
             if rank.exit_code is not None:
                 rank.receive()
         return over
 
-    def _has_failed(self, rank: RankProcess) -> bool:
-        if "error" in rank.messages:
-            return True
-        if rank.exit_code is None:
-            return False
-        return rank.exit_code != 0 or (self._needs_results and "finished" not in rank.messages)
-
     def _conclude(self) -> None:
-        self.collect_until(COLLECT, lambda: self._signals.received or all(rank.is_exiting for rank in self.alive()))
-        for rank in self.alive():
+        self.collect_until(COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive()))
+        for rank in self._alive():
             rank.send("describe")
         self.collect_until(
-            DESCRIBE, lambda: self._signals.received or all("described" in rank.messages for rank in self.alive())
+            DESCRIBE, lambda: self.signals or all("described" in rank.messages for rank in self._alive())
         )
         error = self._root_cause()
         self._end(signal.SIGTERM, END)
         raise error
 
     def _interrupt(self) -> None:
-        number, _ = self._signals.received[0]
+        number, began = self.signals[0]
         saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
-        self._end(number, SAVE if saving else INTERRUPT, self._signals.is_repeated)
-        raise JobInterrupted(number, self._signals.previous.get(number))
+        # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
+        self._end(number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - began > REPEAT)
+        raise JobInterrupted(number, self._handlers.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
         """End the ranks by a signal, and kill those that remain after the grace period."""
         for rank in self.ranks:
-            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C: see ``starting``. To one that
-            # is exiting a signal would do no more than take the place of its exit code.
+            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. To one that is exiting a
+            # signal would do no more than take the place of its exit code.
             if not rank.is_exiting:
                 rank.kill(number if "ready" in rank.messages else signal.SIGKILL)
-        self._await_ends(grace, stop)
-        for rank in self.ranks:
-            rank.kill()
-        self.collect_until(REAP)
-
-    def _await_ends(self, grace: float, stop: Callable[[], object]) -> None:
-        """Wait as long as it makes sense: ``[Note: Unresponsive ranks]``."""
+        # As long as it makes sense: [Note: Unresponsive ranks].
         until = time.monotonic() + grace
-        while (alive := self.alive()) and (left := until - time.monotonic()) > 0 and not stop():
+        while (alive := self._alive()) and (left := until - time.monotonic()) > 0 and not stop():
             before = sum(rank.processor_seconds() for rank in alive)
             self.collect_until(min(RESPOND, left), stop)
             worked = sum(rank.processor_seconds() for rank in alive) - before
             responding = any("signal" in rank.messages or rank.is_exiting for rank in alive)
-            if self.alive() == alive and worked < _IDLE * RESPOND and not responding:
-                return
+            if self._alive() == alive and worked < _IDLE * RESPOND and not responding:
+                break
+        for rank in self.ranks:
+            rank.kill()
+        self.collect_until(REAP)
 
     def _root_cause(self) -> RankFailedError:
         """The error of the rank that has ended the job."""
         failures = [rank.failure for rank in self.ranks if rank.failure is not None]
         peer_lost = any(failure.peer_lost for failure in failures)
-        causes = [(order, rank) for rank in self.ranks if (order := rank.cause_order(peer_lost)) is not None]
-        _, rank = min(causes, key=itemgetter(0))
+        rank = min(self.ranks, key=lambda rank: rank.cause_order(peer_lost))
         failure = rank.failure
         code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
-        text = failure.text if failure else rank.stack.read()
+        text = failure.text if failure else rank.read_stack()
         if code == 0:
             # To end early is no error by itself: show what it did to the first of the others.
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
-        return RankFailedError(
-            f"rank {rank.rank} of {rank.config.world.world_size} {describe_exit(code, bool(text))}",
-            rank=rank.rank,
-            exit_code=code,
-            traceback=text,
-            problem=explain_exit(code),
-        )
+        how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
+        request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
+        return RankFailedError(request, rank.rank, code, text, EXPLANATIONS.get(code, ""))
 
 
-def _threads(omp_num_threads: str) -> int:
-    """OpenMP allows a list, one number per level of nesting."""
-    first = omp_num_threads.split(",")[0].strip()
-    return int(first) if first.isdecimal() and int(first) > 0 else 1
+def rank_variables(environ: Mapping[str, str], world: World, cores: int, platform: str) -> dict[str, str]:
+    """The environment variables of a rank besides its place; what the user set wins.
+
+    Args:
+        environ: the environment of the launching process.
+        world: place of the rank.
+        cores: number of cores that the ranks of this machine share.
+        platform: as in ``sys.platform``.
+    """
+    # torchrun sets one thread and warns; without any limit every rank would take all cores and they would starve
+    # each other. gloo listens on whatever the host name resolves to unless it is given an interface.
+    variables = {"OMP_NUM_THREADS": str(max(1, cores // world.local_world_size))}
+    if world.port is None:
+        variables["GLOO_SOCKET_IFNAME"] = "lo0" if platform == "darwin" else "lo"
+    return {name: environ.get(name) or value for name, value in variables.items()}
+
+
+def exit_status(code: int) -> int:
+    """What a launching process ends with when a rank has ended with this code: as a shell shows it, and never 0."""
+    return 128 - code if code < 0 else code or 1
+
+
+def describe_exit(code: int) -> str:
+    """How a rank ended, for a sentence that begins with its name."""
+    if code >= 0:
+        return f"exited with exit code {code}"
+    name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
+    return f"was killed by {name} (exit code {code})"
+
+
+# What an exit code usually means.
+EXPLANATIONS = {
+    0: "it ended early, without an error, while the other ranks still needed it",
+    -signal.SIGKILL: "fabric did not do it; the system kills this way when memory runs out",
+}

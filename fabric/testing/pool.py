@@ -21,13 +21,11 @@ from typing import Any, Self
 
 from fabric._fabric import Fabric
 from fabric.errors import UsageError
-from fabric.launchers.base import available_cores, rank_variables, single_node_worlds
-from fabric.launchers.child import CallPayload
-from fabric.launchers.forkserver import UNKNOWN_EXIT_CODE, fork_server
+from fabric.launchers.base import single_node_worlds
+from fabric.launchers.function import UNKNOWN_EXIT_CODE, fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
-from fabric.launchers.rank_process import RankProcess, describe_exit, explain_exit
-from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load_result
-from fabric.launchers.supervisor import Supervisor
+from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
+from fabric.launchers.supervisor import EXPLANATIONS, RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
 from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
 
@@ -93,7 +91,7 @@ class RankPool:
         """
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         # With the module path of this moment, which test runners extend as they go.
-        message = pickle.dumps((sys.path, _dump((fn, args, kwargs))))
+        message = pickle.dumps((sys.path, _dump(Call(fn, args, kwargs))))
         with self._lock:
             if self._closed:
                 request = f"{self!r}.run({name_of(fn)})"
@@ -127,14 +125,13 @@ class RankPool:
         ):
             self._end(0.0)
         if self._job is None:
-            self._job = job = Supervisor(needs_results=True)
+            # Ctrl-C is for this process alone, whose run() ends the ranks.
+            self._job = job = Supervisor(interruptible=False)
             # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
             self._close = weakref.finalize(self, _close, os.getpid(), job)
-            variables = rank_variables(os.environ, self.size, available_cores(), sys.platform)
             for world in single_node_worlds(self.size):
-                # Ctrl-C is for this process alone, whose run() ends the ranks.
-                job.start(fork_server(os.getpid()).start_rank, world, variables, interruptible=False)
-            job.send_payload(CallPayload.of_this_process((_serve, (self._fabric,), {})))
+                job.start(fork_server(os.getpid()).start_rank, world)
+            job.send_payload(pickled_call(Call(_serve, (self._fabric,), {})))
             _results(job, "the start of the pool", _START)
         return self._job
 
@@ -160,7 +157,7 @@ def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
     if failed:
         job.collect_until(_COLLECT, lambda: all(map(_has_answered, job.ranks)))
     elif all(map(_has_answered, job.ranks)):
-        return [load_result(rank.messages["reply"][1]) for rank in job.ranks]
+        return [load(rank.messages["reply"][1]) for rank in job.ranks]
     raise failure(name, [_report(job, rank, failed, limit) for rank in job.ranks])
 
 
@@ -178,8 +175,8 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
         report, payload = rank.messages["reply"]
         return replace(report, error=_load_error(payload)) if report.failed else report
     if rank.exit_code is not None:
-        did = "; ".join(part for part in (describe_exit(rank.exit_code), explain_exit(rank.exit_code)) if part)
-        return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.stack.read())
+        did = "; ".join(filter(None, (describe_exit(rank.exit_code), EXPLANATIONS.get(rank.exit_code))))
+        return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.read_stack())
     if failed:
         return Report(rank=rank.rank, did="was still in the call")
     stack = _stack(job, rank)
@@ -196,13 +193,13 @@ def _stack(job: Supervisor, rank: RankProcess) -> str:
         return ""
     rank.kill(signal.SIGUSR1)
     # It is written line by line, from the innermost frame to those of the pool, which tell nothing.
-    job.collect_until(_STACK, lambda: __file__ in rank.stack.read())
-    return "\n".join(takewhile(lambda line: __file__ not in line, rank.stack.read().splitlines()))
+    job.collect_until(_STACK, lambda: __file__ in rank.read_stack())
+    return "\n".join(takewhile(lambda line: __file__ not in line, rank.read_stack().splitlines()))
 
 
 def _load_error(payload: bytes) -> BaseException | None:
     try:
-        return load_result(payload) if payload else None
+        return load(payload) if payload else None
     except Exception:  # noqa: BLE001 (a class whose pickle cannot be read back; its text is sent separately)
         return None
 
@@ -227,8 +224,8 @@ def _serve(fabric: Fabric) -> None:
 def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
     """How a call went on this rank, and the pickled result or error; empty for an error that cannot be pickled."""
     try:
-        sys.path[:], call = load_result(message)
-        fn, args, kwargs = load_result(call)
+        sys.path[:], call = load(message)
+        fn, args, kwargs = load(call)
         # Whatever was called before, a call draws the same numbers; a failing example could not be repeated otherwise.
         seed_everything(0)
         result = fn(fabric, *(for_rank(arg, rank) for arg in args), **{k: for_rank(v, rank) for k, v in kwargs.items()})
@@ -248,7 +245,7 @@ def _dump(call: Call) -> bytes:
     """Pickle a call; functions of test code by value, since a rank need not import it, and a test runner may have
     loaded it in a way of its own.
     """
-    function = getattr(call[0], "func", call[0])  # functools.partial
+    function = getattr(call.fn, "func", call.fn)  # functools.partial
     module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
