@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fabric._torch import flatten_one_level
 
-__all__ = ["Structure", "flatten", "leaf_paths", "map_leaves", "map_tensors", "to_device", "unflatten"]
+__all__ = ["Structure", "children", "flatten", "leaf_paths", "map_leaves", "map_tensors", "to_device", "unflatten"]
 
 _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
@@ -67,6 +67,12 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     children = structure.children
     named = zip(structure.names(), [None] * children if isinstance(children, int) else children, strict=True)
     return [path for name, child in named for path in leaf_paths(child, f"{root}{name}")]
+
+
+def children(tree: Any) -> dict[str, Any]:
+    """The values of a collection by the way to each, one level deep; empty for a leaf."""
+    opened = _open(tree)
+    return {} if opened is None else dict(zip(opened[0](), opened[1], strict=True))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:

@@ -34,7 +34,7 @@ ORDER = {
     "diagnostics": "stacks recorder checker hang_report uneven bypass training_checks",
     "launchers": "serialize base notebook rank supervisor function script",
     "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",
-    "testing": "oracles base generators threads pool compare conformance plugin",
+    "testing": "oracles base generators threads pool conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 POSITION = {

@@ -45,7 +45,7 @@ class IgnoresTheReduction(LocalCommunicator):
 
 
 def test_a_wrong_communicator_is_told_which_check_fails() -> None:
-    with pytest.raises(AssertionError, match="A reduction writes the oracle's result into the buffer"):
+    with pytest.raises(AssertionError, match="Reductions, all_gather and all_to_all agree with their oracles"):
         check_communicator(lambda check: check(IgnoresTheReduction(torch.device("cpu"))))
 
 
@@ -73,8 +73,7 @@ def test_a_step_that_does_is_shown_with_strategy_rank_and_leaf() -> None:
     with pytest.raises(AssertionError) as caught:
         assert_equivalent(step, True, strategies=("single_device", "ddp"))
     text = str(caught.value)
-    assert "step differs from what it gives under single_device on 1 rank(s)" in text
-    assert "ddp on 2 rank(s), rank 1:\n    ['loss']: " in text
+    assert "ddp on 2 rank(s)'][1]['loss']: " in text
     assert "ddp on 1 rank(s)" not in text
 
 

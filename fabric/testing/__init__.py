@@ -5,9 +5,8 @@ pytest fixture is in :mod:`fabric.testing.plugin`.
 """
 
 from fabric.testing import oracles
-from fabric.testing.base import PerRank, World
-from fabric.testing.compare import assert_equivalent, assert_same, differences
-from fabric.testing.conformance import check_communicator, check_strategy
+from fabric.testing.base import PerRank, World, assert_same, differences
+from fabric.testing.conformance import assert_equivalent, check_communicator, check_strategy
 from fabric.testing.pool import RankPool
 from fabric.testing.threads import ThreadedWorld
 

@@ -1,4 +1,4 @@
-"""What the worlds of the test kit share: values by rank, and the error that says which rank did what.
+"""What the worlds of the test kit share: values by rank, how they compare, and the error that says what each rank did.
 
 [Note: Worlds] A *world* has a ``size`` and ``run(fn, *args)``, which calls ``fn(fabric, *args)`` on every rank and
 returns the results by rank. :class:`fabric.testing.RankPool` is one of processes, :class:`fabric.testing.ThreadedWorld`
@@ -6,15 +6,17 @@ one of threads; what is written for the one runs in the other.
 """
 
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.launchers.rank import is_secondary
-from fabric.tree import map_tensors
+from fabric.tree import children, map_tensors
 
 __all__ = [
     "Pair",
@@ -22,8 +24,9 @@ __all__ = [
     "Record",
     "Report",
     "World",
+    "assert_same",
     "check_arguments",
-    "check_size",
+    "differences",
     "failure",
     "for_rank",
     "name_of",
@@ -44,7 +47,6 @@ class World(Protocol):
         ...
 
 
-@dataclass(frozen=True)
 class PerRank:
     """An argument of ``run`` that differs between ranks: rank ``r`` is passed ``values[r]``.
 
@@ -52,22 +54,16 @@ class PerRank:
         values: one for each rank.
     """
 
-    values: Sequence[Any]
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.values = values
 
     def __repr__(self) -> str:
         # What hypothesis prints: strides are often what matters, and torch does not show them.
         return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # Without this method hypothesis prints the fields of a dataclass, whatever its repr.
-        printer.text(repr(self))
 
-
-class Pair(NamedTuple):
-    """A namedtuple for generated collections."""
-
-    first: Any
-    second: Any
+Pair = namedtuple("Pair", "first second")
+"""A namedtuple for generated collections."""
 
 
 @dataclass
@@ -147,14 +143,6 @@ def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
     return error
 
 
-def check_size(request: str, size: int) -> None:
-    """Raise a ConfigurationError unless this is a number of ranks."""
-    if size < 1:
-        raise ConfigurationError(
-            f"{request}({size!r})", "there has to be one rank at least", suggestion=f"{request}(2)"
-        )
-
-
 def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
     """Raise a ConfigurationError unless every :class:`PerRank` holds one value for each of ``size`` ranks."""
     for argument in args:
@@ -162,10 +150,73 @@ def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
             raise ConfigurationError(
                 f"run({name_of(fn)}, PerRank(...)) in a world of {size}",
                 f"there are {len(argument.values)} values, not one for each rank",
-                suggestion="PerRank([value for rank in range(world.size)])",
             )
 
 
 def name_of(fn: Any) -> str:
     """The name of a function in an error."""
     return getattr(fn, "__qualname__", type(fn).__qualname__).replace(".<locals>", "")
+
+
+def assert_same(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
+    """Raise an AssertionError that names the leaves that differ, unless two collections are the same.
+
+    The same are: containers of one type with the same keys or lengths, tensors of one shape and dtype, and values that
+    are equal, or with a tolerance ``|actual - expected| <= atol + rtol * |expected|``. Not-a-number equals itself.
+
+    Args:
+        actual: what was found.
+        expected: what should have been.
+        rtol: relative tolerance for floating-point and complex values.
+        atol: absolute tolerance for the same.
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    found = list(differences(actual, expected, rtol=rtol, atol=atol))
+    if found:
+        raise AssertionError("\n".join([f"{len(found)} difference(s)", *found[:10]]))
+
+
+def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> Iterator[str]:
+    """One line for each place in which two collections differ; see :func:`assert_same`.
+
+    Args:
+        actual: what was found.
+        expected: what should have been.
+        path: how the collection is called in the lines.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+    """
+    where = path or "the value"
+    own, other = children(actual), children(expected)
+    if isinstance(actual, Tensor) and isinstance(expected, Tensor):
+        yield from _between_tensors(actual.detach().cpu(), expected.detach().cpu(), where, rtol, atol)
+    elif type(actual) is not type(expected):
+        yield f"{where}: {actual!r:.80} is a {type(actual).__name__}, expected {expected!r:.80}"
+    elif own or other:
+        for name in own | other:
+            if name in own and name in other:
+                yield from differences(own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol)
+            else:
+                yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
+    elif isinstance(actual, float | complex):
+        dtype = torch.float64 if isinstance(actual, float) else torch.complex128
+        numbers = (torch.tensor(value, dtype=dtype) for value in (actual, expected))
+        yield from _between_tensors(*numbers, where, rtol, atol)
+    elif actual != expected:
+        yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
+
+
+def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float) -> Iterator[str]:
+    kind, wanted = (
+        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (actual, expected)
+    )
+    if kind != wanted:
+        yield f"{where}: {kind}, expected {wanted}"
+        return
+    if not actual.is_floating_point() and not actual.is_complex():
+        rtol = atol = 0.0
+    wrong = ~torch.isclose(actual, expected, rtol, atol, equal_nan=True)
+    if wrong.any():
+        index = tuple(wrong.nonzero()[0].tolist())
+        place = f"{int(wrong.sum())} of {wrong.numel()} elements of {kind}, at {list(index)} " if index else ""
+        yield f"{where}: {place}{actual[index].item()}, expected {expected[index].item()}"

@@ -1,26 +1,29 @@
-"""Conformance suites for communicators and strategies, for ours and for those of users."""
+"""Conformance suites for communicators, strategies and training steps, for ours and for those of users."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import permutations, product
 from typing import Any
+from unittest import TestCase
 
 import torch
 from torch import Tensor, nn
 
 import fabric.testing.oracles as oracles
 from fabric._fabric import Fabric
+from fabric._plan import parse_strategy
 from fabric._session import prepared_module
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.strategies import Strategy
-from fabric.testing.compare import assert_same
+from fabric.testing.base import assert_same
 from fabric.testing.pool import RankPool
 
-__all__ = ["check_communicator", "check_strategy"]
+__all__ = ["assert_equivalent", "check_communicator", "check_strategy"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.complex64)
 _ORDERED = (Reduce.SUM, Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)
 _BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
+_assert_raises = TestCase().assertRaises
 _SHAPES = ((), (3,), (2, 2), (0,))
 
 
@@ -35,8 +38,8 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
     """
-    for check in (_check_reductions, _check_rows, _check_one_rank, _check_messages, _check_objects, _check_groups):
-        _apply(check.__doc__, lambda check=check: run(check))
+    for check in (_check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups):
+        _apply(run, check)
 
 
 def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any) -> None:
@@ -52,37 +55,71 @@ def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any
     """
     options = {"strategy": strategy, "precision": "64-true", **options}
     with RankPool(world_size, timeout=120.0, **options) as pool:
-        for check in (_check_strategy_collectives, _check_training, _check_accumulation, _check_state):
-            _apply(check.__doc__, lambda check=check: pool.run(check))
+        for check in (_check_strategy_collectives, _check_training, _check_state):
+            _apply(pool.run, check)
 
 
-def _apply(doc: str | None, action: Callable[[], Any]) -> None:
+def assert_equivalent(
+    step_fn: Callable[..., Any],
+    *args: Any,
+    strategies: Sequence[Strategy | str] = ("single_device", "ddp", "fsdp"),
+    world_sizes: Sequence[int] = (1, 2),
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+    timeout: float = 120.0,
+    **options: Any,
+) -> None:
+    """Run a training step under several strategies and numbers of ranks, and compare all results with the first.
+
+    ``step_fn(fabric, *args)`` builds its model from a fixed seed, sets it up, takes its rank's share of a global batch,
+    and returns what should not depend on who computed it: a loss that was reduced over ranks, a gradient norm, a whole
+    state dict.
+
+    Args:
+        step_fn: the step; it is sent to the ranks as by :meth:`fabric.testing.RankPool.run`.
+        *args: what it is called with after the fabric.
+        strategies: names or strategies. Those of a single process run on one rank only.
+        world_sizes: numbers of ranks.
+        rtol: relative tolerance; the order of summation differs between numbers of ranks.
+        atol: absolute tolerance.
+        timeout: seconds that one run may take.
+        **options: of :class:`fabric.Fabric`, such as ``precision="64-true"``.
+
+    Raises:
+        AssertionError: some results differ from those of the first strategy on the first number of ranks; the text
+            names strategy, rank and leaf, with both values.
+        ConfigurationError: fewer than two runs to compare.
+        RankFailedError: the step failed.
+    """
+    connected = {s for s in strategies if (parsed := parse_strategy(s)) is None or parsed.connects_processes}
+    runs = [(s, size) for size in world_sizes for s in strategies if size == 1 or s in connected]
+    if len(runs) < 2:
+        raise ConfigurationError(
+            f"assert_equivalent(...) under {list(strategies)} on {list(world_sizes)} ranks",
+            f"that is {len(runs)} run; it takes two, and strategies of a single process run on one rank only",
+        )
+    results: dict[str, list[Any]] = {}
+    for number, (strategy, size) in enumerate(runs):
+        name = strategy if isinstance(strategy, str) else strategy.name
+        with RankPool(size, timeout=timeout, strategy=strategy, **options) as pool:
+            results[f"run {number}, {name} on {size} rank(s)"] = pool.run(step_fn, *args)
+    reference = next(iter(results.values()))[0]
+    expected = {name: [reference] * len(by_rank) for name, by_rank in results.items()}
+    assert_same(results, expected, rtol=rtol, atol=atol)
+
+
+def _apply(run: Callable[[Callable[..., None]], Any], check: Callable[..., None]) -> None:
     try:
-        action()
+        run(check)
     except Exception as error:
-        raise AssertionError(f"not so: {(doc or '').partition(chr(10))[0]}\n{error}") from error
+        raise AssertionError(f"not so: {check.__doc__}\n{error}") from error
 
 
 # -- communicators, on each rank --------------------------------------------------------------------------------------
 
 
-def _check_reductions(communicator: Communicator) -> None:
-    """A reduction writes the oracle's result into the buffer, and a reduce_scatter returns its own row of it."""
-    size, rank = communicator.size, communicator.rank
-    for dtype in _DTYPES:
-        real = (*_ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else _BITWISE))
-        for op, shape in product([Reduce.SUM] if dtype.is_complex else real, _SHAPES):
-            values = _values(size, dtype, shape)
-            buffer = values[rank].clone()
-            assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
-            assert_same(buffer, oracles.all_reduce(values, op.value)[rank])
-            rows = _values(size, dtype, (size, *shape))
-            own = communicator.reduce_scatter(rows[rank].clone(), op)
-            assert_same(own, oracles.reduce_scatter(rows, op.value)[rank])
-
-
-def _check_rows(communicator: Communicator) -> None:
-    """all_gather and all_to_all put rows in the order of ranks, into new tensors."""
+def _check_oracles(communicator: Communicator) -> None:
+    """Reductions, all_gather and all_to_all agree with their oracles; all_reduce alone writes into its buffer."""
     size, rank = communicator.size, communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
         values, rows = _values(size, dtype, shape), _values(size, dtype, (size, *shape))
@@ -90,6 +127,13 @@ def _check_rows(communicator: Communicator) -> None:
         assert_same(communicator.all_gather(own), torch.stack(values))
         assert_same(communicator.all_to_all(own_rows), oracles.all_to_all(rows)[rank])
         assert_same([own, own_rows], [values[rank], rows[rank]])
+        real = (*_ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else _BITWISE))
+        for op in [Reduce.SUM] if dtype.is_complex else real:
+            buffer = own.clone()
+            assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"
+            assert_same(buffer, oracles.all_reduce(values, op.value)[rank])
+            reduced = communicator.reduce_scatter(own_rows.clone(), op)
+            assert_same(reduced, oracles.reduce_scatter(rows, op.value)[rank])
 
 
 def _check_one_rank(communicator: Communicator) -> None:
@@ -126,8 +170,10 @@ def _check_objects(communicator: Communicator) -> None:
     assert_same(communicator.gather_objects((rank, "x" * rank)), [(other, "x" * other) for other in range(size)])
     if size > 1:
         unpicklable = (number for number in range(2))
-        _raises(ArgumentTypeError, lambda: communicator.broadcast_object(unpicklable, 0))
-        _raises(ArgumentTypeError, lambda: communicator.gather_objects(unpicklable if rank == size - 1 else 1))
+        with _assert_raises(ArgumentTypeError):
+            communicator.broadcast_object(unpicklable, 0)
+        with _assert_raises(ArgumentTypeError):
+            communicator.gather_objects(unpicklable if rank == size - 1 else 1)
     communicator.barrier("objects")
 
 
@@ -148,7 +194,8 @@ def _check_groups(communicator: Communicator) -> None:
         group.close()
         group.close()
     for members in ([], [0, 0], [communicator.size]):
-        _raises(ConfigurationError, lambda members=members: communicator.new_group(members))
+        with _assert_raises(ConfigurationError):
+            communicator.new_group(members)
     communicator.barrier("groups")
 
 
@@ -168,29 +215,21 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
 
 
 def _check_training(fabric: Fabric) -> None:
-    """Three steps on shares of a batch end in the parameters of a plain loop on the whole of it."""
-    model, optimizer = _model()
-    expected = _trained(model, optimizer, _batches(fabric.world_size))
+    """Steps of one and of two micro-batches, the first of two not synchronized, train as a plain loop does."""
+    generator = torch.Generator().manual_seed(2)
+    batches = [torch.randn(4 * fabric.world_size, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
+    plain, plain_optimizer = _model()
     prepared, optimizer = fabric.setup(*_model())
-    for batch in _batches(fabric.world_size):
+    for count, batch in zip((1, 2, 2), batches, strict=True):
+        plain_optimizer.zero_grad()
+        plain(batch).square().mean().backward()
+        plain_optimizer.step()
         optimizer.zero_grad()
-        fabric.backward(_loss(prepared, batch.chunk(fabric.world_size)[fabric.global_rank]))
+        for number, part in enumerate(batch.chunk(count * fabric.world_size)[fabric.global_rank :: fabric.world_size]):
+            with fabric.no_backward_sync(prepared, enabled=number < count - 1):
+                fabric.backward(prepared(part).square().mean() / count)
         optimizer.step()
-    assert_same(_state(fabric, prepared), expected, rtol=1e-10, atol=1e-12)
-
-
-def _check_accumulation(fabric: Fabric) -> None:
-    """Gradients of two micro-batches, the first without synchronization, are those of both in one."""
-    model, optimizer = _model()
-    batches = _batches(fabric.world_size)[:2]
-    expected = _trained(model, optimizer, [torch.cat(batches)])
-    prepared, optimizer = fabric.setup(*_model())
-    for index, batch in enumerate(batches):
-        with fabric.no_backward_sync(prepared, enabled=index == 0):
-            own = batch.chunk(fabric.world_size)[fabric.global_rank]
-            fabric.backward(_loss(prepared, own) / len(batches))
-    optimizer.step()
-    assert_same(_state(fabric, prepared), expected, rtol=1e-10, atol=1e-12)
+    assert_same(_state(fabric, prepared), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
 
 
 def _check_state(fabric: Fabric) -> None:
@@ -209,23 +248,6 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def _batches(world_size: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randn(2 * world_size, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
-
-
-def _loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Tensor]) -> dict[str, Any]:
-    for batch in batches:
-        optimizer.zero_grad()
-        _loss(model, batch).backward()
-        optimizer.step()
-    return dict(model.state_dict())
-
-
 def _state(fabric: Fabric, model: nn.Module) -> dict[str, Any]:
     state = fabric.strategy.get_module_state_dict(prepared_module(model))
     return {name: value.detach().clone() for name, value in state.items()}
@@ -235,11 +257,3 @@ def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tenso
     """Small whole numbers, different on every rank, whose sums and products are exact in every dtype."""
     count = torch.Size(shape).numel()
     return [((torch.arange(count) + 3 * rank) % 5).reshape(shape).to(dtype) for rank in range(size)]
-
-
-def _raises(kind: type[Exception], action: Callable[[], Any]) -> None:
-    try:
-        action()
-    except kind:
-        return
-    raise AssertionError(f"no {kind.__name__} was raised")

@@ -9,7 +9,7 @@ integers cover an eighth of their range.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,7 @@ from fabric.testing.base import Pair, PerRank, Record
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise MissingDependencyError(
-        "import fabric.testing.generators",
-        "hypothesis is not installed",
-        suggestion='pip install "torch-fabric[testing]"',
-    ) from error
+    raise MissingDependencyError("hypothesis is not installed", 'pip install "torch-fabric[testing]"') from error
 
 __all__ = [
     "COMPLEX",
@@ -119,25 +115,20 @@ def tensors(
     return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
 
 
-def numbers(kinds: Sequence[type] = (float, int, bool), *, exact: bool = True) -> st.SearchStrategy[Any]:
+def numbers(kinds: Sequence[type] = (float, int, bool)) -> st.SearchStrategy[Any]:
     """Python numbers of these types."""
-    return st.sampled_from(kinds).flatmap(lambda kind: _elements(_KINDS[kind], exact))
+    return st.sampled_from(kinds).flatmap(lambda kind: _elements(_KINDS[kind], exact=True))
 
 
 def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
     """Collections of leaves: dicts, lists, tuples, namedtuples and dataclasses, nested, a lone leaf, empty ones."""
     keys = st.sampled_from(["a", "b", "c", 0, 1])
-    return st.recursive(
-        leaves,
-        lambda inner: st.one_of(
-            st.lists(inner, max_size=3),
-            st.dictionaries(keys, inner, max_size=3),
-            st.tuples(inner, inner),
-            st.builds(Pair, inner, inner),
-            st.builds(Record, inner, inner),
-        ),
-        max_leaves=max_leaves,
-    )
+
+    def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        of_any_length = st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
+        return of_any_length | st.tuples(inner, inner) | st.builds(Pair, inner, inner) | st.builds(Record, inner, inner)
+
+    return st.recursive(leaves, nested, max_leaves=max_leaves)
 
 
 def per_rank(values: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[PerRank]:
@@ -147,11 +138,10 @@ def per_rank(values: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[Per
 
 @st.composite
 def per_rank_tensors(
-    draw: Callable[[st.SearchStrategy[Any]], Any],
+    draw: st.DrawFn,
     size: int,
     dtype: Any = torch.float32,
     shape: Any = None,
-    layout: Any = None,
     *,
     exact: bool = True,
     ragged: bool = False,
@@ -161,27 +151,20 @@ def per_rank_tensors(
     Args:
         draw: hypothesis's.
         size: number of ranks.
-        dtype: as for :func:`tensors`, and so are the next three.
+        dtype: as for :func:`tensors`, and so are the next two.
         shape: the shape.
-        layout: the layout.
         exact: whether sums are exact.
         ragged: whether the length along dim 0 may differ between ranks; the shape needs one dimension at least.
     """
     common = draw(_strategy(shape, _SHAPES[ragged]))
-    kind, layouts = draw(_strategy(dtype)), _strategy(layout, _ANY_LAYOUT)
+    kind = draw(_strategy(dtype))
     own = [(draw(_LENGTHS), *common[1:]) if ragged else common for _ in range(size)]
-    return PerRank([draw(_tensors(kind, shape, draw(layouts), exact)) for shape in own])
+    return PerRank([draw(_tensors(kind, shape, draw(_ANY_LAYOUT), exact)) for shape in own])
 
 
 @st.composite
 def per_rank_trees(
-    draw: Callable[[st.SearchStrategy[Any]], Any],
-    size: int,
-    reduce_op: str | None = None,
-    *,
-    with_numbers: bool = True,
-    max_leaves: int = 5,
-    exact: bool = True,
+    draw: st.DrawFn, size: int, reduce_op: str | None = None, *, with_numbers: bool = True, max_leaves: int = 5
 ) -> PerRank:
     """Collections of one structure, with shapes and dtypes in common, and values of its own for each rank.
 
@@ -193,9 +176,8 @@ def per_rank_trees(
         reduce_op: leave out dtypes that this reduction has no meaning for.
         with_numbers: whether some leaves are Python numbers.
         max_leaves: about how many leaves.
-        exact: whether sums are exact.
     """
-    tree = draw(_trees_of_strategies(reduce_op, with_numbers, max_leaves, exact))
+    tree = draw(_trees_of_strategies(reduce_op, with_numbers, max_leaves))
     return PerRank([_draw_leaves(draw, tree) for _ in range(size)])
 
 
@@ -249,19 +231,17 @@ def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrate
     return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 
-@functools.lru_cache
-def _trees_of_strategies(
-    reduce_op: str | None, with_numbers: bool, max_leaves: int, exact: bool
-) -> st.SearchStrategy[Any]:
+@functools.cache
+def _trees_of_strategies(reduce_op: str | None, with_numbers: bool, max_leaves: int) -> st.SearchStrategy[Any]:
     """Collections with strategies for values in the place of leaves."""
-    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact)
+    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
     kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
     if with_numbers and kinds:
-        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact))
+        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact=True))
     return trees(leaves, max_leaves)
 
 
-def _draw_leaves(draw: Callable[[st.SearchStrategy[Any]], Any], tree: Any) -> Any:
+def _draw_leaves(draw: st.DrawFn, tree: Any) -> Any:
     if isinstance(tree, st.SearchStrategy):
         return draw(tree)
     if isinstance(tree, dict):

@@ -39,9 +39,9 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "min": lambda rows: rows.amin(0),
     "max": lambda rows: rows.amax(0),
     "product": lambda rows: rows.prod(0),
-    "band": lambda rows: reduce(torch.bitwise_and, rows.unbind()),
-    "bor": lambda rows: reduce(torch.bitwise_or, rows.unbind()),
-    "bxor": lambda rows: reduce(torch.bitwise_xor, rows.unbind()),
+    "band": lambda rows: reduce(torch.bitwise_and, rows),
+    "bor": lambda rows: reduce(torch.bitwise_or, rows),
+    "bxor": lambda rows: reduce(torch.bitwise_xor, rows),
 }
 
 
@@ -53,7 +53,7 @@ def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
         reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
             ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and rounded once.
     """
-    return [_zip(lambda own, leaves: _reduced(leaves, reduce_op), value, values) for value in values]
+    return _on_each_rank(values, lambda rank, leaves: _reduced(leaves, reduce_op))
 
 
 def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = False) -> list[Any]:
@@ -65,28 +65,22 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
         concat: tensors as one, along dim 0; a 0-dim tensor counts as one of length 1.
     """
 
-    def collected(own: Any, leaves: list[Any]) -> Any:
-        if not isinstance(own, Tensor) or ragged:
+    def collected(rank: int, leaves: Sequence[Any]) -> Any:
+        if not isinstance(leaves[rank], Tensor) or ragged:
             return list(leaves)
         return torch.cat([torch.atleast_1d(leaf) for leaf in leaves]) if concat else torch.stack(leaves)
 
-    return [_zip(collected, value, values) for value in values]
+    return _on_each_rank(values, collected)
 
 
 def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
     """Row ``r`` of the reduction on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
-    return [
-        _zip(lambda own, leaves, rank=rank: _reduced([leaf[rank] for leaf in leaves], reduce_op), value, values)
-        for rank, value in enumerate(values)
-    ]
+    return _on_each_rank(values, lambda rank, leaves: _reduced([leaf[rank] for leaf in leaves], reduce_op))
 
 
 def all_to_all(values: Sequence[Any]) -> list[Any]:
     """On rank ``r`` row ``r`` of every rank: tensors of shape ``(size, *s)`` keep it."""
-    return [
-        _zip(lambda own, leaves, rank=rank: torch.stack([leaf[rank] for leaf in leaves]), value, values)
-        for rank, value in enumerate(values)
-    ]
+    return _on_each_rank(values, lambda rank, leaves: torch.stack([leaf[rank] for leaf in leaves]))
 
 
 def broadcast(values: Sequence[Any], src: int = 0) -> list[Any]:
@@ -129,27 +123,22 @@ def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequen
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
-def _zip(function: Callable[[Any, list[Any]], Any], own: Any, trees: Sequence[Any]) -> Any:
-    """The structure of ``own`` with ``function(leaf of own, the leaves of all trees there)`` in place of each leaf."""
-    leaves, structure = flatten(own)
-    rows = zip(leaves, *(flatten(tree)[0] for tree in trees), strict=True)
-    carried = (Tensor, *_NUMBERS)
-    return unflatten(structure, [function(leaf, row) if isinstance(leaf, carried) else leaf for leaf, *row in rows])
+def _on_each_rank(values: Sequence[Any], function: Callable[[int, Sequence[Any]], Any]) -> list[Any]:
+    """The values with ``function(rank, the leaves of all ranks there)`` in place of each tensor and number."""
+    flat = [flatten(value) for value in values]
+    rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
+
+    def of(rank: int, row: Sequence[Any]) -> Any:
+        return function(rank, row) if isinstance(row[rank], Tensor | float | int | complex) else row[rank]
+
+    return [unflatten(structure, [of(rank, row) for row in rows]) for rank, (_, structure) in enumerate(flat)]
 
 
-def _reduced(leaves: list[Any], reduce_op: str) -> Any:
+def _reduced(leaves: Sequence[Any], reduce_op: str) -> Any:
     reduction = _REDUCTIONS[reduce_op.lower()]
-    if isinstance(leaves[0], Tensor):
-        rows = torch.stack(leaves)
-        return reduction(rows.to(_wide(rows.dtype))).to(rows.dtype)
-    kind = type(leaves[0])
-    return kind(reduction(torch.tensor(leaves, dtype=_NUMBERS[kind])).item())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """In which to compute: what is lost on the way back is what the dtype itself loses."""
-    if dtype.is_floating_point and dtype.itemsize < 4:
-        return torch.float32
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool:
-        return dtype
-    return torch.int64
+    if not isinstance(leaves[0], Tensor):
+        kind = type(leaves[0])
+        return kind(reduction(torch.tensor(leaves, dtype=_NUMBERS[kind])).item())
+    rows = torch.stack(list(leaves))
+    is_16_bit = rows.is_floating_point() and rows.dtype.itemsize < 4
+    return reduction(rows.float() if is_16_bit else rows).to(rows.dtype)

@@ -20,14 +20,14 @@ from types import ModuleType
 from typing import Any, Self
 
 from fabric._fabric import Fabric
-from fabric.errors import UsageError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.base import single_node_worlds
 from fabric.launchers.function import UNKNOWN_EXIT_CODE, fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import EXPLANATIONS, RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
-from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
+from fabric.testing.base import Report, check_arguments, failure, for_rank, name_of, raised
 
 __all__ = ["RankPool"]
 
@@ -59,7 +59,8 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        check_size("RankPool", world_size)
+        if world_size < 1:
+            raise ConfigurationError(f"RankPool({world_size})", "there has to be one rank at least")
         self.size, self.timeout = world_size, timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)

@@ -1,8 +1,8 @@
 """Ranks that are threads of this process: no transport, milliseconds to start, for code that only needs the semantics.
 
-[Note: The mailbox] What a rank passes to a collective it puts into a mailbox, under the group, the number of the call
-in that group and its rank; then it takes what the others put there. There is no process group, every reduction runs in
-the order of ranks, and a rank that has returned is known at once to those that wait for it.
+[Note: The mailbox] What a rank passes to a collective it puts into a mailbox, in a queue for each member of the group;
+then it takes what the others put there for it. There is no process group, every reduction runs in the order of ranks,
+and a rank that has returned is known at once to those that wait for it.
 """
 
 import copy
@@ -10,7 +10,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -20,10 +22,10 @@ from typing_extensions import override
 
 from fabric._fabric import Fabric
 from fabric.communicators import Collective, Communicator, Operation, Reduce
-from fabric.errors import CollectiveMismatchError, UsageError
+from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
-from fabric.testing.base import Report, check_arguments, check_size, failure, for_rank, name_of, raised
+from fabric.testing.base import Report, check_arguments, failure, for_rank, name_of, raised
 from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
@@ -45,7 +47,8 @@ class ThreadedWorld:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        check_size("ThreadedWorld", world_size)
+        if world_size < 1:
+            raise ConfigurationError(f"ThreadedWorld({world_size})", "there has to be one rank at least")
         self.size, self.timeout, self._options = world_size, timeout, options
 
     def __repr__(self) -> str:
@@ -57,38 +60,35 @@ class ThreadedWorld:
         limit = self.timeout if timeout is None else timeout
         mailbox, store = _Mailbox(), dist.HashStore()
         results: list[Any] = [None] * self.size
-        reports: dict[int, Report] = {}
+        reports = [Report(rank=rank) for rank in range(self.size)]
 
-        def call(rank: int, args: list[Any], kwargs: dict[str, Any]) -> None:
-            report = Report(rank=rank)
+        def call(rank: int) -> None:
             try:
+                own = copy.deepcopy([for_rank(value, rank) for value in args])
+                named = copy.deepcopy({name: for_rank(value, rank) for name, value in kwargs.items()})
                 with self._fabric(rank, mailbox, store) as fabric:
-                    results[rank] = fn(fabric, *args, **kwargs)
+                    results[rank] = fn(fabric, *own, **named)
             except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
-                report = raised(rank, error)
-            reports.setdefault(rank, report)
-            mailbox.leave(rank, report.did)
+                reports[rank] = raised(rank, error)
+            mailbox.leave(rank, reports[rank].did)
 
-        threads = []
-        for rank in range(self.size):
-            own = [copy.deepcopy(for_rank(value, rank)) for value in args]
-            named = {name: copy.deepcopy(for_rank(value, rank)) for name, value in kwargs.items()}
-            # A daemon, so that a rank that hangs does not keep the interpreter.
-            threads.append(threading.Thread(target=call, args=(rank, own, named), name=f"rank-{rank}", daemon=True))
+        # Daemons, so that a rank that hangs does not keep the interpreter.
+        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + limit
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        for rank, thread in enumerate(threads):
-            if thread.is_alive():
-                reports.setdefault(rank, _stuck(rank, thread, limit, rank in mailbox.waiting))
-        for rank in list(reports):
-            mailbox.leave(rank, reports[rank].did)
+        final = [
+            _late_report(report, thread, limit, report.rank in mailbox.waiting) if thread.is_alive() else report
+            for report, thread in zip(reports, threads, strict=True)
+        ]
+        for report in final:
+            mailbox.leave(report.rank, report.did)
         for thread in threads:
             thread.join(_EXIT)
-        if any(report.failed for report in reports.values()):
-            raise failure(name_of(fn), [reports[rank] for rank in range(self.size)])
+        if any(report.failed for report in final):
+            raise failure(name_of(fn), final)
         return results
 
     def close(self) -> None:
@@ -108,16 +108,11 @@ class ThreadedWorld:
         return fabric
 
 
-def _stuck(rank: int, thread: threading.Thread, limit: float, waits: bool) -> Report:
+def _late_report(report: Report, thread: threading.Thread, limit: float, waits: bool) -> Report:
     """The report of a rank that is still running."""
     frame = sys._current_frames().get(thread.ident or 0)
-    frames = [] if frame is None else traceback.extract_stack(frame)
-    own = [index for index, frame in enumerate(frames) if frame.filename == __file__]
-    # From where the user's function begins.
-    lines = traceback.format_list(frames[own[0] + 1 :] if own else frames)
-    text = "".join(["it was here, most recent call last\n", *lines])
-    did = f"did not return within {limit:g} s"
-    return Report(rank=rank, did=did, failed=True, secondary=int(waits), text=text)
+    text = "it was here, most recent call last\n" + "".join(traceback.format_stack(frame) if frame else [])
+    return replace(report, did=f"did not return within {limit:g} s", failed=True, secondary=int(waits), text=text)
 
 
 class ThreadedStrategy(Strategy):
@@ -150,8 +145,7 @@ class ThreadedStrategy(Strategy):
         raise UsageError(
             f"setup_module({type(module).__name__}) in a ThreadedWorld",
             "its ranks are threads, which synchronize no gradients",
-            "collectives and data",
-            f"RankPool({self.world_size}), which runs the same function in processes",
+            suggestion=f"RankPool({self.world_size}), which runs the same function in processes",
         )
 
 
@@ -169,33 +163,30 @@ class _Mailbox:
     def __init__(self) -> None:
         self.waiting: set[int] = set()
         self._changed = threading.Condition()
-        self._values: dict[Hashable, list[Any]] = {}
+        self._queues: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
         self._left: dict[int, str] = {}
 
-    def put(self, key: Hashable, value: Any, readers: int) -> None:
-        """Leave a value that so many ranks will take."""
+    def put(self, queue: Hashable, author: int, readers: Sequence[int], value: Any) -> None:
+        """Leave a value for each of these ranks, in the queue of that name from this author."""
         with self._changed:
-            self._values[key] = [value, readers]
+            for reader in readers:
+                self._queues[queue, author, reader].append(value)
             self._changed.notify_all()
 
-    def take(self, key: Hashable, author: int, reader: int, request: str) -> Any:
-        """Wait for the value that another rank puts there."""
+    def take(self, queue: Hashable, author: int, reader: int, request: str) -> Any:
+        """Wait for the next value that another rank leaves there for this one."""
         with self._changed:
+            values = self._queues[queue, author, reader]
             self.waiting.add(reader)
-            self._changed.wait_for(lambda: key in self._values or author in self._left)
+            self._changed.wait_for(lambda: values or author in self._left)
             self.waiting.discard(reader)
-            if key not in self._values:
-                raise _PeerLost(
-                    f"{request} on rank {reader}",
-                    f"rank {author} {self._left[author]} and did not call it",
-                    "the same calls on all ranks, in the same order",
-                    "look for a branch on the rank before this call",
-                )
-            entry = self._values[key]
-            entry[1] -= 1
-            if entry[1] == 0:
-                del self._values[key]
-            return entry[0]
+            if values:
+                return values.popleft()
+            raise _PeerLost(
+                f"{request} on rank {reader}",
+                f"rank {author} {self._left[author]} and did not call it",
+                "the same calls on all ranks, in the same order; look for a branch on the rank before this call",
+            )
 
     def leave(self, rank: int, did: str) -> None:
         """Note that a rank makes no more calls; those that wait for it raise."""
@@ -220,61 +211,47 @@ class ThreadCommunicator(Communicator):
     def __init__(self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world") -> None:
         self._mailbox, self._own, self._ranks, self._name = mailbox, rank, list(ranks), name
         self.rank, self.size, self.device = self._ranks.index(rank), len(self._ranks), torch.device("cpu")
-        self._calls = 0
-        self._messages: dict[tuple[int, int], int] = {}
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer, op = collective.buffer, collective.peer or 0, collective.reduce or Reduce.SUM
-        if collective.operation is Operation.SEND or collective.operation is Operation.RECV:
-            return self._message(collective.message(self.rank), buffer)
-        passed = collective.rows if collective.operation is Operation.SCATTER else buffer
+        buffer, peer, op = collective.buffer, collective.peer, collective.reduce or Reduce.SUM
+        if collective.operation in (Operation.SEND, Operation.RECV):
+            src, dst = (self._ranks[rank] for rank in collective.message(self.rank))
+            if self._own == src:
+                return self._mailbox.put((self._name, "messages"), src, [dst], buffer.clone())
+            return buffer.copy_(self._mailbox.take((self._name, "messages"), src, dst, f"recv(src={peer})"))
+        # What names a group is the first rank's object: the same on all members, and of no other group.
+        passed = {Operation.SCATTER: collective.rows, Operation.NEW_GROUP: object()}.get(collective.operation, buffer)
         call = ", ".join(collective.facts.values())
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return buffer.copy_(op.fold(values))
-            case Operation.ALL_GATHER:
-                return torch.stack(values)
             case Operation.REDUCE_SCATTER:
-                return op.fold([row[self.rank] for row in values])
+                return op.fold([rows[self.rank] for rows in values])
             case Operation.ALL_TO_ALL:
                 return torch.stack([rows[self.rank] for rows in values])
+            case Operation.ALL_GATHER | Operation.GATHER:
+                return torch.stack(values) if peer in (None, self.rank) else None
             case Operation.BROADCAST:
                 return buffer.copy_(values[peer])
             case Operation.SCATTER:
                 return buffer.copy_(values[peer][self.rank])
-            case Operation.GATHER:
-                return torch.stack(values) if self.rank == peer else None
-            case Operation.BROADCAST_OBJECT:
-                return values[peer]
-            case Operation.NEW_GROUP if self.rank not in buffer:
-                return None
             case Operation.NEW_GROUP:
                 ranks = [self._ranks[rank] for rank in buffer]
-                return ThreadCommunicator(self._mailbox, self._own, ranks, (self._name, self._calls))
+                return ThreadCommunicator(self._mailbox, self._own, ranks, values[0]) if self._own in ranks else None
             case _:
-                return values
+                return values if peer is None else values[peer]
 
     def _exchange(self, call: str, value: Any) -> list[Any]:
         """What every rank passes to this call, in rank order."""
-        self._calls += 1
-        key = (self._name, self._calls)
-        self._mailbox.put((*key, self._own), (call, value), self.size)
-        calls = [self._mailbox.take((*key, rank), rank, self._own, call) for rank in self._ranks]
-        if len({other for other, _ in calls}) > 1:
+        self._mailbox.put(self._name, self._own, self._ranks, (call, value))
+        received = [self._mailbox.take(self._name, rank, self._own, call) for rank in self._ranks]
+        calls, values = zip(*received, strict=True)
+        if len(set(calls)) > 1:
             raise CollectiveMismatchError(
                 f"{call} on rank {self._own}",
-                "; ".join(f"rank {rank} calls {other}" for rank, (other, _) in zip(self._ranks, calls, strict=True)),
-                "the same call on all ranks, with equal shapes and dtypes",
-                "look for a branch on the rank before this call",
+                "; ".join(f"rank {rank} calls {other}" for rank, other in zip(self._ranks, calls, strict=True)),
+                "the same call on all ranks, with equal shapes and dtypes; look for a branch on the rank before it",
             )
-        return [value for _, value in calls]
-
-    def _message(self, pair: tuple[int, int], buffer: Tensor) -> Tensor:
-        number = self._messages[pair] = self._messages.get(pair, 0) + 1
-        key = (self._name, "message", *pair, number)
-        if self.rank == pair[0]:
-            self._mailbox.put(key, buffer.clone(), 1)
-            return buffer
-        return buffer.copy_(self._mailbox.take(key, self._ranks[pair[0]], self._own, f"recv(src={pair[0]})"))
+        return list(values)
