@@ -35,12 +35,13 @@ __all__ = [
 
 
 class World(Protocol):
-    """Ranks that run functions; see the note at the top."""
+    """Ranks that run functions; see the note at the top.
 
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        ...
+    Attributes:
+        size: number of ranks.
+    """
+
+    size: int
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """What ``fn(fabric, *args, **kwargs)`` returned on each rank, in rank order."""
@@ -60,6 +61,10 @@ class PerRank:
     def __repr__(self) -> str:
         # What hypothesis prints: strides are often what matters, and torch does not show them.
         return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        # Without this method hypothesis prints the calls that have made the value.
+        printer.text(repr(self))
 
 
 Pair = namedtuple("Pair", "first second")
@@ -147,10 +152,8 @@ def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
     """Raise a ConfigurationError unless every :class:`PerRank` holds one value for each of ``size`` ranks."""
     for argument in args:
         if isinstance(argument, PerRank) and len(argument.values) != size:
-            raise ConfigurationError(
-                f"run({name_of(fn)}, PerRank(...)) in a world of {size}",
-                f"there are {len(argument.values)} values, not one for each rank",
-            )
+            request = f"run({name_of(fn)}, PerRank(...))"
+            raise ConfigurationError(request, f"there are {len(argument.values)} values for {size} ranks")
 
 
 def name_of(fn: Any) -> str:

@@ -38,8 +38,7 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
     """
-    for check in (_check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups):
-        _apply(run, check)
+    _apply(run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups)
 
 
 def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any) -> None:
@@ -55,8 +54,7 @@ def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any
     """
     options = {"strategy": strategy, "precision": "64-true", **options}
     with RankPool(world_size, timeout=120.0, **options) as pool:
-        for check in (_check_strategy_collectives, _check_training, _check_state):
-            _apply(pool.run, check)
+        _apply(pool.run, _check_strategy_collectives, _check_training)
 
 
 def assert_equivalent(
@@ -108,11 +106,12 @@ def assert_equivalent(
     assert_same(results, expected, rtol=rtol, atol=atol)
 
 
-def _apply(run: Callable[[Callable[..., None]], Any], check: Callable[..., None]) -> None:
-    try:
-        run(check)
-    except Exception as error:
-        raise AssertionError(f"not so: {check.__doc__}\n{error}") from error
+def _apply(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., None]) -> None:
+    for check in checks:
+        try:
+            run(check)
+        except Exception as error:
+            raise AssertionError(f"not so: {check.__doc__}\n{error}") from error
 
 
 # -- communicators, on each rank --------------------------------------------------------------------------------------
@@ -215,42 +214,32 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
 
 
 def _check_training(fabric: Fabric) -> None:
-    """Steps of one and of two micro-batches, the first of two not synchronized, train as a plain loop does."""
+    """Steps of one and two micro-batches train as a plain loop does; the state has its names, and can be loaded."""
+    size, rank = fabric.world_size, fabric.global_rank
     generator = torch.Generator().manual_seed(2)
-    batches = [torch.randn(4 * fabric.world_size, 3, generator=generator, dtype=torch.float64) for _ in range(3)]
-    plain, plain_optimizer = _model()
-    prepared, optimizer = fabric.setup(*_model())
-    for count, batch in zip((1, 2, 2), batches, strict=True):
+    (plain, plain_optimizer), (module, optimizer) = _model(), fabric.setup(*_model())
+    for count in (1, 2, 2):
+        batch = torch.randn(4 * size, 3, generator=generator, dtype=torch.float64)
         plain_optimizer.zero_grad()
         plain(batch).square().mean().backward()
         plain_optimizer.step()
         optimizer.zero_grad()
-        for number, part in enumerate(batch.chunk(count * fabric.world_size)[fabric.global_rank :: fabric.world_size]):
-            with fabric.no_backward_sync(prepared, enabled=number < count - 1):
-                fabric.backward(prepared(part).square().mean() / count)
+        for number, part in enumerate(batch.chunk(count * size)[rank::size], start=1):
+            with fabric.no_backward_sync(module, enabled=number < count):
+                fabric.backward(module(part).square().mean() / count)
         optimizer.step()
-    assert_same(_state(fabric, prepared), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
-
-
-def _check_state(fabric: Fabric) -> None:
-    """A module's state has the user's own names and shapes, and can be loaded again."""
-    prepared = fabric.setup_module(_model()[0])
-    before = _state(fabric, prepared)
-    changed = {name: torch.full_like(value, 2.0) for name, value in before.items()}
-    fabric.strategy.load_module_state_dict(prepared_module(prepared), changed)
-    assert_same(_state(fabric, prepared), changed)
-    assert_same(list(before), list(_model()[0].state_dict()))
+    prepared = prepared_module(module)
+    state = fabric.strategy.get_module_state_dict(prepared)
+    assert_same(list(state), list(plain.state_dict()))
+    assert_same(dict(state), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
+    fabric.strategy.load_module_state_dict(prepared, _model()[0].state_dict())
+    assert_same(dict(fabric.strategy.get_module_state_dict(prepared)), dict(_model()[0].state_dict()))
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def _state(fabric: Fabric, model: nn.Module) -> dict[str, Any]:
-    state = fabric.strategy.get_module_state_dict(prepared_module(model))
-    return {name: value.detach().clone() for name, value in state.items()}
 
 
 def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:

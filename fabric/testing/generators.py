@@ -162,23 +162,26 @@ def per_rank_tensors(
     return PerRank([draw(_tensors(kind, shape, draw(_ANY_LAYOUT), exact)) for shape in own])
 
 
-@st.composite
+@functools.cache
 def per_rank_trees(
-    draw: st.DrawFn, size: int, reduce_op: str | None = None, *, with_numbers: bool = True, max_leaves: int = 5
-) -> PerRank:
+    size: int, reduce_op: str | None = None, *, with_numbers: bool = True, max_leaves: int = 5
+) -> st.SearchStrategy[PerRank]:
     """Collections of one structure, with shapes and dtypes in common, and values of its own for each rank.
 
     The ranks fill their dicts in different orders.
 
     Args:
-        draw: hypothesis's.
         size: number of ranks.
         reduce_op: leave out dtypes that this reduction has no meaning for.
         with_numbers: whether some leaves are Python numbers.
         max_leaves: about how many leaves.
     """
-    tree = draw(_trees_of_strategies(reduce_op, with_numbers, max_leaves))
-    return PerRank([_draw_leaves(draw, tree) for _ in range(size)])
+    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
+    kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
+    if with_numbers and kinds:
+        leaves |= st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact=True))
+    of_ranks = trees(leaves.flatmap(lambda values: per_rank(values, size)), max_leaves)
+    return of_ranks.map(lambda tree: PerRank([_of_rank(tree, rank) for rank in range(size)]))
 
 
 def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
@@ -215,14 +218,9 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool) -> st.SearchStrategy[Tensor]:
     count = torch.Size(shape).numel()
+    values = st.lists(_elements(dtype, exact), min_size=count, max_size=count)
     # Built by a call of a public function, which is what hypothesis prints of a failing example.
-    return st.builds(
-        tensor_of,
-        st.lists(_elements(dtype, exact), min_size=count, max_size=count),
-        dtype=st.just(dtype),
-        shape=st.just(shape),
-        layout=st.just(layout),
-    )
+    return st.builds(tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout))
 
 
 def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
@@ -231,24 +229,17 @@ def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrate
     return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 
-@functools.cache
-def _trees_of_strategies(reduce_op: str | None, with_numbers: bool, max_leaves: int) -> st.SearchStrategy[Any]:
-    """Collections with strategies for values in the place of leaves."""
-    leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
-    kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
-    if with_numbers and kinds:
-        leaves = leaves | st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact=True))
-    return trees(leaves, max_leaves)
-
-
-def _draw_leaves(draw: st.DrawFn, tree: Any) -> Any:
-    if isinstance(tree, st.SearchStrategy):
-        return draw(tree)
+def _of_rank(tree: Any, rank: int) -> Any:
+    """What a rank has of a collection of values by rank; each rank begins its dicts with another key."""
+    if isinstance(tree, PerRank):
+        return tree.values[rank]
     if isinstance(tree, dict):
-        return {key: _draw_leaves(draw, tree[key]) for key in draw(st.permutations(list(tree)))}
+        first = rank % max(1, len(tree))
+        items = [*tree.items()][first:] + [*tree.items()][:first]
+        return {key: _of_rank(value, rank) for key, value in items}
     if isinstance(tree, Record):
-        return Record(_draw_leaves(draw, tree.left), _draw_leaves(draw, tree.right))
-    parts = [_draw_leaves(draw, part) for part in tree]
+        return Record(_of_rank(tree.left, rank), _of_rank(tree.right, rank))
+    parts = [_of_rank(part, rank) for part in tree]
     return Pair(*parts) if isinstance(tree, Pair) else type(tree)(parts)
 
 

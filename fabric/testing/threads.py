@@ -80,7 +80,7 @@ class ThreadedWorld:
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
         final = [
-            _late_report(report, thread, limit, report.rank in mailbox.waiting) if thread.is_alive() else report
+            _late_report(report, thread, limit) if thread.is_alive() else report
             for report, thread in zip(reports, threads, strict=True)
         ]
         for report in final:
@@ -108,10 +108,12 @@ class ThreadedWorld:
         return fabric
 
 
-def _late_report(report: Report, thread: threading.Thread, limit: float, waits: bool) -> Report:
+def _late_report(report: Report, thread: threading.Thread, limit: float) -> Report:
     """The report of a rank that is still running."""
     frame = sys._current_frames().get(thread.ident or 0)
-    text = "it was here, most recent call last\n" + "".join(traceback.format_stack(frame) if frame else [])
+    stack = traceback.extract_stack(frame) if frame else []
+    waits = any((frame.filename, frame.name) == (__file__, "take") for frame in stack)
+    text = "".join(["it was here, most recent call last\n", *traceback.format_list(stack)])
     return replace(report, did=f"did not return within {limit:g} s", failed=True, secondary=int(waits), text=text)
 
 
@@ -144,24 +146,14 @@ class ThreadedStrategy(Strategy):
         """
         raise UsageError(
             f"setup_module({type(module).__name__}) in a ThreadedWorld",
-            "its ranks are threads, which synchronize no gradients",
-            suggestion=f"RankPool({self.world_size}), which runs the same function in processes",
+            f"threads synchronize no gradients; RankPool({self.world_size}) runs the same function in processes",
         )
 
 
-class _PeerLost(UsageError, ConnectionError):
-    """Another rank will not make this call, which is that rank's failure."""
-
-
 class _Mailbox:
-    """Where the ranks of one call leave values for each other; see the note at the top.
-
-    Attributes:
-        waiting: the ranks that wait for another just now.
-    """
+    """Where the ranks of one call leave values for each other; see the note at the top."""
 
     def __init__(self) -> None:
-        self.waiting: set[int] = set()
         self._changed = threading.Condition()
         self._queues: defaultdict[Hashable, deque[Any]] = defaultdict(deque)
         self._left: dict[int, str] = {}
@@ -177,16 +169,12 @@ class _Mailbox:
         """Wait for the next value that another rank leaves there for this one."""
         with self._changed:
             values = self._queues[queue, author, reader]
-            self.waiting.add(reader)
             self._changed.wait_for(lambda: values or author in self._left)
-            self.waiting.discard(reader)
             if values:
                 return values.popleft()
-            raise _PeerLost(
-                f"{request} on rank {reader}",
-                f"rank {author} {self._left[author]} and did not call it",
-                "the same calls on all ranks, in the same order; look for a branch on the rank before this call",
-            )
+            # Of this class, so that it is not taken for the root cause.
+            missing = f"rank {author} {self._left[author]} and did not call it"
+            raise ConnectionError(f"{request} on rank {reader}: {missing}; look for a branch on the rank before it")
 
     def leave(self, rank: int, did: str) -> None:
         """Note that a rank makes no more calls; those that wait for it raise."""

@@ -31,7 +31,7 @@ def test_an_ignored_reduction_shrinks_to_one_number_that_differs(rank_pool: Call
     assert falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresTheReduction) == {
         "size": "2",
         "reduce_op": "'mean'",
-        "values": "PerRank([tensor(0.), tensor(0.2500)])",
+        "values": "PerRank([0.0, 0.25])",
     }
 
 
