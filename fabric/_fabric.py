@@ -23,7 +23,7 @@ from fabric._session import Session, set_up_modules, without_sync
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
-from fabric.clipping import check_clipping, clip_gradients
+from fabric.clipping import clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.data import FabricDataLoader, gather_batch
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
@@ -486,7 +486,6 @@ class Fabric:
             error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
                 norm is infinite or not a number. Checking waits for the device.
         """
-        check_clipping(clip_val, max_norm, norm_type)
         [model] = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
         session.check_clipping(model, optimizer)

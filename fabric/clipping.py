@@ -10,26 +10,7 @@ from torch import Tensor, nn
 from fabric._torch import full_tensor, local_tensor, max_over_shards
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 
-__all__ = ["check_clipping", "clip_gradients"]
-
-
-def check_clipping(clip_val: float | None, max_norm: float | None, norm_type: float) -> None:
-    """Raise a ConfigurationError unless exactly one positive limit, and a norm type that is a norm, is given."""
-    limit = clip_val if max_norm is None else max_norm
-    if limit is None or (clip_val is not None and max_norm is not None):
-        problem = "give one of clip_val and max_norm" + ("" if limit is None else ", not both")
-    elif not 0 < limit < math.inf:
-        problem = f"{limit!r} is not a positive number"
-    elif not norm_type > 0:
-        problem = f"norm_type={norm_type!r} is not a norm"
-    else:
-        return
-    raise ConfigurationError(
-        f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
-        problem,
-        "clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
-        "clip_gradients(model, optimizer, max_norm=1.0)",
-    )
+__all__ = ["clip_gradients"]
 
 
 def clip_gradients(
@@ -40,7 +21,7 @@ def clip_gradients(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor:
-    """Clip gradients in place; arguments as :func:`check_clipping` accepts them.
+    """Clip gradients in place, each value or their norm.
 
     Collective where the gradients are sharded: their norm is that of the whole gradient.
 
@@ -48,8 +29,17 @@ def clip_gradients(
         The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
 
     Raises:
+        ConfigurationError: not exactly one positive limit is given, or a norm type that is no norm.
         NonFiniteGradientError: the norm is infinite or not a number, and ``error_if_nonfinite``.
     """
+    limits = [limit for limit in (clip_val, max_norm) if limit is not None]
+    if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
+        raise ConfigurationError(
+            f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
+            "it takes one limit, a positive number, and a norm",
+            "clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
+            "clip_gradients(model, optimizer, max_norm=1.0)",
+        )
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
     norm = _total_norm(grads, norm_type)
