@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
-from fabric.errors import CheckpointError, ConfigurationError, UsageError
+from fabric.errors import ConfigurationError, UsageError
 
 __all__ = ["LossScaler"]
 
@@ -47,8 +47,6 @@ class LossScaler:
     Args:
         device: where the loss is.
         init_scale: first scale.
-        growth_factor: what the scale is multiplied by to grow.
-        backoff_factor: what it is multiplied by after an overflow.
         growth_interval: number of good steps in a row after which it grows.
         max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; given when ranks may hold
             different gradients, so that an overflow on one of them skips the step on all.
@@ -59,17 +57,13 @@ class LossScaler:
         device: torch.device,
         *,
         init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
         growth_interval: int = 2000,
         max_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
-        self._growth_factor, self._backoff_factor = growth_factor, backoff_factor
-        self._growth_interval = growth_interval
-        self._max_over_ranks = max_over_ranks
+        self._growth_interval, self._max_over_ranks = growth_interval, max_over_ranks
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._handles: list[RemovableHandle] = []
 
@@ -97,17 +91,10 @@ class LossScaler:
         gradients.
         """
         if self._pending is not None and not self._any_holds_scaled():
-            backoff_or_grow(
-                self._scale,
-                self._growth_tracker,
-                self._pending,
-                self._growth_factor,
-                self._backoff_factor,
-                self._growth_interval,
-            )
+            backoff_or_grow(self._scale, self._growth_tracker, self._pending, 2.0, 0.5, self._growth_interval)
             self._pending = None
         for optimizer, state in self._states.items():
-            if state.stage in (_Stage.UNSCALED, _Stage.STEPPED):
+            if state.stage is not _Stage.SCALED:
                 for grads in _by_device_and_dtype(_gradients(optimizer)):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.stage = _Stage.SCALED
@@ -135,21 +122,10 @@ class LossScaler:
         return {"scale": float(self._scale), "growth_tracker": int(self._growth_tracker), "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of another scaler.
-
-        Raises:
-            CheckpointError: it is not what :meth:`state_dict` returned; nothing was changed.
-        """
-        if missing := sorted({"scale", "growth_tracker", "pending"} - set(state)):
-            raise CheckpointError(
-                f"LossScaler.load_state_dict() of a state with the keys {sorted(state)}",
-                f"{', '.join(missing)} missing",
-                "what LossScaler.state_dict() returned",
-                "fabric.save() and fabric.load(), which carry it along",
-            )
-        self._scale.fill_(state["scale"])
-        self._growth_tracker.fill_(state["growth_tracker"])
-        pending = state["pending"]
+        """Go on from the state of another scaler. A KeyError for what it lacks; nothing was changed."""
+        scale, growth_tracker, pending = (state[name] for name in ("scale", "growth_tracker", "pending"))
+        self._scale.fill_(scale)
+        self._growth_tracker.fill_(growth_tracker)
         self._pending = None if pending is None else torch.full_like(self._scale, pending)
 
     def _unscale_gradients(self, optimizer: Optimizer, state: _OptimizerState) -> None:
@@ -199,10 +175,13 @@ class LossScaler:
         state.stage = _Stage.STEPPED
 
     def _any_holds_scaled(self) -> bool:
-        """Whether any optimizer holds scaled gradients; the same on all ranks."""
-        holds = any(
-            state.stage is _Stage.SCALED and _holds_gradients(optimizer) for optimizer, state in self._states.items()
-        )
+        """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.
+
+        ``zero_grad(set_to_none=False)`` clears gradients, too. Those of an optimizer that did not step are looked at,
+        which waits for the device.
+        """
+        waiting = [optimizer for optimizer, state in self._states.items() if state.stage is _Stage.SCALED]
+        holds = any(bool(grad.any()) for optimizer in waiting for grad in _gradients(optimizer))
         if self._max_over_ranks is None:
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
@@ -230,11 +209,3 @@ def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return groups.values()
-
-
-def _holds_gradients(optimizer: Optimizer) -> bool:
-    """Whether there is a gradient that is not zero: ``zero_grad(set_to_none=False)`` clears them too.
-
-    Waits for the device when there are any. It is only asked after a step, of an optimizer that did not step.
-    """
-    return any(bool(grad.any()) for grad in _gradients(optimizer))
