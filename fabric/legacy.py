@@ -58,7 +58,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
         problem = f"this {type(module).__name__} is set up already"
         raise UsageError("setup(trainer)", problem, "one setup for each trainer.model", _MODERN_SETUP)
     _refuse_mixed_precision(self)
-    optimizers = _optimizers_of(trainer) if getattr(trainer, "optimizers", None) is not None else []
+    optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
     self.check_setup(module, optimizers)
     self.runtime.precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
@@ -216,12 +216,8 @@ class DDPSpawnPlugin(DDPStrategy):
         modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
         _deprecated("spawn(function)", modern)
         if not self.parallel_devices:
-            raise ConfigurationError(
-                f"spawn({function!r})",
-                "this strategy has no parallel_devices, so that the number of processes is unknown",
-                "parallel_devices, one for each process",
-                f'{modern}; or DDPSpawnPlugin(parallel_devices=[torch.device("cpu")] * 2)',
-            )
+            problem = "this strategy has no parallel_devices, so that the number of processes is unknown"
+            raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
             result, items = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
         for item in items:
@@ -354,12 +350,7 @@ def _one_precision(plugin: Any, precision: Any) -> Any:
     _deprecated("precision_plugin=", "precision=", stacklevel=4)
     older = parse_precision(getattr(plugin, "precision", plugin))
     if precision is not None and parse_precision(precision) != older:
-        raise ConfigurationError(
-            f"precision_plugin={plugin!r}, precision={precision!r}",
-            "the two differ",
-            "one of them",
-            f"precision={precision!r}",
-        )
+        raise ConfigurationError(f"precision_plugin={plugin!r}, precision={precision!r}", "the two differ")
     return older
 
 

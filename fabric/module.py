@@ -117,12 +117,8 @@ class FabricModule(nn.Module):
         """
         name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
         if name == "forward" or not callable(getattr(self._fabric_original, name, None)):
-            raise ArgumentTypeError(
-                f"mark_forward_method({method!r})",
-                f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself",
-                "a method of the module that was set up, or its name",
-                'model.mark_forward_method("loss")',
-            )
+            problem = f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself"
+            raise ArgumentTypeError(f"mark_forward_method({method!r})", problem)
         self._fabric_marked.add(name)
 
     def train(self, mode: bool = True) -> "FabricModule":
@@ -159,25 +155,21 @@ class FabricModule(nn.Module):
         return f"FabricModule({self._fabric_module!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FabricModule":
-        self._check_copyable("copy.deepcopy(model)", "a second model, set up with fabric.setup_module(ema_model)")
-        module = copy.deepcopy(self._fabric_module, memo)
-        prepared = copy.deepcopy(self._fabric_prepared, memo)
-        copied = FabricModule(module, prepared, self._fabric_precision, self._fabric_device)
-        copied._fabric_marked.update(self._fabric_marked)
-        return copied
+        return _rebuild(*copy.deepcopy(self._parts(self._fabric_prepared), memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self._check_copyable("pickle of the model", 'fabric.save(path, {"model": model})')
-        return _unpickle, (self._fabric_module, self._fabric_precision, self._fabric_device, self._fabric_marked)
+        return _rebuild, self._parts(self._fabric_module)
 
-    def _check_copyable(self, request: str, suggestion: str) -> None:
+    def _parts(self, prepared: nn.Module) -> tuple[Any, ...]:
+        """What a copy of this module with another prepared module is made of."""
         if self._fabric_contract is not None and self._fabric_contract.is_sharded:
             raise UsageError(
-                request,
+                "a copy or a pickle of the model",
                 "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
                 "copies and pickles of modules that are not sharded",
-                suggestion,
+                'a second model, set up with fabric.setup_module(ema_model); or fabric.save(path, {"model": model})',
             )
+        return self._fabric_module, prepared, self._fabric_precision, self._fabric_device, self._fabric_marked
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -235,27 +227,27 @@ def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> 
 @contextmanager
 def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
     """Within, the next call of ``module`` runs ``method``; inside of that, ``forward`` is the module's own again."""
-    own = module.__dict__.get("forward")
+    own = {name: value for name, value in vars(module).items() if name == "forward"}
 
     def restore(called: nn.Module) -> None:
-        if own is None:
-            called.__dict__.pop("forward", None)
-        else:
-            called.__dict__["forward"] = own
+        vars(called).pop("forward", None)
+        vars(called).update(own)
 
     def once(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
         restore(called)
         return method.__func__(called, *args, **kwargs)
 
     # A method, so that a replica of the module can have it as one of its own.
-    module.__dict__["forward"] = MethodType(once, module)
+    vars(module)["forward"] = MethodType(once, module)
     try:
         yield
     finally:
         restore(module)
 
 
-def _unpickle(module: nn.Module, precision: Precision, device: torch.device, marked: set[str]) -> FabricModule:
-    loaded = FabricModule(module, module, precision, device)
-    loaded._fabric_marked.update(marked)
-    return loaded
+def _rebuild(
+    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device, marked: set[str]
+) -> FabricModule:
+    copied = FabricModule(module, prepared, precision, device)
+    copied._fabric_marked.update(marked)
+    return copied
