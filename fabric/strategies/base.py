@@ -60,7 +60,7 @@ class Strategy(ABC):
     """Whether the processes of the job communicate."""
     drives_all_devices: ClassVar[bool] = False
     """Whether one process drives all devices of its node."""
-    _wrapper: ClassVar[type[nn.Module] | None] = None
+    _wrapper: ClassVar[type[nn.Module] | tuple[()]] = ()
     """What a prepared module is, where that is not the user's own."""
 
     def __init__(
@@ -190,9 +190,7 @@ class Strategy(ABC):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Which share of the data is this process's, as ``num_replicas`` and ``rank``; None for all of it."""
-        if not self.is_distributed:
-            return None
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
@@ -261,9 +259,7 @@ class Strategy(ABC):
 
     def _users(self, module: nn.Module) -> nn.Module:
         """The user's module inside of a prepared one; a wrapper of the user's own belongs to it."""
-        inner: Any = module
-        if self._wrapper is not None and isinstance(module, self._wrapper):
-            inner = module.module
+        inner: Any = module.module if isinstance(module, self._wrapper) else module
         return uncompiled(inner)
 
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -370,7 +366,7 @@ class Strategy(ABC):
         """The runtime of a strategy that is used without Fabric."""
         kind = self.accelerator or (self.parallel_devices[0].type if self.parallel_devices else "cpu")
         accelerator = ACCELERATORS[kind]() if isinstance(kind, str) else kind
-        found = detect(os.environ, self.cluster_environment and [self.cluster_environment])
+        found = detect(os.environ, None if self.cluster_environment is None else [self.cluster_environment])
         world = World() if found is None else found[1]
         if world.world_size > 1 and not self.connects_processes:
             problem = f"{world.world_size} processes (this is rank {world.rank}) would each train on their own"
@@ -422,12 +418,10 @@ class ParallelStrategy(Strategy):
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise for a module whose gradients this strategy does not synchronize."""
-    name = type(strategy).__name__
     raise UsageError(
         f"no_backward_sync({type(module).__name__}) on rank {strategy.global_rank}",
-        f"it was not set up with {name}, so that nothing is synchronized in its backward pass",
-        "a module that setup() returned",
-        "model = fabric.setup_module(model) first",
+        f"it was not set up with {type(strategy).__name__}, so that nothing is synchronized in its backward pass",
+        suggestion="model = fabric.setup_module(model) first",
     )
 
 

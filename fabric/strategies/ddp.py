@@ -89,14 +89,11 @@ class DDPStrategy(ParallelStrategy):
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
         check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
-        problem = ""
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
-            problem = "ddp_comm_wrapper without a ddp_comm_hook has nothing to wrap"
-        elif model_averaging_period is not None and not hasattr(ddp_comm_state, "start_localSGD_iter"):
-            problem = f"model_averaging_period={model_averaging_period} averages replicas that never drift"
-        if problem:
-            expected = "a wrapper with its hook; a period with a PostLocalSGDState and post_localSGD_hook"
-            raise ConfigurationError("DDPStrategy(...)", problem, expected)
+            raise ConfigurationError("DDPStrategy(ddp_comm_wrapper=...)", "there is no ddp_comm_hook to wrap")
+        if model_averaging_period is not None and not hasattr(ddp_comm_state, "start_localSGD_iter"):
+            problem = "replicas drift only with a PostLocalSGDState as ddp_comm_state and post_localSGD_hook"
+            raise ConfigurationError(f"DDPStrategy(model_averaging_period={model_averaging_period})", problem)
         self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
