@@ -90,7 +90,7 @@ def test_an_optimizer_that_would_step_on_nothing_is_refused() -> None:
         assert results["made_after_an_evaluation"] == "fine"
         assert "a forward pass gathered" in results["made_between_forward_and_backward"]
         assert "it has state" in results["with_state"]
-        assert all("fabric.setup(model, " in results[case] for case in ("alone_and_stale", "with_state"))
+        assert "fabric.setup(model, " in results["with_state"]
 
 
 def repointed(fabric: Fabric) -> bool:
