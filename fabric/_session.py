@@ -18,7 +18,7 @@ from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.training_checks import CheckContext, JoinOrderCheck, TrainingChecks
+from fabric.diagnostics.training_checks import JoinOrderCheck, TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
@@ -81,10 +81,13 @@ class Session:
         self._recorder = recorder
         self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, world.neighbours)
         self._bypass = self._parts.enter_context(closing(BypassChecks(world.rank, self._uneven)))
-        context = CheckContext(
-            lambda: [model._fabric_contract for model in self.modules], self._bypass.left_local, store
+        checks = TrainingChecks(
+            lambda: [model._fabric_contract for model in self.modules],
+            self._bypass.left_local,
+            store,
+            self._arrange_backward,
         )
-        self._training = self._parts.enter_context(closing(TrainingChecks(context, self._arrange_backward)))
+        self._training = self._parts.enter_context(closing(checks))
         self._arrange_backward()
         if self._uneven is not None:
             self._parts.callback(self._uneven.finish)

@@ -76,14 +76,14 @@ def flatten_one_level(tree: Any) -> OneLevel | None:
     return OneLevel(values, lambda new: pytree.tree_unflatten(new, spec))
 
 
-def hook_place(handle: RemovableHandle) -> OrderedDict[int, Any]:
-    """The dict that a hook is registered in, by ``handle.id``, so that it can be removed and put back in its place.
+def hook_place(handle: RemovableHandle) -> tuple[OrderedDict[int, Any], int, Any]:
+    """The dict that a hook is registered in, its key there, and the hook, so that it can be removed and put back.
 
     ``RemovableHandle`` removes a hook once; the dict is known to undocumented attributes only.
     """
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "its module is alive"
-    return hooks
+    return hooks, handle.id, hooks[handle.id]
 
 
 def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -196,11 +196,11 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     module, called = nn.Identity(), []
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
     handle = module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True)
-    hooks = _torch.hook_place(handle)
-    hook = hooks.pop(handle.id)
+    hooks, number, hook = _torch.hook_place(handle)
+    del hooks[number]
     module(1)
-    hooks[handle.id] = hook
-    hooks.move_to_end(handle.id, last=False)
+    hooks[number] = hook
+    hooks.move_to_end(number, last=False)
     module(1)
     assert called == ["user's", "first", "user's"]
 

@@ -312,11 +312,11 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
 def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> None:
     values = torch.arange(1, 7).reshape(2, 3).to(dtype)
-    seen = {fingerprint([values]), fingerprint([values.flip(0)]), fingerprint([values.t()])}
+    seen = {*fingerprint([values]), *fingerprint([values.flip(0)]), *fingerprint([values.t()])}
     for place in range(6):
         changed = values.clone()
         changed.view(-1)[place] += 1
-        seen.add(fingerprint([changed]))
+        seen.update(fingerprint([changed]))
     assert len(seen) == 9
     assert fingerprint([values.t().contiguous().t()]) == fingerprint([values])
 

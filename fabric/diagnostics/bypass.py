@@ -25,7 +25,7 @@ the rest knows nothing of. Such a call is an error when it is made, with or with
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +35,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, in_backward, operations_behind, operations_recorded
 from fabric.diagnostics.recorder import Hooks
@@ -45,9 +45,7 @@ from fabric.tree import map_tensors
 
 __all__ = ["BypassChecks", "BypassGuard", "GradientContract"]
 
-
-def _no_explanation(error: BaseException) -> None:
-    pass
+_HookPlace = tuple[OrderedDict[int, Any], int, Any]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -89,7 +87,7 @@ class GradientContract:
     fsdp_modules: Collection[nn.Module] = ()
     in_forward: Callable[[], bool] = bool
     casts: bool = False
-    explain: Callable[[BaseException], None] = _no_explanation
+    explain: Callable[[BaseException], object] = bool
 
 
 class BypassChecks:
@@ -104,7 +102,6 @@ class BypassChecks:
         self._rank, self._uneven = rank, uneven
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
-        self._parts: list[ref[_PartHooks]] = []
 
     @property
     def hooks(self) -> Hooks:
@@ -119,23 +116,22 @@ class BypassChecks:
             return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
         if not contract.is_sharded:
             return None, Hooks()
-        parts = _PartHooks()
+        places: list[_HookPlace] = []
         for path, part in _callable_parts(contract.module, contract.fsdp_modules.__contains__):
             # First, before FSDP's own hook takes the part for the root of a model.
             check = partial(_refuse_call_of_shards, contract.in_forward, path, self._rank)
-            parts.add(part.register_forward_pre_hook(check, prepend=True), first=True)
-        self._parts.append(ref(parts))
-        return None, Hooks(before_forward=parts.off, after_forward=parts.on)
+            places.append(hook_place(part.register_forward_pre_hook(check, prepend=True)))
+        return None, Hooks(before_forward=partial(_remove, places), after_forward=partial(_put_first, places))
 
     def left_local(self) -> bool:
         """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
         return any(guard.left_local for each in self._guards if (guard := each()) is not None)
 
     def close(self) -> None:
-        """Remove all hooks."""
-        for each in (*self._guards, *self._parts):
-            if (watched := each()) is not None:
-                watched.close()
+        """Remove all hooks, but those of sharded modules, which stay sharded."""
+        for each in self._guards:
+            if (guard := each()) is not None:
+                guard.close()
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         for each in self._guards:
@@ -161,27 +157,26 @@ class BypassGuard:
         self._synchronizes = contract.synchronizes
         self._depth = self._begin = 0
         self._trains = self._prepares = False
-        self._sync_prepared = self._reached = self._suspects = False
+        # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
+        self._sync_prepared = self._sync_used = self._sync_missed = False
         parameters = contract.parameters()
         # Without other ranks there is nothing to synchronize.
         self._frozen = {} if uneven is None else {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
-        self._computed: deque[tuple[int, int, bool]] = deque(maxlen=1000)
+        self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
         own = ref(self)
-        self._arrived = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
+        self._hook = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
         trained = [] if contract.expects_unused else [each for each in prepared.parameters() if each.requires_grad]
-        self._on_parameter = trained[0].register_hook(self._arrived) if trained else None
-        self._parts = _PartHooks()
-        title = "model.module"
-        for path, part in ((title, contract.module), *_callable_parts(contract.module, lambda part: True)):
-            if any(True for _ in part.parameters()):
-                self._parts.add(part.register_forward_hook(_PartHook(self, f"{path}(...)")))
+        self._handle = trained[0].register_hook(self._hook) if trained else None
+        parts = [("model.module", contract.module), *_callable_parts(contract.module, lambda part: True)]
+        # Off within a forward pass, since a module without hooks is called faster.
+        self._places = [hook_place(part.register_forward_hook(_PartHook(self, f"{path}(...)"))) for path, part in parts]
 
     @property
     def awaits_backward(self) -> bool:
         """Whether a forward pass has prepared a synchronization that no backward pass has used yet."""
-        return self._sync_prepared and not self._reached
+        return self._sync_prepared and not self._sync_used
 
     def before_forward(self) -> None:
         """Note that a wrapped forward begins."""
@@ -191,7 +186,7 @@ class BypassGuard:
         self._trains = torch.is_grad_enabled()
         self._prepares = self._trains and self._synchronizes()
         self._begin = operations_recorded()
-        for hooks, number, _, _ in self._parts.places:  # PartHooks.off(), without a call in every step
+        for hooks, number, _ in self._places:  # _remove(), without a call in every step
             hooks.pop(number, None)
         if self._trains and self._frozen:
             self._check_frozen()
@@ -203,23 +198,23 @@ class BypassGuard:
         self._depth -= 1
         if self._depth:
             return
-        for hooks, number, hook, _ in self._parts.places:
+        for hooks, number, hook in self._places:
             hooks[number] = hook
         if error is not None:
             self.contract.explain(error)
         elif self._trains:
-            self._computed.append((self._begin, operations_recorded(), not self._prepares))
+            self._passes.append((self._begin, operations_recorded(), not self._prepares))
             self._sync_prepared |= self._prepares
             if self.contract.expects_unused:
-                _watch(output, self._arrived)
+                _watch(output, self._hook)
 
     def after_backward(self, loss: Tensor) -> None:
         """Note that a backward pass is over: if it reached this module, the next needs a forward pass of its own."""
-        suspects, self._suspects = self._suspects, False
-        if self._reached:
-            self._sync_prepared = self._reached = False
-        elif suspects:
-            self._check_computed(loss)
+        missed, self._sync_missed = self._sync_missed, False
+        if self._sync_used:
+            self._sync_prepared = self._sync_used = False
+        elif missed:
+            self._check_passes(loss)
 
     def watch_output(self, output: Any, call: str) -> None:
         """Note that ``output`` is of a call that may have bypassed the wrapped forward."""
@@ -238,16 +233,16 @@ class BypassGuard:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._parts.close()
-        if self._on_parameter is not None:
-            self._on_parameter.remove()
+        _remove(self._places)
+        if self._handle is not None:
+            self._handle.remove()
 
     def _on_gradient(self) -> None:
         synchronizes = self._synchronizes()
         if not self._sync_prepared:
-            self._suspects, self.left_local = synchronizes, self.left_local or not synchronizes
+            self._sync_missed, self.left_local = synchronizes, self.left_local or not synchronizes
         elif synchronizes:
-            self._reached, self.left_local = True, False
+            self._sync_used, self.left_local = True, False
         else:
             raise UsageError(
                 f"backward through {self.contract.title} inside of no_backward_sync on rank {self._rank}",
@@ -257,27 +252,26 @@ class BypassGuard:
             )
 
     def _on_gradient_of_bypass(self, call: str, grad: Tensor) -> None:
-        if self._sync_prepared:
-            return
-        if self._synchronizes():
-            self._refuse_bypass(call)
-        self.left_local = True
+        if not self._sync_prepared:
+            if self._synchronizes():
+                self._refuse_bypass(call)
+            self.left_local = True
 
-    def _check_computed(self, loss: Tensor) -> None:
+    def _check_passes(self, loss: Tensor) -> None:
         # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
-        passes, begin = [(0, 0, False), *sorted(self._computed)], itemgetter(0)
+        passes, begin = [(0, 0, False), *sorted(self._passes)], itemgetter(0)
         for operation in operations_behind(loss):
             _, end, is_local = passes[bisect_right(passes, operation, key=begin) - 1]
-            if operation < end and is_local:
+            if operation >= end:
+                continue
+            if is_local:
                 self._refuse_bypass("model(...) inside no_backward_sync, with backward outside of it")
-            if operation < end:
-                raise UsageError(
-                    f"a second backward pass through {self.contract.title} on rank {self._rank}",
-                    "gradients are synchronized in the first backward pass after a forward pass; these would stay "
-                    "local",
-                    "one backward pass for each forward pass, of all its losses",
-                    "fabric.backward(loss_a + loss_b)",
-                )
+            raise UsageError(
+                f"a second backward pass through {self.contract.title} on rank {self._rank}",
+                "gradients are synchronized in the first backward pass after a forward pass; these would stay local",
+                "one backward pass for each forward pass, of all its losses",
+                "fabric.backward(loss_a + loss_b)",
+            )
 
     def _refuse_bypass(self, call: str) -> NoReturn:
         raise UsageError(
@@ -301,49 +295,30 @@ class BypassGuard:
             )
 
 
-class _PartHooks:
-    """Hooks on parts of a module that are off within a forward pass, since a module without hooks is called faster."""
-
-    def __init__(self) -> None:
-        self.places: list[tuple[OrderedDict[int, Any], int, Any, bool]] = []
-
-    def add(self, handle: RemovableHandle, first: bool = False) -> None:
-        """Manage a hook that was just registered; with ``first`` it is put back in front of all others."""
-        hooks = hook_place(handle)
-        self.places.append((hooks, handle.id, hooks[handle.id], first))
-
-    def off(self) -> None:
-        for hooks, number, _, _ in self.places:
-            hooks.pop(number, None)
-
-    def on(self, *_: object) -> None:
-        for hooks, number, hook, first in self.places:
-            hooks[number] = hook
-            if first:
-                hooks.move_to_end(number, last=False)
-
-    def close(self) -> None:
-        self.off()
-        self.places.clear()
-
-
 class _PartHook:
-    """A forward hook of one part. A copy or a pickle of the module gets a hook that does nothing in its place."""
+    """A forward hook of one part. A copy or a pickle of the module gets one that does nothing in its place."""
 
-    def __init__(self, guard: BypassGuard, call: str) -> None:
+    def __init__(self, guard: BypassGuard | None = None, call: str = "") -> None:
         self._guard, self._call = guard, call
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         # Inside a compiled graph the call was a wrapped forward, or that of a compiled part of the user's own.
-        if not torch.compiler.is_compiling():
+        if self._guard is not None and not torch.compiler.is_compiling():
             self._guard.watch_output(output, self._call)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return partial, (_nothing,)
+    def __reduce__(self) -> "tuple[type[_PartHook], tuple[()]]":
+        return _PartHook, ()
 
 
-def _nothing(*args: Any) -> None:
-    pass
+def _remove(places: Iterable[_HookPlace]) -> None:
+    for hooks, number, _ in places:
+        hooks.pop(number, None)
+
+
+def _put_first(places: Iterable[_HookPlace], *_: object) -> None:
+    for hooks, number, hook in places:
+        hooks[number] = hook
+        hooks.move_to_end(number, last=False)
 
 
 def _refuse_call_of_shards(in_forward: Callable[[], bool], path: str, rank: int, module: nn.Module, args: Any) -> None:
