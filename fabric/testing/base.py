@@ -203,8 +203,8 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
                 yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
     elif isinstance(actual, float | complex):
         dtype = torch.float64 if isinstance(actual, float) else torch.complex128
-        numbers = (torch.tensor(value, dtype=dtype) for value in (actual, expected))
-        yield from _between_tensors(*numbers, where, rtol, atol)
+        actual, expected = torch.tensor(actual, dtype=dtype), torch.tensor(expected, dtype=dtype)
+        yield from _between_tensors(actual, expected, where, rtol, atol)
     elif actual != expected:
         yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
 

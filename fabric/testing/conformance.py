@@ -52,8 +52,7 @@ def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
     """
-    options = {"strategy": strategy, "precision": "64-true", **options}
-    with RankPool(world_size, timeout=120.0, **options) as pool:
+    with RankPool(world_size, **{"strategy": strategy, "precision": "64-true", "timeout": 120.0, **options}) as pool:
         _apply(pool.run, _check_strategy_collectives, _check_training)
 
 
@@ -164,8 +163,7 @@ def _check_objects(communicator: Communicator) -> None:
     """Objects are sent by value, in the order of ranks; one that does not pickle is an error on every rank."""
     size, rank = communicator.size, communicator.rank
     for src in range(size):
-        own = {"from": rank, "at": [1, 2.5, "x"]}
-        assert_same(communicator.broadcast_object(own, src), {"from": src, "at": [1, 2.5, "x"]})
+        assert_same(communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src), {"from": src, "at": [1, "x"]})
     assert_same(communicator.gather_objects((rank, "x" * rank)), [(other, "x" * other) for other in range(size)])
     if size > 1:
         unpicklable = (number for number in range(2))
@@ -230,7 +228,6 @@ def _check_training(fabric: Fabric) -> None:
         optimizer.step()
     prepared = prepared_module(module)
     state = fabric.strategy.get_module_state_dict(prepared)
-    assert_same(list(state), list(plain.state_dict()))
     assert_same(dict(state), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
     fabric.strategy.load_module_state_dict(prepared, _model()[0].state_dict())
     assert_same(dict(fabric.strategy.get_module_state_dict(prepared)), dict(_model()[0].state_dict()))

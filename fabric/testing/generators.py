@@ -9,7 +9,6 @@ integers cover an eighth of their range.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,10 +23,8 @@ except ImportError as error:
     raise MissingDependencyError("hypothesis is not installed", 'pip install "torch-fabric[testing]"') from error
 
 __all__ = [
-    "COMPLEX",
     "DTYPES",
     "FLOATS",
-    "INTEGERS",
     "LAYOUTS",
     "REDUCE_OPS",
     "dtypes",
@@ -47,21 +44,21 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-COMPLEX = (torch.complex64, torch.complex128)
-DTYPES = (*FLOATS, *INTEGERS, torch.bool, *COMPLEX)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
 LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
 REDUCE_OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
 
 _OF_OP = {
-    "sum": (*FLOATS, *INTEGERS, *COMPLEX),
-    "mean": (*FLOATS, *COMPLEX),
-    "min": (*FLOATS, *INTEGERS, torch.bool),
-    "max": (*FLOATS, *INTEGERS, torch.bool),
-    "product": (*FLOATS, *INTEGERS),
-    **dict.fromkeys(("band", "bor", "bxor"), (*INTEGERS, torch.bool)),
+    "sum": (*FLOATS, *_INTEGERS, *_COMPLEX),
+    "mean": (*FLOATS, *_COMPLEX),
+    "min": (*FLOATS, *_INTEGERS, torch.bool),
+    "max": (*FLOATS, *_INTEGERS, torch.bool),
+    "product": (*FLOATS, *_INTEGERS),
+    **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
-_KINDS = {float: torch.float64, int: torch.int64, bool: torch.bool}
+_NUMBERS = (torch.float64, torch.int64, torch.bool)  # what Python's are
 
 
 def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
@@ -115,9 +112,9 @@ def tensors(
     return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
 
 
-def numbers(kinds: Sequence[type] = (float, int, bool)) -> st.SearchStrategy[Any]:
-    """Python numbers of these types."""
-    return st.sampled_from(kinds).flatmap(lambda kind: _elements(_KINDS[kind], exact=True))
+def numbers() -> st.SearchStrategy[Any]:
+    """Python numbers: floats, integers and booleans."""
+    return st.sampled_from(_NUMBERS).flatmap(lambda dtype: _elements(dtype, exact=True))
 
 
 def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
@@ -177,7 +174,7 @@ def per_rank_trees(
         max_leaves: about how many leaves.
     """
     leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
-    kinds = [dtype for dtype in _KINDS.values() if reduce_op is None or dtype in _OF_OP[reduce_op]]
+    kinds = [dtype for dtype in _NUMBERS if reduce_op is None or dtype in _OF_OP[reduce_op]]
     if with_numbers and kinds:
         leaves |= st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact=True))
     of_ranks = trees(leaves.flatmap(lambda values: per_rank(values, size)), max_leaves)
@@ -203,8 +200,7 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
             stride of 0, which takes the values of the first row.
     """
     if layout == "strided":
-        base = _fill_value((*tensor.shape, 2), tensor)
-        return base[..., 0].copy_(tensor)
+        return _fill_value((*tensor.shape, 2), tensor)[..., 0].copy_(tensor)
     if layout == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "offset":

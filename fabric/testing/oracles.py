@@ -65,7 +65,7 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
         concat: tensors as one, along dim 0; a 0-dim tensor counts as one of length 1.
     """
 
-    def collected(rank: int, leaves: Sequence[Any]) -> Any:
+    def collected(rank: int, leaves: tuple[Any, ...]) -> Any:
         if not isinstance(leaves[rank], Tensor) or ragged:
             return list(leaves)
         return torch.cat([torch.atleast_1d(leaf) for leaf in leaves]) if concat else torch.stack(leaves)
@@ -123,12 +123,12 @@ def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequen
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
 
 
-def _on_each_rank(values: Sequence[Any], function: Callable[[int, Sequence[Any]], Any]) -> list[Any]:
+def _on_each_rank(values: Sequence[Any], function: Callable[[int, tuple[Any, ...]], Any]) -> list[Any]:
     """The values with ``function(rank, the leaves of all ranks there)`` in place of each tensor and number."""
     flat = [flatten(value) for value in values]
     rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
 
-    def of(rank: int, row: Sequence[Any]) -> Any:
+    def of(rank: int, row: tuple[Any, ...]) -> Any:
         return function(rank, row) if isinstance(row[rank], Tensor | float | int | complex) else row[rank]
 
     return [unflatten(structure, [of(rank, row) for row in rows]) for rank, (_, structure) in enumerate(flat)]

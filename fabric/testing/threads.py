@@ -202,7 +202,8 @@ class ThreadCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer, op = collective.buffer, collective.peer, collective.reduce or Reduce.SUM
+        buffer, op = collective.buffer, collective.reduce or Reduce.SUM
+        peer: Any = collective.peer
         if collective.operation in (Operation.SEND, Operation.RECV):
             src, dst = (self._ranks[rank] for rank in collective.message(self.rank))
             if self._own == src:
