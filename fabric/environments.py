@@ -4,7 +4,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, final
+from typing import Protocol, final
 
 from fabric.errors import ConfigurationError
 from fabric.world import World, read, read_integer, read_port
@@ -17,8 +17,6 @@ __all__ = [
     "TorchrunEnvironment",
     "detect",
 ]
-
-_T = TypeVar("_T")
 
 
 class Environment(Protocol):
@@ -78,9 +76,15 @@ class TorchrunEnvironment:
     def detect(self, env: Mapping[str, str]) -> World | None:
         """This process's place, from :meth:`fabric.world.World.from_env`. See :meth:`Environment.detect`."""
         world = World.from_env(env)
-        if world is None:
-            _refuse_rank_alone(env)
-        elif world.store is None:
+        others = [f"{name}={env[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if read(env, name)]
+        if world is None and read(env, "RANK") and others:
+            raise ConfigurationError(
+                f"RANK={env['RANK']} and {', '.join(others)} in the environment",
+                "WORLD_SIZE is missing: every process of the job would train alone",
+                "RANK together with WORLD_SIZE, as torchrun sets them; neither of them for a single process",
+                "export WORLD_SIZE=<number of processes>   # or: unset RANK",
+            )
+        if world is not None and world.store is None:
             # Checked here and not in World, whose defaults are right for a process without peers.
             _find_rendezvous(env, _TORCHRUN, world.world_size, world.local_world_size)
         return world
@@ -130,11 +134,8 @@ class SlurmEnvironment:
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
         step = read_integer(env, "SLURM_STEP_ID", "SLURM_STEPID")
-        if step is None or step >= _FIRST_RESERVED_STEP:
-            return None
-        if read(env, "SLURM_PTY_PORT") and read_integer(env, *_SLURM.world_size) == 1:
-            return None
-        return _read_world(env, _SLURM)
+        is_shell = read(env, "SLURM_PTY_PORT") and read_integer(env, *_SLURM.world_size) == 1
+        return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else _read_world(env, _SLURM)
 
 
 # The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
@@ -155,7 +156,6 @@ class _Variables:
     """Which variables of a launcher say what."""
 
     launcher: str
-    export: str  # how to give the launcher a variable, with {} for NAME=value
     rank: _Names = ()
     world_size: _Names = ()
     local_rank: _Names = ()
@@ -166,13 +166,9 @@ class _Variables:
     job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
 
 
-_TORCHRUN = _Variables(
-    launcher="torchrun, or by hand with RANK and WORLD_SIZE",
-    export="export {}   # in every process, or let torchrun do it",
-)
+_TORCHRUN = _Variables(launcher="torchrun, or by hand with RANK and WORLD_SIZE")
 _OPEN_MPI = _Variables(
     launcher="openmpi",
-    export="mpirun -x {} ...",
     rank=("OMPI_COMM_WORLD_RANK",),
     world_size=("OMPI_COMM_WORLD_SIZE",),
     local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
@@ -182,7 +178,6 @@ _OPEN_MPI = _Variables(
 )
 _MPICH = _Variables(
     launcher="mpich",
-    export="env {} mpiexec ...",
     rank=("PMI_RANK",),
     world_size=("PMI_SIZE",),
     local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
@@ -193,7 +188,6 @@ _MPICH = _Variables(
 )
 _SLURM = _Variables(
     launcher="slurm",
-    export="export {}   # before srun",
     rank=("SLURM_PROCID",),
     world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
     local_rank=("SLURM_LOCALID",),
@@ -221,21 +215,16 @@ def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
     rank = read_integer(env, *variables.rank)
     if rank is None:
         return None
-    world_size = _require(variables, variables.world_size, read_integer(env, *variables.world_size))
-    alone = world_size == 1
-    local_rank = 0 if alone else _require(variables, variables.local_rank, read_integer(env, *variables.local_rank))
-    node_rank = read_integer(env, *variables.node_rank)
-    if variables.node_rank and not alone:
-        _require(variables, variables.node_rank, node_rank)
-    tasks = read(env, *variables.local_world_size)
-    if tasks is None and (alone or read_integer(env, *variables.num_nodes) == 1):
-        tasks = str(world_size)
-    tasks = _require(variables, variables.local_world_size, tasks)
-    local_world_size = _tasks_on_node(variables, tasks, node_rank or 0)
-    if node_rank is None:
-        # Nodes of equal size are assumed, filled one after the other unless local_rank shows that ranks alternate.
-        in_order = rank % local_world_size == local_rank
-        node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
+    world_size = _require(env, variables, variables.world_size)
+    local_rank, node_rank, local_world_size = 0, 0, 1
+    if world_size > 1:
+        local_rank = _require(env, variables, variables.local_rank)
+        node_rank = _require(env, variables, variables.node_rank) if variables.node_rank else None
+        local_world_size = _tasks_on_node(env, variables, world_size, node_rank or 0)
+        if node_rank is None:
+            # Nodes of equal size are assumed, filled one after the other unless local_rank shows that ranks alternate.
+            in_order = rank % local_world_size == local_rank
+            node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
     address, port = _find_rendezvous(env, variables, world_size, local_world_size)
     return World(
         rank=rank,
@@ -248,43 +237,43 @@ def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
     )
 
 
-def _require(variables: _Variables, names: _Names, value: _T | None) -> _T:
-    if value is not None:
-        return value
-    # A process that guessed would train alone, or on the device of another rank.
-    raise ConfigurationError(
-        f"the place of this process in a job of {variables.launcher}",
-        f"{variables.launcher} started this process and did not set {' or '.join(names)}",
-        f"all that {variables.launcher} sets, passed on to the script unchanged",
-        "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
-    )
+def _require(env: Mapping[str, str], variables: _Variables, names: _Names) -> int:
+    value = read_integer(env, *names)
+    if value is None:
+        # A process that guessed would train alone, or on the device of another rank.
+        raise ConfigurationError(
+            f"the place of this process in a job of {variables.launcher}",
+            f"{variables.launcher} started this process and did not set {' or '.join(names)}",
+            f"all that {variables.launcher} sets, passed on to the script unchanged",
+            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
+        )
+    return value
 
 
-def _tasks_on_node(variables: _Variables, tasks: str, node: int) -> int:
-    """Number of tasks on one node of a list as SLURM writes it: ``2(x3),1`` is 2, 2, 2 and 1."""
-    counts: list[int] = []
-    for field in tasks.split(","):
-        match = _TASKS.fullmatch(field.strip())
-        if match is None:
-            break
-        counts += [int(match[1])] * int(match[2] or 1)
-    else:
-        if 0 <= node < len(counts):
-            return counts[node]
-    raise ConfigurationError(
-        f"{' or '.join(variables.local_world_size)} set to {tasks!r}",
-        f"it does not give the number of processes on node {node}",
-        "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
-        "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
-    )
+def _tasks_on_node(env: Mapping[str, str], variables: _Variables, world_size: int, node: int) -> int:
+    """Number of tasks on one node. SLURM has a list for all nodes, in which ``2(x3),1`` is 2, 2, 2 and 1."""
+    tasks = read(env, *variables.local_world_size)
+    if tasks is None:
+        on_one_node = read_integer(env, *variables.num_nodes) == 1
+        return world_size if on_one_node else _require(env, variables, variables.local_world_size)
+    fields = [_TASKS.fullmatch(field.strip()) for field in tasks.split(",")]
+    counts = [int(field[1]) for field in fields if field for _ in range(int(field[2] or 1))]
+    if None in fields or not 0 <= node < len(counts):
+        raise ConfigurationError(
+            f"{' or '.join(variables.local_world_size)} set to {tasks!r}",
+            f"it does not give the number of processes on node {node}",
+            "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
+            "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
+        )
+    return counts[node]
 
 
 def _find_rendezvous(
     env: Mapping[str, str], variables: _Variables, world_size: int, local_world_size: int
 ) -> tuple[str, int | None]:
     """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; a single process has no port."""
-    several_nodes = local_world_size < world_size
-    address = read(env, "MASTER_ADDR") or (_first_host(env, variables) if several_nodes else "127.0.0.1")
+    is_one_node = local_world_size == world_size
+    address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_host(env, variables))
     port = read_port(env)
     job_id = [read(env, *names) for names in variables.job_id]
     if port is None and world_size > 1 and job_id and None not in job_id:
@@ -294,9 +283,8 @@ def _find_rendezvous(
         raise ConfigurationError(
             f"a job of {world_size} processes of {variables.launcher}, {local_world_size} of them on this node",
             f"{name} is not set, and cannot be derived from the other variables",
-            "MASTER_ADDR with the host name of the node of rank 0 and MASTER_PORT with a free port there, the same in "
-            "every process",
-            variables.export.format(f"{name}=<{value}>"),
+            "MASTER_ADDR with the host name of rank 0's node, MASTER_PORT with a free port there, in every process",
+            f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x {name} ...",
         )
     return address, port
 
@@ -311,15 +299,3 @@ def _first_host(env: Mapping[str, str], variables: _Variables) -> str | None:
     if match is None or hosts[match.end() :][:1] not in ("", ","):
         return None
     return _RANGE.sub(r"\1", match.group())
-
-
-def _refuse_rank_alone(env: Mapping[str, str]) -> None:
-    rank = read(env, "RANK")
-    others = [f"{name}={env[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if read(env, name)]
-    if rank is not None and others:
-        raise ConfigurationError(
-            f"RANK={rank} and {', '.join(others)} in the environment",
-            "WORLD_SIZE is missing: every process of the job would train alone",
-            "RANK together with WORLD_SIZE, as torchrun sets them; neither of them for a single process",
-            "export WORLD_SIZE=<number of processes>   # or: unset RANK",
-        )

@@ -255,7 +255,7 @@ def test_several_nodes_without_the_host_of_rank_0_ask_for_it(launcher) -> None:
 def test_a_launcher_that_names_no_job_asks_for_a_port() -> None:
     with pytest.raises(ConfigurationError, match="MASTER_PORT") as caught:
         detect(mpiexec_hydra(1))
-    assert caught.value.suggestion == "env MASTER_PORT=<port> mpiexec ..."
+    assert "export MASTER_PORT=<port>" in caught.value.suggestion
 
 
 @pytest.mark.parametrize("port", ["0", "-1", "65536", "http"])
