@@ -6,18 +6,15 @@ import json
 import numbers
 import operator
 import os
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, final, runtime_checkable
+from textwrap import indent
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "metrics_as_floats"]
 
@@ -79,11 +76,9 @@ class CSVLogger:
         """
         values = metrics_as_floats(metrics)
         if "step" in values:
-            raise ConfigurationError(
-                "log a metric named 'step'", "that is the column of steps", suggestion="log_metrics(metrics, step=...)"
-            )
+            raise ConfigurationError("log a metric named 'step'", "that is the column of log_metrics(..., step=...)")
         row = {"step": None if step is None else operator.index(step), **values}
-        path = self._folder.path() / "metrics.csv"
+        path = self._folder.create() / "metrics.csv"
         if not row.keys() <= set(self._columns):
             self._columns = _add_columns(path, row)
         with open(path, "a", newline="", encoding="utf-8") as file:
@@ -97,7 +92,7 @@ class CSVLogger:
             params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
         """
         self._hyperparams.update(json.loads(_hyperparams_as_json(params)))
-        _replace(self._folder.path() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
+        _replace(self._folder.create() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
 
     def close(self) -> None:
         """Does nothing: every row is in the file already."""
@@ -119,7 +114,7 @@ class TensorBoardLogger:
         self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
     ) -> None:
         self._folder = _RunFolder(root_dir, name, version)
-        self._writer: SummaryWriter | None = None
+        self._writer: Any = None  # torch's SummaryWriter
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a scalar per metric, and hand them to the file before returning.
@@ -148,7 +143,7 @@ class TensorBoardLogger:
             MissingDependencyError: ``tensorboard`` is not installed.
         """
         # The HPARAMS page only takes flat numbers and strings; JSON indented by four is a code block in its Markdown.
-        text = "\n".join(f"    {line}" for line in _hyperparams_as_json(params).splitlines())
+        text = indent(_hyperparams_as_json(params), "    ")
         writer = self._open()
         writer.add_text("hyperparameters", text)
         writer.flush()
@@ -159,20 +154,17 @@ class TensorBoardLogger:
             self._writer.close()
             self._writer = None
 
-    def _open(self) -> "SummaryWriter":
+    def _open(self) -> Any:
         if self._writer is None:
             # Optional, and slow to import.
             from lightning_utilities.core.imports import RequirementCache
 
             if not RequirementCache(module="tensorboard"):
-                raise MissingDependencyError(
-                    "write with TensorBoardLogger",
-                    "the package tensorboard is not installed",
-                    suggestion='pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package',
-                )
+                suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
+                raise MissingDependencyError("TensorBoardLogger", "tensorboard is not installed", suggestion=suggestion)
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(log_dir=str(self._folder.path()))
+            self._writer = SummaryWriter(log_dir=str(self._folder.create()))
         return self._writer
 
 
@@ -185,20 +177,16 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         ArgumentTypeError: a name is no string, or a value is no number; the text names the metric.
     """
-    return {name: _as_float(name, value) for name, value in metrics.items()}
-
-
-def _as_float(name: Any, value: Any) -> float:
-    number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    if isinstance(name, str) and isinstance(number, numbers.Real):
-        return float(number)
-    shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-    raise ArgumentTypeError(
-        f"log the metric {name!r}",
-        f"its value is a {type(value).__name__}{shape}",
-        "a string as its name, and a number or a real tensor with one element",
-        'fabric.log("loss", loss.mean())',
-    )
+    values = {}
+    for name, value in metrics.items():
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(name, str) or not isinstance(number, numbers.Real):
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
+            problem = f"its value is a {type(value).__name__}{shape}"
+            expected = "a string as its name, and a number or a real tensor with one element"
+            raise ArgumentTypeError(f"log the metric {name!r}", problem, expected)
+        values[name] = float(number)
+    return values
 
 
 def _hyperparams_as_json(params: Any) -> str:
@@ -210,25 +198,23 @@ class _RunFolder:
 
     def __init__(self, root_dir: str | os.PathLike[str], name: str, version: int | str | None) -> None:
         self._parent = Path(root_dir) / name
-        folder = f"version_{version}" if isinstance(version, int) else version
-        self._path = None if folder is None else self._parent / folder
+        self._name = f"version_{version}" if isinstance(version, int) else version
 
-    def path(self) -> Path:
-        if self._path is None:
-            self._path = self._next_version()
-        self._path.mkdir(parents=True, exist_ok=True)
-        return self._path
+    def create(self) -> Path:
+        if self._name is None:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
+            self._name = self._next_name(max((int(number) for number in taken if number.isdecimal()), default=-1))
+        path = self._parent / self._name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
 
-    def _next_version(self) -> Path:
-        self._parent.mkdir(parents=True, exist_ok=True)
-        taken = (re.fullmatch(r"version_(\d+)", name) for name in os.listdir(self._parent))
-        number = max((int(match[1]) for match in taken if match), default=-1) + 1
+    def _next_name(self, number: int) -> str:
         while True:
-            path = self._parent / f"version_{number}"
-            with suppress(FileExistsError):  # another process was faster with this number
-                path.mkdir()
-                return path
             number += 1
+            with suppress(FileExistsError):  # another process was faster with this number
+                (self._parent / f"version_{number}").mkdir()
+                return f"version_{number}"
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
