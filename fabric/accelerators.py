@@ -44,9 +44,9 @@ class Accelerator(ABC):
 
     name: ClassVar[str]
 
-    @abstractmethod
     def is_available(self) -> bool:
         """Whether this process could use at least one such device."""
+        return self.device_count() > 0
 
     @abstractmethod
     def device_count(self) -> int:
@@ -68,20 +68,22 @@ class Accelerator(ABC):
         count = self.device_count()
         expected = f'a number from 1 to {count}, a list of distinct indices below {count}, or "auto" for all'
         value = _parse(devices, expected)
-        if count == 0:
-            problem = f"this process sees 0 devices of type {self.name!r}"
-            expected = f"a machine with such a device, and an installation of torch that was built for {self.name!r}"
-            raise ConfigurationError(f"devices={devices!r}", problem, expected, 'accelerator="cpu"')
+        problem, suggestion = "", 'devices="auto"'
         if value in ("auto", -1):
             value = count
         # One more than there are is enough to be refused.
         indices = tuple(range(min(value, count + 1))) if isinstance(value, int) else value
-        if not indices:
-            raise _refused(devices, "it names no device", expected)
-        if min(indices) < 0 or max(indices) >= count:
-            raise _refused(devices, f"the number of devices of type {self.name!r} is {count}", expected)
-        if len(set(indices)) < len(indices):
-            raise _refused(devices, "an index is repeated", expected)
+        if count == 0:
+            problem, suggestion = f"this process sees 0 devices of type {self.name!r}", 'accelerator="cpu"'
+            expected = f"a machine with such a device, and an installation of torch that was built for {self.name!r}"
+        elif not indices:
+            problem = "it names no device"
+        elif min(indices) < 0 or max(indices) >= count:
+            problem = f"the number of devices of type {self.name!r} is {count}"
+        elif len(set(indices)) < len(indices):
+            problem = "an index is repeated"
+        if problem:
+            raise ConfigurationError(f"devices={devices!r}", problem, expected, suggestion)
         return tuple(torch.device(self.name, index) for index in indices)
 
     def activate(self, device: torch.device) -> None:
@@ -112,10 +114,6 @@ class CPUAccelerator(Accelerator):
 
     name: ClassVar[str] = "cpu"
 
-    def is_available(self) -> bool:
-        """True on every machine."""
-        return True
-
     def device_count(self) -> int:
         """Number of cores that this process may use, at least 1; fewer than the machine has under an affinity mask."""
         return available_cores()
@@ -126,7 +124,8 @@ class CPUAccelerator(Accelerator):
         value = _parse(devices, expected)
         value = {"auto": 1, -1: self.device_count()}.get(value, value)
         if not isinstance(value, int) or value < 1:
-            raise _refused(devices, "it is not a number of processes, and CPU cores have no index", expected)
+            problem = "it is not a number of processes, and CPU cores have no index"
+            raise ConfigurationError(f"devices={devices!r}", problem, expected, 'devices="auto"')
         return (torch.device(self.name),) * value
 
     def return_freed_memory(self) -> None:
@@ -150,17 +149,12 @@ class CUDAAccelerator(Accelerator):
 
     name: ClassVar[str] = "cuda"
 
-    def is_available(self) -> bool:
-        """Whether at least one GPU is visible; CUDA stays uninitialized, as in :meth:`device_count`."""
-        # torch.cuda.is_available() initializes the driver, and with that forbids a later fork, unless the user has set
-        # PYTORCH_NVML_BASED_CUDA_CHECK=1. Counting asks NVML first whatever that variable says.
-        return self.device_count() > 0
-
     def device_count(self) -> int:
         """Number of visible GPUs, 0 without a driver or in a torch that was built without CUDA."""
         # We rely on torch asking NVML (amdsmi under ROCm), which leaves the driver uninitialized and honors
         # CUDA_VISIBLE_DEVICES. Only where NVML itself is missing or fails does torch ask the CUDA runtime, and then a
-        # process that is forked later cannot use CUDA.
+        # process that is forked later cannot use CUDA. torch.cuda.is_available() asks the runtime in any case, unless
+        # PYTORCH_NVML_BASED_CUDA_CHECK=1 is set.
         return torch.cuda.device_count()
 
     def activate(self, device: torch.device) -> None:
@@ -178,13 +172,9 @@ class MPSAccelerator(Accelerator):
 
     name: ClassVar[str] = "mps"
 
-    def is_available(self) -> bool:
-        """Whether this Mac and this torch can use it."""
-        return torch.backends.mps.is_available()
-
     def device_count(self) -> int:
-        """1, or 0 where it is not available."""
-        return int(self.is_available())
+        """1, or 0 where this Mac or this torch cannot use it."""
+        return int(torch.backends.mps.is_available())
 
     def release(self) -> None:
         """Return the allocator's free blocks to the system."""
@@ -207,11 +197,6 @@ def _parse(devices: Any, expected: str) -> Any:
         # "2" is a number of devices; the comma in "2," says that it is a list, as it does in Python.
         numbers = tuple(map(int, text.removesuffix(",").split(",")))
         return numbers if "," in text else numbers[0]
-    except TypeError as error:
-        raise ArgumentTypeError(f"devices={devices!r}", str(error), expected, 'devices="auto"') from error
-    except ValueError as error:
-        raise _refused(devices, str(error), expected) from error
-
-
-def _refused(devices: object, problem: str, expected: str) -> ConfigurationError:
-    return ConfigurationError(f"devices={devices!r}", problem, expected, 'devices="auto"')
+    except (TypeError, ValueError) as error:
+        kind = ArgumentTypeError if isinstance(error, TypeError) else ConfigurationError
+        raise kind(f"devices={devices!r}", str(error), expected, 'devices="auto"') from error

@@ -67,12 +67,9 @@ class Precision:
             return
         named = (*module.named_parameters(), *module.named_buffers())
         if lossy := [name for name, tensor in named if tensor.is_complex()]:
-            raise ConfigurationError(
-                f"precision={self.name!r} for a {type(module).__name__}",
-                f"{', '.join(lossy)} is complex, and would lose its imaginary part",
-                "precisions that convert no parameters: 32-true, 16-mixed, bf16-mixed",
-                'Fabric(precision="32-true"), which leaves parameters as they were built',
-            )
+            problem = f"{', '.join(lossy)} is complex, and would lose its imaginary part"
+            expected = "precisions that convert no parameters: 32-true, 16-mixed, bf16-mixed"
+            raise ConfigurationError(f"precision={self.name!r} for a {type(module).__name__}", problem, expected)
         module.to(self.param_dtype)
 
 

@@ -40,8 +40,7 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     chosen = secrets.randbelow(_SEEDS) if seed is None else operator.index(seed)
     if not 0 <= chosen < _SEEDS:
         problem = "numpy's generator takes seeds of 32 bits only, and all libraries get the same one"
-        suggestion = f"seed_everything({chosen % _SEEDS})"
-        raise ConfigurationError(f"seed_everything({chosen})", problem, f"0 <= seed < {_SEEDS}", suggestion)
+        raise ConfigurationError(f"seed_everything({chosen})", problem, f"0 <= seed < {_SEEDS}")
     _seed_streams(chosen, rank if per_rank else 0)
     return chosen
 
@@ -169,11 +168,6 @@ def _write_numpy(state: list[Any]) -> None:
         numpy.random.set_state(tuple(state))
 
 
-def _write_python(state: Any) -> None:
-    version, words, gauss = state
-    random.setstate((version, tuple(words), gauss))
-
-
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
@@ -181,4 +175,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 _READ = {"python": random.getstate, "numpy": _read_numpy, "torch": torch.get_rng_state}
-_WRITE = {"python": _write_python, "numpy": _write_numpy, "torch": torch.set_rng_state}
+_WRITE = {"python": random.setstate, "numpy": _write_numpy, "torch": torch.set_rng_state}
