@@ -59,10 +59,13 @@ def test_orders_of_other_kinds(replicas: int) -> None:
     assert seen(replicas, lambda _: DataLoader(whole, batch_size=None)) == list(range(10))
     assert seen(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
 
-    def by_hand(rank: int) -> DataLoader[Any]:
-        return DataLoader(whole, 2, sampler=DistributedSampler(range(10), replicas, rank, shuffle=False))
 
-    assert seen(replicas, by_hand) == list(range(10))
+def test_a_sampler_that_shards_by_itself_does_not_say_what_it_repeated() -> None:
+    def by_hand(rank: int) -> DataLoader[Any]:
+        return DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
+
+    with pytest.raises(RankFailedError, match="DistributedSampler shards the data itself"):
+        seen(2, by_hand)
 
 
 class Rows:

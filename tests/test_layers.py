@@ -30,7 +30,7 @@ ORDER = {
     "checkpoint": "base state validate atomic file async_save stored sharded save_load export",
     "collectives": "buckets objects ops",
     "communicators": "base local process_group",
-    "data": "prefetch state sharding gathering loader",
+    "data": "prefetch state sharding loader",
     "diagnostics": "stacks recorder checker hang_report uneven bypass training_checks",
     "launchers": "serialize base notebook rank supervisor function script",
     "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",

@@ -9,10 +9,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.gathering import ActiveIterator
 from fabric.data.prefetch import mover
 from fabric.data.sharding import shard as _shard
-from fabric.data.state import EpochState, check_saved, length_of, saved_state, skipped
+from fabric.data.state import ActiveIterator, EpochState, check_saved, length_of, saved_state, skipped
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 
@@ -115,8 +114,7 @@ class FabricDataLoader:
             _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
             _on_epoch=on_epoch,
-            _name=name,
-            _numbers=count(),
+            _keys=map(f"{name}/{{}}".format, count()),
             _epoch=0,  # the number of the next one
             _saved=None,  # what load_state_dict was given, until the next iteration begins
             _latest=None,  # the iteration that yielded a batch last, or began since
@@ -137,7 +135,9 @@ class FabricDataLoader:
         if self._spec.indices is not None:
             self._spec.indices.epoch = state
         if self._on_epoch is not None:
-            self._on_epoch(f"{self._name}/{next(self._numbers)}", state, self._known_length())
+            # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
+            length = None if isinstance(self._spec.dataset, IterableDataset) else length_of(self.loader)
+            self._on_epoch(next(self._keys), state, length if self._spec.base_seed is None else 0)
         batches = self._begin(state)
         return self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
@@ -229,9 +229,8 @@ class FabricDataLoader:
         if inside and self.loader.num_workers > 1 and not self.loader.in_order:
             raise CheckpointError(
                 position,
-                f"{self.loader.num_workers} workers with in_order=False yield batches as they are ready: "
-                "which ones were received is not known",
-                "in_order=True, or a state saved at the end of an epoch",
+                "workers with in_order=False yield batches as they are ready: which ones were received is not known",
+                "a state saved at the end of an epoch",
                 "DataLoader(..., in_order=True)",
             )
         if inside and self._spec.indices is None:
@@ -239,10 +238,8 @@ class FabricDataLoader:
                 raise CheckpointError(
                     position,
                     f"the {type(self._spec.dataset).__name__} is iterable: only itself knows how to go on from there",
-                    "a state saved at the end of an epoch; or, with num_workers=0, a dataset that has state_dict and "
-                    "load_state_dict",
-                    "def state_dict(self) and def load_state_dict(self, state) on the dataset, "
-                    "or save after the loop over the loader",
+                    "a state saved at the end of an epoch",
+                    "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own",
                 )
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
@@ -260,20 +257,10 @@ class FabricDataLoader:
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         return self._spec.indices is None and self.loader.num_workers == 0 and has_state
 
-    def _known_length(self) -> int | None:
-        """Number of batches of an epoch where it may differ between ranks; ``None`` when it is not known."""
-        if self._spec.base_seed is not None:
-            return 0
-        # torch would warn when an iterable dataset that says its length has more.
-        return None if isinstance(self._spec.dataset, IterableDataset) else length_of(self.loader)
-
     def _begin(self, state: EpochState) -> Iterator[Any]:
         if not state.resumed:
-            return (
-                iter(self.loader)
-                if self._spec.base_seed is None
-                else self._spec.base_seed.draw(lambda: iter(self.loader))[1]
-            )
+            seed = self._spec.base_seed
+            return iter(self.loader) if seed is None else seed.draw(lambda: iter(self.loader))[1]
         # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn again,
         # that decides where the sampler's own generators go on.
         replayed = self._spec.streams.generators if state.replay else ()
@@ -319,16 +306,13 @@ def _check_arguments(loader: Any, uneven: str) -> None:
         raise ConfigurationError(
             "setup_dataloaders(loader) with a loader that is set up already",
             "sharded a second time, it would never yield most of its samples",
-            "the DataLoader itself",
-            "fabric.setup_dataloaders(loader.original), or use the loader as it is",
+            suggestion="fabric.setup_dataloaders(loader.original), or use the loader as it is",
         )
     if not isinstance(loader, DataLoader):
         raise ArgumentTypeError(
             f"setup_dataloaders({type(loader).__name__})",
-            "without a sampler or a dataset there is nothing to shard",
-            "a torch.utils.data.DataLoader, or an object of a subclass",
-            "DataLoader(dataset, batch_size=None) around a dataset that makes whole batches; "
-            "fabric.to_device(batch) in the loop over anything else",
+            expected="a torch.utils.data.DataLoader, with batch_size=None for a dataset that makes whole batches",
+            suggestion="fabric.to_device(batch) in the loop over anything else",
         )
     if uneven not in ("pad", "drop"):
         raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected="'pad' or 'drop'")

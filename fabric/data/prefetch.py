@@ -67,7 +67,7 @@ class OverlappedCopies:
     def __call__(self, batch: Any) -> Any:
         """Move the tensors of a batch as :func:`fabric.tree.to_device` does; does not wait for the copies."""
         parts = _parts(batch)
-        if parts is None or not all(map(_is_plain, parts)):
+        if not all(map(_can_be_followed, parts)):
             return to_device(batch, self._device, non_blocking=True)
         if self._pins:
             if any(isinstance(part, Tensor) and part.is_pinned() for part in parts):
@@ -81,7 +81,7 @@ class OverlappedCopies:
             moved = to_device(batch, self._device, non_blocking=True)
         compute.wait_stream(self.side)
         parts = _parts(moved)
-        if parts is None:  # what moves itself has become something that hides its memory
+        if not all(hasattr(part, "record_stream") for part in parts):  # it has become something that hides its memory
             return to_device(batch, self._device)
         for part in parts:
             if not isinstance(part, Tensor) or part.device.type == self._device.type:
@@ -89,23 +89,18 @@ class OverlappedCopies:
         return moved
 
 
-def _parts(batch: Any) -> list[Any] | None:
-    """What holds memory in a batch: tensors, and objects with a ``record_stream``; None if an object hides its own."""
+def _parts(batch: Any) -> list[Any]:
+    """What holds memory in a batch: tensors and objects that move themselves, also in mappings that are leaves."""
     parts: list[Any] = []
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Mapping):
-            entries = _parts(dict(leaf))
-            if entries is None:
-                return None
-            parts += entries
-        elif hasattr(leaf, "record_stream"):
+            parts += _parts(dict(leaf))
+        elif hasattr(leaf, "record_stream") or hasattr(leaf, "to"):
             parts.append(leaf)
-        elif hasattr(leaf, "to"):
-            return None
     return parts
 
 
-def _is_plain(part: Any) -> bool:
-    if not isinstance(part, Tensor):
-        return True
-    return part.device.type == "cpu" and part.layout is torch.strided and not part.requires_grad
+def _can_be_followed(part: Any) -> bool:
+    if isinstance(part, Tensor):
+        return part.device.type == "cpu" and part.layout is torch.strided and not part.requires_grad
+    return hasattr(part, "record_stream")

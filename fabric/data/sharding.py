@@ -5,6 +5,7 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, count, islice
+from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,12 +24,13 @@ from fabric.data.state import EpochState, LoaderSpec, State, length_of
 from fabric.errors import ConfigurationError
 from fabric.seed import Streams
 
-__all__ = ["AgreedStreams", "IndexSampler", "InterleavedIterable", "ShardedSampler", "shard"]
+__all__ = ["AgreedStreams", "InterleavedIterable", "ShardedSampler", "shard"]
 
 Uneven = Literal["pad", "drop"]
 Place = tuple[int, int]  # rank and number of replicas
 FromRank0 = Callable[[str, bytes], bytes]
 _T = TypeVar("_T")
+_DRAW = "draw"  # the phase in which the first entry is drawn
 
 
 def shard(
@@ -69,23 +71,13 @@ def shard(
         shards = replicas if own_place is None else 1
         if shards > 1 or not hasattr(type(loader), "state_dict"):
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
-            drops = uneven == "drop" or (batches is not None and loader.drop_last)
-            sharded = ShardedSampler(order, (rank % shards, shards), "drop" if drops else "pad", agreed)
-            indices = IndexSampler(sharded, batches)
+            pads = uneven == "pad" and not (batches is not None and loader.drop_last)
+            indices = ShardedSampler(order, (rank % shards, shards), pads, agreed, batches)
             object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", indices)
             if shards > 1 and batches is not None:
-                object.__setattr__(loader, "sampler", sharded)
-    return LoaderSpec(
-        dataset=dataset,
-        batch_size=loader.batch_size,
-        order=order,
-        unit=unit,
-        num_replicas=replicas,
-        streams=streams,
-        generators=tuple(dict.fromkeys((*streams.generators, *own))),
-        indices=indices,
-        base_seed=base_seed,
-    )
+                object.__setattr__(loader, "sampler", indices.samples(EpochState(0)))
+    generators = tuple(dict.fromkeys((*streams.generators, *own)))
+    return LoaderSpec(dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed)
 
 
 def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
@@ -177,73 +169,81 @@ class AgreedStreams:
 
 
 class ShardedSampler:
-    """This rank's shard of what a sampler yields; see ``[Note: Data]``.
+    """This rank's shard of what a sampler yields, see ``[Note: Data]``: what torch's iterator takes its indices from.
 
     With one replica everything is drawn when torch's own loop would draw it. With several, the order of a sampler that
     has a length is drawn at once at the start of the epoch; one without a length is drawn round by round, from a
-    private copy of the streams. Attributes are those of the sampler: ``loader.sampler.set_epoch(n)`` reaches it.
+    private copy of the streams. Attributes are those of the loader's own sampler or batch sampler:
+    ``loader.sampler.set_epoch(n)`` reaches it.
 
     Args:
         sampler: yields samples, or batches of them.
         place: whose shard this is, and the number of shards.
-        uneven: ``"pad"`` repeats entries from the start of the order until all shards are equally long, ``"drop"``
-            leaves the incomplete last round out.
+        pads: whether entries from the start of the order are repeated until all shards are equally long; otherwise the
+            incomplete last round is left out.
         streams: what the sampler draws from.
+        batches: the loader's own batch sampler, which makes samples into batches; None when the entries of the shard
+            are fetched as they are.
+
+    Attributes:
+        epoch: the iteration that the next ``iter`` belongs to.
     """
 
-    def __init__(self, sampler: Iterable[Any], place: Place, uneven: Uneven, streams: AgreedStreams) -> None:
-        self.sampler, (self.rank, self.num_replicas), self.uneven = sampler, place, uneven
-        self._streams, self._epoch = streams, EpochState(0)
+    def __init__(
+        self, sampler: Iterable[Any], place: Place, pads: bool, streams: AgreedStreams, batches: BatchSampler | None
+    ) -> None:
+        self.sampler, (self.rank, self.num_replicas), self.pads = sampler, place, pads
+        self._streams, self._batches, self.epoch = streams, batches, EpochState(0)
 
-    def in_epoch(self, state: EpochState) -> "ShardedSampler":
-        """The same shard, for one iteration."""
+    def samples(self, epoch: EpochState) -> "ShardedSampler":
+        """The same shard for one iteration, and without a batch sampler."""
         shard = copy.copy(self)
-        shard._epoch = state
+        shard.epoch, shard._batches = epoch, None
         return shard
 
     def __len__(self) -> int:
-        length = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
-        return length // self.num_replicas if self.uneven == "drop" else -(-length // self.num_replicas)
+        if self._batches is not None:
+            return len(self._batched(self.epoch))
+        length: int = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
+        return -(-length // self.num_replicas) if self.pads else length // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        return self.entries(self.begin())
+        # Bound here and not at the first item: by then another iteration may have begun. One that iterates this object
+        # without the loader, or twice, has no part in the loader's position.
+        epoch = EpochState(self.epoch.epoch) if _DRAW in self.epoch.drawn else self.epoch
+        if self._batches is not None:
+            return chain.from_iterable([self._batched(epoch)])
+        shard, begun = self.samples(epoch), None
+        # Some draw their random numbers when asked for their iterator; a generator function does nothing until then.
+        if not inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None)):
+            begun = shard._draw("begin", lambda: iter(self.sampler))
+
+        def entries() -> Iterable[Any]:
+            return shard._entries(iter(self.sampler) if begun is None else begun)
+
+        # Drawn when the first item is asked for; chained, since a generator of ours would be resumed for every item.
+        return chain.from_iterable(shard._draw(_DRAW, entries) for _ in range(1))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "sampler" not in vars(self):
+        if name.startswith("__") or "_batches" not in vars(self):
             raise AttributeError(name)
-        return getattr(self.sampler, name)
+        return getattr(self.sampler if self._batches is None else self._batches, name)
 
-    def begin(self) -> Iterator[Any] | None:
-        """Ask the sampler for its iterator, which is when some draw their random numbers.
-
-        Returns:
-            The iterator; ``None`` when it is a generator function, which does nothing before its first entry.
-        """
-        if inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None)):
-            return None
-        return self._draw("begin", lambda: iter(self.sampler))
-
-    def entries(self, begun: Iterator[Any] | None) -> Iterator[Any]:
-        """The entries of this shard, drawn when the first one is asked for."""
-
-        def shard() -> Iterable[Any]:
-            return self._shard(iter(self.sampler) if begun is None else begun)
-
-        return _made_late(lambda: self._draw("draw", shard))
+    def _batched(self, epoch: EpochState) -> Any:
+        batches: Any = copy.copy(self._batches)
+        batches.sampler = self.samples(epoch)
+        return batches
 
     def _draw(self, phase: str, action: Callable[[], _T]) -> _T:
-        state, result = self._streams.draw(action, self._epoch.replay.get(phase))
-        self._epoch.drawn[phase] = state
+        self.epoch.drawn[phase], result = self._streams.draw(action, self.epoch.replay.get(phase))
         return result
 
-    def _shard(self, order: Iterator[Any]) -> Iterable[Any]:
-        skip, replicas = self._epoch.skip, self.num_replicas
+    def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
+        skip, replicas = self.epoch.skip, self.num_replicas
         if replicas == 1:
-            if not self._epoch.resumed:
-                return order
             # The first entry at least, since it is what makes a lazy sampler draw.
-            behind = list(islice(order, max(skip, 1)))
-            return chain(behind[skip:], order)
+            received = list(islice(order, max(skip, 1)))
+            return chain(received[skip:], order)
         if length_of(self.sampler) is None:
             first = list(islice(order, replicas))  # not privately, so that the next epoch draws another order
             private = Streams(self._streams.streams.shared)
@@ -252,7 +252,7 @@ class ShardedSampler:
         whole = range(len(self.sampler)) if type(self.sampler) is SequentialSampler else list(order)
         complete = len(whole) // replicas * replicas
         shard = whole[self.rank : complete : replicas]
-        if complete < len(whole) and self.uneven == "pad":
+        if complete < len(whole) and self.pads:
             shard = chain(shard, [whole[(complete + self.rank) % len(whole)]])
         return islice(shard, skip, None)
 
@@ -262,65 +262,13 @@ class ShardedSampler:
         while entries:
             if len(entries) == self.num_replicas:
                 yield entries[self.rank]
-            elif self.uneven == "pad":
+            elif self.pads:
                 yield (entries + first * self.num_replicas)[self.rank]
             own = streams.state()
             streams.restore(private)
             entries = list(islice(order, self.num_replicas))
             private = streams.state()
             streams.restore(own)
-
-
-class IndexSampler:
-    """What torch's iterator takes its indices from in a prepared loader, one item per batch.
-
-    Attributes are those of the loader's own sampler or batch sampler.
-
-    Args:
-        sharded: this rank's samples, or whole batches.
-        batches: the loader's own batch sampler, which makes samples into batches; ``None`` when the entries of the
-            shard are fetched as they are.
-
-    Attributes:
-        epoch: the iteration that the next ``iter`` belongs to.
-    """
-
-    def __init__(self, sharded: ShardedSampler, batches: BatchSampler | None) -> None:
-        self.sharded, self._batches, self.epoch = sharded, batches, EpochState(0)
-
-    def __len__(self) -> int:
-        return len(self._batched(self.sharded))
-
-    def __iter__(self) -> Iterator[Any]:
-        # Bound here and not at the first item: by then another iteration may have begun. One that iterates this object
-        # without the loader, or twice, has no part in the loader's position.
-        state = EpochState(self.epoch.epoch) if self.epoch.opened else self.epoch
-        sharded = self.sharded.in_epoch(state)
-        begun = sharded.begin() if self._batches is None else None
-
-        def entries() -> Iterable[Any]:
-            state.opened = True
-            return sharded.entries(begun) if self._batches is None else self._batched(sharded)
-
-        return _made_late(entries)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_batches" not in vars(self):
-            raise AttributeError(name)
-        return getattr(self.sharded.sampler if self._batches is None else self._batches, name)
-
-    def _batched(self, sharded: ShardedSampler) -> Any:
-        if self._batches is None:
-            return sharded
-        batches = copy.copy(self._batches)
-        batches.sampler = sharded
-        return batches
-
-
-def _made_late(make: Callable[[], Iterable[_T]]) -> Iterator[_T]:
-    """Iterate what ``make`` returns when the first item is asked for."""
-    # Chained, since a generator of ours would be resumed for every item.
-    return chain.from_iterable(make() for _ in range(1))
 
 
 class InterleavedIterable(IterableDataset[Any]):
@@ -346,11 +294,8 @@ class InterleavedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # The dataset is asked for its iterator when torch asks: some draw their order there.
-        return self._own(iter(self._dataset))
-
-    def _own(self, samples: Iterator[Any]) -> Iterator[Any]:
-        while len(complete := tuple(islice(samples, self._num_replicas))) == self._num_replicas:
-            yield complete[self._rank]
+        rounds = zip(*[iter(self._dataset)] * self._num_replicas, strict=False)
+        return map(itemgetter(self._rank), rounds)
 
     def __len__(self) -> int:
         return len(self._dataset) // self._num_replicas

@@ -1,4 +1,4 @@
-"""The spec of a loader, the state of an epoch, and what of that is saved.
+"""The spec of a loader, the state of an epoch, what of that is saved, and what the ranks received at the same step.
 
 [Note: Data] The *order* is what the user's own sampler yields in one epoch, the same on every rank: single samples or,
 from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``rank, rank + num_replicas, ...``. The
@@ -7,17 +7,24 @@ from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``
 position that does not depend on the number of ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Number
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fabric.errors import CheckpointError
+from fabric.collectives import all_gather, all_gather_ragged
+from fabric.communicators import Communicator
+from fabric.errors import CheckpointError, ConfigurationError, UsageError
 from fabric.seed import Streams
+from fabric.tree import flatten, leaf_paths, unflatten
 
-__all__ = ["EpochState", "LoaderSpec", "check_saved", "length_of", "saved_state", "skipped"]
+__all__ = [
+    "ActiveIterator", "EpochState", "LoaderSpec", "check_saved", "gather_batch", "length_of", "saved_state", "skipped",
+]  # fmt: skip
 
 State = dict[str, Any]
 
@@ -35,7 +42,6 @@ class EpochState:
         resumed: whether it continues a saved epoch.
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
-        opened: whether an index sampler already works for it.
         received: batches that the user has received.
         finished: whether the iteration has ended.
     """
@@ -46,12 +52,11 @@ class EpochState:
     resumed: bool = False
     replay: Mapping[str, State] = field(default_factory=dict)
     drawn: dict[str, State] = field(default_factory=dict)
-    opened: bool = False
     received: int = 0
     finished: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class LoaderSpec:
     """How the batches of a loader are made; settled when it is set up.
 
@@ -63,7 +68,7 @@ class LoaderSpec:
         num_replicas: ranks that the order is sharded over, by fabric or by the sampler itself.
         streams: the random streams that the order is drawn from.
         generators: those that belong to the loader and its sampler.
-        indices: the :class:`~fabric.data.sharding.IndexSampler` in the loader; ``None`` where fabric does not follow
+        indices: the :class:`~fabric.data.sharding.ShardedSampler` in the loader; ``None`` where fabric does not follow
             the indices: an iterable dataset, a loader that keeps its own state.
         base_seed: the :class:`~fabric.data.sharding.AgreedStreams` that the base seed of the workers is drawn
             from, for an iterable dataset that fabric shards.
@@ -80,10 +85,9 @@ class LoaderSpec:
     base_seed: Any = None
 
     @property
-    def epoch_length(self) -> int | None:
-        """Entries that all ranks together receive in an epoch; ``None`` when that is not known."""
-        length = None if self.indices is None else length_of(self.indices.sharded)
-        return None if length is None else length * self.num_replicas
+    def shard_length(self) -> int | None:
+        """Entries that this rank receives in an epoch; ``None`` when that is not known."""
+        return None if self.indices is None else length_of(self.indices.samples(EpochState(0)))
 
     @property
     def entries_per_batch(self) -> int:
@@ -92,10 +96,9 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        cursor = state.start + state.received * self.entries_per_batch * self.num_replicas
-        length = self.epoch_length
+        cursor, length = state.start + state.received * self.entries_per_batch * self.num_replicas, self.shard_length
         # The last batch may be short; what was repeated to fill the last round counts as received.
-        return cursor if length is None else min(cursor, length)
+        return cursor if length is None else min(cursor, length * self.num_replicas)
 
     def summary(self) -> State:
         """What a loader has to have in common with one whose saved state it loads, but for the number of ranks."""
@@ -107,6 +110,9 @@ class LoaderSpec:
             "dataset_length": None if self.indices is None else length_of(self.dataset),
             "sampler": type(self.order).__name__,
         }
+
+
+ActiveIterator = tuple[LoaderSpec, EpochState]
 
 
 def length_of(sized: Any) -> int | None:
@@ -148,7 +154,6 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
         raise CheckpointError(
             f"loader.load_state_dict({type(saved).__name__})",
             f"it is not what state_dict() of a set-up loader returned, in format {_FORMAT}",
-            suggestion="loader.load_state_dict(saved_loader_state)",
         )
     then = {**saved, "generators": len(saved["generators"])}
     now = {**spec.summary(), "generators": len(spec.generators)}
@@ -169,11 +174,11 @@ def skipped(saved: State, spec: LoaderSpec) -> int:
     Raises:
         CheckpointError: the cursor is not a multiple of the number of ranks, and the order is not at its end.
     """
-    cursor, length = saved["cursor"], spec.epoch_length
+    cursor, length = saved["cursor"], spec.shard_length
     entries, rest = divmod(cursor, spec.num_replicas)
     if not rest:
         return entries
-    if length is not None and cursor >= length:
+    if length is not None and entries >= length:
         return entries + 1
     divisors = [number for number in range(1, 65) if cursor % number == 0]
     raise CheckpointError(
@@ -182,3 +187,77 @@ def skipped(saved: State, spec: LoaderSpec) -> int:
         f"a number of ranks that divides {cursor}: {', '.join(map(str, divisors))}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
+
+
+def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], data: Any) -> Any:
+    """What all ranks computed from this step's batches; see ``Fabric.gather_for_metrics``. Collective.
+
+    Args:
+        communicator: all processes of the job.
+        active: the iterations over loaders that have begun and not ended; that of the innermost loop is the last.
+        data: any collection of tensors, computed from this process's batch.
+
+    Raises:
+        UsageError: no loop over a set-up loader is active, fabric does not shard its data, or which entries were
+            repeated is not known.
+        ConfigurationError: a leaf does not say to which sample it belongs.
+    """
+    request, expected = "fabric.gather_for_metrics(...)", "the body of a loop over a loader that fabric shards"
+    if not active:
+        suggestion = "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
+        raise UsageError(request, "no loop over a set-up loader is active", expected, suggestion)
+    spec, state = active[-1]
+    if spec.num_replicas != communicator.size:
+        problem = f"this loader gives each of {communicator.size} processes all of the data, or what you sharded"
+        raise UsageError(request, problem, expected, "the values as they are; or fabric.all_gather(x, concat=True)")
+    unit, kept, length = _received(spec, state)
+    leaves, structure = flatten(data)
+    for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
+        if isinstance(leaf, Tensor):
+            fits = unit == "single samples" or (leaf.dim() > 0 and length in (None, leaf.shape[0]))
+            found = f"its shape is {tuple(leaf.shape)}"
+        else:
+            fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
+        if not fits:
+            raise ConfigurationError(
+                f"gather_for_metrics(...) of {path or 'the tensor'}",
+                f"which sample is what? {found}",
+                f"tensors of shape ({length or 'n'}, ...), one entry for each sample of this batch",
+                "the values before any mean or sum; fabric.all_reduce(x) for a number for the whole batch",
+            )
+    gathered = (all_gather_ragged if unit == "batches" else all_gather)(communicator, leaves)
+    for place, parts in enumerate(gathered):
+        if isinstance(leaves[place], Tensor):
+            if unit == "batches":
+                leaves[place] = torch.cat(parts[:kept])
+                continue
+            whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" else parts
+            leaves[place] = whole if kept is None or kept >= len(whole) else whole[:kept].clone()
+    return unflatten(structure, leaves)
+
+
+def _received(spec: LoaderSpec, state: EpochState) -> tuple[str, int | None, int | None]:
+    """What all ranks received last, in their order of places, of which each has one.
+
+    Returns:
+        The unit: ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank
+        r has place r, as a whole. ``"single samples"``: likewise, and it is one sample, without a dim 0. Then how many
+        places hold no repetition, None for all; and the samples of this rank's batch, None when that is not known.
+    """
+    unit, sharded = spec.unit, spec.indices
+    if spec.num_replicas == 1 or spec.base_seed is not None:
+        return "samples" if unit == "batches" else unit, None, None
+    is_ours = getattr(sharded, "num_replicas", 1) == spec.num_replicas
+    total, length = length_of(sharded.sampler) if is_ours else None, spec.shard_length
+    if not is_ours or (total is None and sharded.pads):
+        problem = "has no length" if is_ours else "shards the data itself"
+        raise UsageError(
+            "fabric.gather_for_metrics(...)",
+            f"the {type(spec.order).__name__} {problem}: which samples are repetitions is not known",
+            "a loader that fabric shards, with a sampler that has a length",
+            'setup_dataloaders(DataLoader(dataset)), or uneven="drop"; or fabric.all_gather(x, concat=True), '
+            "repetitions included",
+        )
+    before = state.skip + (state.received - 1) * spec.entries_per_batch
+    kept = None if total is None else total - before * spec.num_replicas
+    return unit, kept, None if unit != "samples" or length is None else min(spec.entries_per_batch, length - before)
