@@ -14,7 +14,7 @@ before. The generator of the CPU is one for all threads: the random numbers of t
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import MethodType
@@ -36,7 +36,6 @@ __all__ = ["CopiedDataParallel", "DataParallelStrategy", "ThreadedDataParallel"]
 
 # Where torch's own DataParallel runs the module once, on the whole batch.
 _NOT_REPLICATED_BY_TORCH = ("cpu", "mps")
-_EQUAL_IF_SAME_VALUE = (bool, int, float, complex, str, bytes)
 
 
 class DataParallelStrategy(ParallelStrategy):
@@ -154,8 +153,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         devices: the device, once for each replica.
 
     Raises:
-        ConfigurationError: in a call, when the tensors among the arguments differ in dim 0, or when the outputs of
-            the replicas cannot be joined.
+        ConfigurationError: in a call, when the tensors among the arguments differ in dim 0, or when the replicas return
+            collections of different structures, or different objects that are no tensors.
     """
 
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
@@ -169,14 +168,19 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     @override
     def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
         """Split the arguments of a call into those of each replica that has something to do."""
-        leaves, structure = flatten((inputs, kwargs or {}))
-        batch = _batch_size(leaves, inputs, kwargs or {})
-        size = -(-batch // len(device_ids))
-        parts = []
-        for start in range(0, batch, size) if batch else (0,):
-            own = [_part(leaf, start, min(size, batch - start)) for leaf in leaves]
-            parts.append(unflatten(structure, own))
-        return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+        call = inputs, kwargs or {}
+        shapes = [tuple(leaf.shape) for leaf in flatten(call)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+        batch = shapes[0][0] if shapes else 0
+        if any(shape[0] != batch for shape in shapes):
+            raise ConfigurationError(
+                f"a forward pass under dp with tensors of shapes {', '.join(map(str, shapes))}",
+                "a batch is split over the replicas along dim 0, and these tensors differ in it",
+                "tensors of shape (batch, ...) with one batch size; 0-dim tensors, which every replica gets",
+                "mask.expand(batch, ...) for a tensor that belongs to every sample, or a buffer of the module",
+            )
+        size = max(1, -(-batch // len(device_ids)))
+        parts = [map_tensors(partial(_part, start, size), call) for start in range(0, max(1, batch), size)]
+        return tuple(zip(*parts, strict=True))
 
     @override
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[nn.Module]:
@@ -196,13 +200,10 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     @override
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join the outputs of the replicas, collections leaf by leaf."""
-        if all(isinstance(output, Tensor) for output in outputs):
-            return _join("output", outputs)
         flat = [flatten(output) for output in outputs]
         paths = [leaf_paths(structure, "output") for _, structure in flat]
-        for index, other in enumerate(paths):
-            if other != paths[0]:
-                _refuse_outputs("output", f"replica 0 returned {paths[0]}, replica {index} {other}")
+        if any(other != paths[0] for other in paths):
+            _refuse_outputs("output", paths)
         values = zip(*(leaves for leaves, _ in flat), strict=True)
         return unflatten(flat[0][1], [_join(path, leaves) for path, leaves in zip(paths[0], values, strict=True)])
 
@@ -278,29 +279,11 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) ->
         del error
 
 
-def _batch_size(leaves: Sequence[Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Dim 0 of all tensors that have one; 0 without any."""
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
-    if len(sizes) <= 1:
-        return sizes.pop() if sizes else 0
-    paths = [
-        path for name, tree in (("inputs", inputs), ("kwargs", kwargs)) for path in leaf_paths(flatten(tree)[1], name)
-    ]
-    named = zip(paths, leaves, strict=True)
-    shapes = [f"{path}: {tuple(leaf.shape)}" for path, leaf in named if isinstance(leaf, Tensor) and leaf.dim()]
-    raise ConfigurationError(
-        f"a forward pass under dp with {', '.join(shapes)}",
-        "a batch is split over the replicas along dim 0, and these tensors differ in it",
-        "tensors of shape (batch, ...) with one batch size; 0-dim tensors and other objects go to every replica",
-        "mask.expand(batch, ...) for a tensor that belongs to every sample, or a buffer of the module",
-    )
-
-
-def _part(leaf: Any, start: int, length: int) -> Any:
+def _part(start: int, size: int, tensor: Tensor) -> Tensor:
     """The rows of a batch that one replica gets."""
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return leaf
-    part = leaf.narrow(0, start, length)
+    if tensor.dim() == 0:
+        return tensor
+    part = tensor[start : start + size]
     # Apart from each other for autograd: replicas that write to their parts in place must not share a history.
     return part.clone() if part.requires_grad else part.detach()
 
@@ -335,21 +318,17 @@ def _rebind_methods(original: nn.Module, replica: nn.Module) -> None:
 def _join(path: str, values: Sequence[Any]) -> Any:
     """One leaf of the output from those of the replicas."""
     first = values[0]
-    if isinstance(first, Tensor) and all(isinstance(value, Tensor) for value in values):
-        if len({(value.shape[1:], value.dim()) for value in values}) > 1:
-            _refuse_outputs(path, f"the replicas returned {', '.join(str(tuple(value.shape)) for value in values)}")
+    if all(isinstance(value, Tensor) for value in values):
         return torch.stack(tuple(values)) if first.dim() == 0 else torch.cat(tuple(values))
-    same_value = isinstance(first, _EQUAL_IF_SAME_VALUE)
-    for index, value in enumerate(values):
-        if value is not first and not (same_value and type(value) is type(first) and value == first):
-            _refuse_outputs(path, f"replica 0 returned {first!r}, replica {index} {value!r}")
+    if any(value is not first and value != first for value in values):
+        _refuse_outputs(path, values)
     return first
 
 
-def _refuse_outputs(path: str, problem: str) -> None:
+def _refuse_outputs(path: str, values: Sequence[Any]) -> None:
     raise ConfigurationError(
         f"gathering {path} of a forward pass under dp",
-        f"it cannot be joined along dim 0: {problem}",
+        f"it cannot be joined along dim 0: the replicas returned {', '.join(map(repr, values))}",
         "collections of the same structure; tensors that differ in dim 0 alone; other objects that are equal",
         "return tensors of shape (batch part, ...), or torch.tensor(number) for a vector with one entry a replica",
     )
