@@ -178,8 +178,6 @@ class DDPSpawnPlugin(DDPStrategy):
         self.model: nn.Module | None = None
         self.mp_queue = _Mailbox()
 
-    _casts_in_forward = False
-
     setup = _setup
     setup_optimizers = _setup_optimizers
     model_to_device = _model_to_device
@@ -241,13 +239,13 @@ class DDPSpawnPlugin(DDPStrategy):
     def get_from_queue(self, trainer: Any, queue: Any) -> None:
         """Update ``trainer.callback_metrics`` by what one :meth:`add_to_queue` put into a queue; tensors on the CPU."""
         _deprecated("get_from_queue(trainer, queue)", "metrics = fabric.launch(function)")
-        trainer.callback_metrics.update(_unpack(queue.get()))
+        trainer.callback_metrics.update(pickle.loads(queue.get()))  # noqa: S301 - from a process of this job
 
     def post_dispatch(self, trainer: Any) -> None:
         """Update ``trainer.callback_metrics`` by everything that process 0 left in :attr:`mp_queue`."""
         _deprecated("post_dispatch(trainer)", "metrics = fabric.launch(function)")
         while self.mp_queue:
-            trainer.callback_metrics.update(_unpack(self.mp_queue.get()))
+            trainer.callback_metrics.update(pickle.loads(self.mp_queue.get()))  # noqa: S301 - as above
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Does nothing: the forward pass of a prepared module has made everything ready for the backward pass."""
@@ -308,8 +306,6 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         )
         self.model: nn.Module | None = None
 
-    _casts_in_forward = True
-
     setup = _setup
     setup_optimizers = _setup_optimizers
     model_to_device = _model_to_device
@@ -328,20 +324,9 @@ def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=stacklevel)
 
 
-def _run_spawned(
-    fabric: Fabric,
-    strategy: DDPSpawnPlugin,
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    return_result: bool,
-) -> tuple[Any, list[Any]]:
+def _run_spawned(fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool) -> Any:
     result = function(*args, **kwargs)
     return result if return_result else None, list(strategy.mp_queue)
-
-
-def _unpack(payload: bytes) -> dict[str, Any]:
-    return pickle.loads(payload)  # noqa: S301 - add_to_queue packed it, in a process of this job
 
 
 def _one_precision(plugin: Any, precision: Any) -> Any:
@@ -356,7 +341,7 @@ def _one_precision(plugin: Any, precision: Any) -> Any:
 
 def _refuse_mixed_precision(strategy: _Older) -> None:
     precision = strategy.runtime.precision
-    autocasts = precision.compute_dtype is not None and not strategy._casts_in_forward
+    autocasts = precision.compute_dtype is not None and not isinstance(strategy, FSDPStrategy)
     if autocasts or precision.loss_scaling:
         raise ConfigurationError(
             f"{type(strategy).__name__}.setup(trainer) with precision={precision.name!r}",
