@@ -169,7 +169,7 @@ class Runtime:
                 timeout=self.timeout,
                 is_asynchronous=self.communicator.device.type != "cpu",
                 signals=int if control is None else control.reports_requested,
-                supervisor="" if control is None else control.config.supervisor,
+                supervisor="" if control is None else control.supervisor,
             )
             self._closers.append(reporter.close)
         self.recorder = FlightRecorder() if reporter is None else reporter.recorder

@@ -17,7 +17,7 @@ from fabric.launchers.supervisor import COLLECT, DESCRIBE, END, INTERRUPT
 TAKEN_BY_ANOTHER_THREAD = """
 import signal, threading
 from fabric.launchers.rank import raise_on_signals
-raise_on_signals(True, print)
+raise_on_signals(print)
 # Its handler runs in C there; nothing interrupts the wait of the main thread.
 threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.{number})).start()
 try:
@@ -28,7 +28,7 @@ finally:
 FORKED = """
 import os, signal, threading, time
 from fabric.launchers.rank import raise_on_signals
-raise_on_signals(True, print)
+raise_on_signals(print)
 child = os.fork()
 if child == 0:
     try:

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec, refuse_while_importing_main
+from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.function import ProcessLauncher
-from fabric.launchers.notebook import is_interactive, notebook_start_method
+from fabric.launchers.notebook import is_interactive, notebook_start_method, refuse_while_importing_main
 from fabric.launchers.rank import ControlThread, StopRequest, exit_with_late_error
 from fabric.launchers.script import ScriptLauncher
 

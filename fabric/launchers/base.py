@@ -8,17 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import ConfigurationError
 from fabric.world import World
 
-__all__ = [
-    "InlineLauncher",
-    "LaunchSpec",
-    "Launcher",
-    "refuse_while_importing_main",
-    "single_node_worlds",
-    "start_interpreter",
-]
+__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "single_node_worlds", "start_interpreter"]
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -120,19 +113,3 @@ def start_interpreter(
     statement = f"import sys; sys.path.append({_ROOT!r}); from {module} import {name}; sys.path.pop(); {name}()"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
     return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin)
-
-
-def refuse_while_importing_main() -> None:
-    """Raise when a launch is attempted by a script without a guard, which would launch for ever.
-
-    A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
-    """
-    importing = sys.modules.get("__mp_main__")
-    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
-    if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
-        raise UsageError(
-            "launch() at the top level of a script",
-            "another process imports the script to find the function it has to run, and so reaches launch() again",
-            "a launch that happens only when the file is run as a script",
-            "if __name__ == '__main__': above the lines that create Fabric and launch; or the start method 'fork'",
-        )

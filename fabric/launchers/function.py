@@ -8,7 +8,6 @@ and the owner's standard output and error of this moment.
 """
 
 import contextlib
-import functools
 import gc
 import importlib
 import multiprocessing
@@ -22,24 +21,16 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import (
-    Launcher,
-    LaunchSpec,
-    refuse_while_importing_main,
-    single_node_worlds,
-    start_interpreter,
-)
-from fabric.launchers.notebook import initialized_backend
+from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
+from fabric.launchers.notebook import initialized_backend, refuse_while_importing_main
 from fabric.launchers.rank import Payload, RankConfig, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
-from fabric.launchers.supervisor import JobInterrupted, Start, Supervisor, exit_status
+from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 
 __all__ = ["UNKNOWN_EXIT_CODE", "ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
 
@@ -49,8 +40,6 @@ UNKNOWN_EXIT_CODE = 255
 # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
 # function of a rank is handed a Fabric.
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
-
-_Started = tuple[int, Callable[[], int | None]]
 
 
 class ProcessLauncher(Launcher):
@@ -119,27 +108,24 @@ class ProcessLauncher(Launcher):
             )
         # Before any process starts: what cannot be pickled is an error here.
         payload = None if self.name == "fork" else pickled_call(Call(fn, args, kwargs))
+        job = Supervisor()
         try:
-            with Supervisor() as job:
+            with job:
                 start: Start = {
                     "spawn": _spawn,
-                    "fork": partial(_fork, job, partial(fn, *args, **kwargs)),
+                    "fork": partial(_fork, partial(fn, *args, **kwargs)),
                     "forkserver": fork_server(os.getpid()).start_rank,
                 }[self.name]
-                for world in single_node_worlds(spec.num_processes):
-                    job.start(
-                        start, world, returns=spec.results == "all" or (spec.results == "first" and world.rank == 0)
-                    )
-                if payload is not None:
-                    job.send_payload(payload)
+                job.start(start, single_node_worlds(spec.num_processes), payload, spec.results)
                 results = list(map(load, job.run()))
-        except JobInterrupted as interruption:
-            # What the signal would have done in this process, now that the ranks are gone.
-            if interruption.number == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            if callable(interruption.previous):
-                interruption.previous(interruption.number, None)
-            raise SystemExit(128 + interruption.number) from None
+        except KeyboardInterrupt:
+            if job.signals and job.signals[0][0] == signal.SIGTERM:
+                # What it would have done in this process, now that the ranks are gone.
+                handler = signal.getsignal(signal.SIGTERM)
+                if callable(handler):
+                    handler(signal.SIGTERM, None)
+                raise SystemExit(128 + signal.SIGTERM) from None
+            raise
         except RankFailedError:
             is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
             if sys.excepthook is sys.__excepthook__ and not is_prompt:  # a hook of the user stays
@@ -148,7 +134,7 @@ class ProcessLauncher(Launcher):
         return {"all": results, "first": results[0], "none": None}[spec.results]
 
 
-def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Print an error as always; one of a rank that ends this process gives it the exit code of the rank."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, RankFailedError):
@@ -191,24 +177,22 @@ def _load_call(environment: Mapping[str, str], state: dict[str, Any], packed: by
     return partial(fn, *args, **kwargs)
 
 
-def _spawn(control: Connection, config: RankConfig) -> _Started:
+def _spawn(control: Connection, config: RankConfig) -> Started:
     process = start_interpreter("fabric.launchers.rank:main", control.fileno(), stdin=subprocess.DEVNULL)
     return process.pid, process.poll
 
 
-def _fork(job: Supervisor, call: Callable[[], Any], control: Connection, config: RankConfig) -> _Started:
-    process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(job, call, control, config))
+def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> Started:
+    process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(call, control, config))
     process.start()
     return process.pid or 0, lambda: process.exitcode
 
 
-def _forked_rank(job: Supervisor, call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
-    # It must not hold the pipes of the others open, or they would outlive the parent.
-    job.release_in_child()
+def _forked_rank(call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
     sys.exit(run(control, replace(config, threads=1), lambda: call))
 
 
-@functools.cache
+@cache
 def fork_server(owner: int) -> "_ForkServer":
     """The one server of the process ``owner``, which is ``os.getpid()``: a forked child must not use its parent's."""
     assert owner == os.getpid()
@@ -223,7 +207,7 @@ class _ForkServer:
         self._requests: socket.socket | None = None
         self._stop: Callable[[], object] = bool
 
-    def start_rank(self, control: Connection, config: RankConfig) -> _Started:
+    def start_rank(self, control: Connection, config: RankConfig) -> Started:
         """Fork a rank, whose configuration is read from its end of the control pipe."""
         with self._lock:
             try:
@@ -233,7 +217,7 @@ class _ForkServer:
                 self._requests = None
                 return self._request(control)
 
-    def _request(self, control: Connection) -> _Started:
+    def _request(self, control: Connection) -> Started:
         if self._requests is None:
             self._requests, theirs = socket.socketpair()
             with theirs:
@@ -267,14 +251,16 @@ def forkserver_main() -> None:
     """Be the server: fork a rank for each request until the owner is gone."""
     owner = os.getppid()
     # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
+    # A rank learns from the handler of SIGINT whether it is ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOAD:
         importlib.import_module(name)
     # Each collection of garbage in a rank would go through all of that, and with its marks copy the memory it is in.
     gc.freeze()
-    ranks: dict[BaseProcess, Connection] = {}
+    ranks: dict[Any, Connection] = {}
     while os.getppid() == owner:  # a process that the owner forked may hold the connection open
         # A rank's sentinel stays silent while a process that it forked lives on, hence the timeout.
         ready = wait([requests, *(rank.sentinel for rank in ranks)], 0.1 if ranks else 1.0)

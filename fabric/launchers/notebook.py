@@ -1,12 +1,12 @@
-"""Detection of interactive sessions, and the start method that is safe in them."""
+"""What this process is: a notebook, a prompt, a rank that imports a script; and what may be started in it."""
 
 import sys
 from typing import Literal
 
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.serialize import has_cloudpickle
 
-__all__ = ["initialized_backend", "is_interactive", "notebook_start_method"]
+__all__ = ["initialized_backend", "is_interactive", "notebook_start_method", "refuse_while_importing_main"]
 
 
 def is_interactive() -> bool:
@@ -56,3 +56,19 @@ def initialized_backend(device_type: str) -> str | None:
         if name != "cpu" and module is not None and getattr(module, "is_initialized", bool)():
             return name.upper()
     return None
+
+
+def refuse_while_importing_main() -> None:
+    """Raise when a launch is attempted by a script without a guard, which would launch for ever.
+
+    A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
+    """
+    importing = sys.modules.get("__mp_main__")
+    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
+    if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
+        raise UsageError(
+            "launch() at the top level of a script",
+            "another process imports the script to find the function it has to run, and so reaches launch() again",
+            "a launch that happens only when the file is run as a script",
+            "if __name__ == '__main__': above the lines that create Fabric and launch; or the start method 'fork'",
+        )

@@ -31,6 +31,7 @@ import os
 import queue
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -83,20 +84,16 @@ class RankConfig:
         variables: what it adds to its environment.
         threads: number of threads of an operation on the CPU.
         stack_file: where the interpreter writes the stack of a fatal signal.
-        interruptible: False when the job was started with SIGINT ignored, as in the background of a shell script.
         runs_script: whether it runs a script, which may exit when it likes, rather than a function.
         returns: whether what the payload returns is sent back.
-        supervisor: names the supervising process among those of all machines.
     """
 
     world: World
     variables: dict[str, str]
     threads: int
     stack_file: str
-    interruptible: bool
     runs_script: bool
     returns: bool
-    supervisor: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,21 +130,20 @@ class Failure:
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an error began as a lost connection, a timeout or a missing rank: usually another rank's failure."""
-    chain = [error]  # what it was raised from or while handling, back to the first
-    while True:
-        last = chain[-1]
-        cause = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
-        if cause is None or cause in chain:
-            break
-        chain.append(cause)
-    if isinstance(last, ConnectionError | TimeoutError | CollectiveMismatchError):
+    chain: list[BaseException] = []  # what it was raised from or while handling, back to the first
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    origin = chain[-1]
+    if isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError):
         return True
     # Without torch.distributed in the process, none of its errors can be here.
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(last, (distributed.DistNetworkError, distributed.DistStoreError)):
+    if distributed is not None and isinstance(origin, (distributed.DistNetworkError, distributed.DistStoreError)):
         return True
-    words = str(last).lower()
-    return isinstance(last, RuntimeError) and any(word in words for word in _SECONDARY)
+    words = str(origin).lower()
+    return isinstance(origin, RuntimeError) and any(word in words for word in _SECONDARY)
 
 
 class ControlThread(threading.Thread):
@@ -156,6 +152,7 @@ class ControlThread(threading.Thread):
     Attributes:
         config: that of this rank.
         calls: what a rank of a pool has to call, in order.
+        supervisor: names the supervising process, or its fork server, among those of all machines.
     """
 
     def __init__(self, control: Connection, config: RankConfig) -> None:
@@ -163,6 +160,7 @@ class ControlThread(threading.Thread):
         self.config = config
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._control, self._process, self._lock = control, os.getpid(), threading.Lock()
+        self.supervisor = f"{socket.gethostname()}:{os.getppid()}"
         self._reports = 0
 
     @classmethod
@@ -247,7 +245,7 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     thread.start()
     code, message = 1, None
     try:
-        raise_on_signals(config.interruptible, partial(thread.send, "signal"))
+        raise_on_signals(partial(thread.send, "signal"))
         thread.send("ready")
         call = payload()
         # After loading: a script that is imported to find the function must not take itself for a rank.
@@ -261,7 +259,9 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         code = 128 + signal.SIGINT
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if code not in (0, 128 + signal.SIGTERM):
+        if code == 0 and config.runs_script:
+            message = "finished", b""
+        elif code not in (0, 128 + signal.SIGTERM):
             text = "" if code == leaving.code else str(leaving.code)
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
@@ -287,13 +287,13 @@ def _raise_once(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
-def raise_on_signals(interruptible: bool, acted: Callable[[int], object]) -> None:
-    """Let SIGTERM and, if ``interruptible``, SIGINT raise in the main thread, which is this one.
+def raise_on_signals(acted: Callable[[int], object]) -> None:
+    """Let SIGTERM and SIGINT raise in the main thread, which is this one.
 
     ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
     """
     signal.signal(signal.SIGTERM, _raise_once)
-    if interruptible:
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell script
         signal.signal(signal.SIGINT, _raise_once)
     # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.

@@ -8,35 +8,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import ORIGINAL_DIR
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import (
-    Launcher,
-    LaunchSpec,
-    refuse_while_importing_main,
-    single_node_worlds,
-    start_interpreter,
-)
-from fabric.launchers.notebook import is_interactive
+from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
+from fabric.launchers.notebook import is_interactive, refuse_while_importing_main
 from fabric.launchers.rank import RankConfig
-from fabric.launchers.supervisor import JobInterrupted, Supervisor, exit_status
+from fabric.launchers.supervisor import Started, Supervisor, exit_status
 from fabric.world import World
 
 __all__ = ["Script", "ScriptLauncher", "run_script"]
 
 
-def _start_directory() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None
-
-
-# Read before the script has a chance to change them: they are those of the command line.
-_START_DIRECTORY, _START_ARGUMENTS = _start_directory(), tuple(sys.argv)
+# Read before the script has a chance to change them, as ORIGINAL_DIR: they are those of the command line.
+_START_ARGUMENTS = tuple(sys.argv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +42,7 @@ class Script:
     name: str
     is_module: bool
     arguments: Sequence[str]
-    directory: str | None = _START_DIRECTORY
+    directory: str | None = ORIGINAL_DIR
     extends_path: bool = not sys.flags.safe_path
 
     @classmethod
@@ -102,14 +90,10 @@ class Script:
         return self._run
 
     def _run(self) -> None:
-        try:
-            if self.is_module:
-                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(os.path.abspath(self.name), run_name="__main__")
-        except SystemExit as leaving:
-            if leaving.code:
-                raise
+        if self.is_module:
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
 class ScriptLauncher(Launcher):
@@ -167,7 +151,7 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
         signal n, after one report on standard error; 128 + n if signal n interrupted this process. And whether one did.
     """
 
-    def start(control: Connection, config: RankConfig) -> tuple[int, Callable[[], int | None]]:
+    def start(control: Connection, config: RankConfig) -> Started:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
         process = start_interpreter("fabric.launchers.rank:main", control.fileno(), shown, script.directory, stdin)
@@ -176,12 +160,10 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     job = Supervisor(runs_script=True)
     try:
         with job:
-            for world in worlds:
-                job.start(start, world, variables)
-            job.send_payload(script)
+            job.start(start, worlds, script, variables=variables)
             job.run()
-    except JobInterrupted as interruption:
-        return 128 + interruption.number, True
+    except KeyboardInterrupt:
+        return 128 + job.signals[0][0], True
     except RankFailedError as error:
         sys.stdout.flush()
         print(f"\n{error}", file=sys.stderr, flush=True)

@@ -16,12 +16,11 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -32,19 +31,12 @@ from fabric.errors import RankFailedError
 from fabric.launchers.rank import Failure, Payload, RankConfig
 from fabric.world import World, available_cores
 
-__all__ = [
-    "EXPLANATIONS",
-    "JobInterrupted",
-    "RankProcess",
-    "Start",
-    "Supervisor",
-    "describe_exit",
-    "exit_status",
-    "rank_variables",
-]
+__all__ = ["EXPLANATIONS", "RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
 
-Start = Callable[[Connection, RankConfig], tuple[int, Callable[[], int | None]]]
-"""Starts a process with this end of the control pipe; its id, and what returns its exit code, or None while it runs."""
+Started = tuple[int, Callable[[], int | None]]
+"""The id of a process, and what returns its exit code, negative for a signal, or None while it runs."""
+Start = Callable[[Connection, RankConfig], Started]
+"""Starts a process that is handed this end of the control pipe."""
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
@@ -54,14 +46,6 @@ COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1
 SAVE = 30.0
 _POLL = 0.1  # seconds between two looks at the processes
 _IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
-
-
-class JobInterrupted(Exception):
-    """SIGINT or SIGTERM reached the launching process, and the ranks have been ended."""
-
-    def __init__(self, number: int, previous: Any) -> None:
-        super().__init__(number)
-        self.number, self.previous = number, previous
 
 
 class _PrivateFile:
@@ -92,7 +76,7 @@ class RankProcess:
     Attributes:
         config: what it was configured with.
         pid: its process id.
-        exit_code_of: asks for its exit code, negative for a signal.
+        exit_code_of: asks for its exit code.
         control: this end of its control pipe; see ``rank.py``.
         stack: where the stack of a fatal signal is.
         messages: by kind, the content of the latest message from it.
@@ -189,20 +173,16 @@ class Supervisor:
     Args:
         runs_script: whether the ranks run a script; one that runs a function has failed if it exits before that
             returns.
-        interruptible: whether SIGINT is for the ranks too.
 
     Attributes:
         ranks: those that have been started.
         signals: each SIGINT and SIGTERM that has arrived since the block was entered, and when.
     """
 
-    def __init__(self, *, runs_script: bool = False, interruptible: bool = True) -> None:
+    def __init__(self, *, runs_script: bool = False) -> None:
         self.ranks: list[RankProcess] = []
         self.signals: list[tuple[int, float]] = []
         self._runs_script = runs_script
-        # A shell script makes what it starts in the background ignore SIGINT.
-        self._interruptible = interruptible and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-        self._controls: list[Connection] = []
         self._store = _PrivateFile()
         self._handlers: dict[int, Any] = {}
         self._report_requested = False
@@ -236,55 +216,48 @@ class Supervisor:
         self._store.close()
 
     def start(
-        self, start: Start, world: World, variables: Mapping[str, str] | None = None, *, returns: bool = False
+        self,
+        start: Start,
+        worlds: Sequence[World],
+        payload: Payload | None,
+        results: str = "none",
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Start one rank.
+        """Start the ranks.
 
         Args:
-            start: starts the process.
-            world: its place. In a job of one machine the store is added.
-            variables: what it adds to its environment, besides its place and :func:`rank_variables`.
-            returns: whether what the payload returns is sent back.
+            start: starts a process.
+            worlds: their places. In a job of one machine the store is added.
+            payload: what is sent to them; None where they share the memory of this process.
+            results: of which ranks results are sent back, as in :class:`~fabric.launchers.LaunchSpec`.
+            variables: what they add to their environment, besides their place and :func:`rank_variables`.
         """
-        if world.port is None:
-            world = replace(world, store=f"file://{self._store.path}")
-        added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables or {})
-        stack = _PrivateFile()
-        config = RankConfig(
-            world=world,
-            variables=world.to_env() | added,
-            # OpenMP allows a list, one number per level of nesting.
-            threads=int(added["OMP_NUM_THREADS"].split(",")[0]),
-            stack_file=stack.path,
-            interruptible=self._interruptible,
-            runs_script=self._runs_script,
-            returns=returns,
-            supervisor=f"{socket.gethostname()}:{self._store.path}",
-        )
-        control, theirs = multiprocessing.Pipe()
-        self._controls.append(control)
-        # A process that is still starting would answer Ctrl-C with a page of traceback. Blocked signals are inherited,
-        # and arrive when the rank unblocks them.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with theirs:
-                pid, exit_code_of = start(theirs, config)
+        for place in worlds:
+            world = replace(place, store=f"file://{self._store.path}") if place.port is None else place
+            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables or {})
+            stack = _PrivateFile()
+            config = RankConfig(
+                world=world,
+                variables=world.to_env() | added,
+                # OpenMP allows a list, one number per level of nesting.
+                threads=int(added["OMP_NUM_THREADS"].split(",")[0]),
+                stack_file=stack.path,
+                runs_script=self._runs_script,
+                returns=results == "all" or (results == "first" and world.rank == 0),
+            )
+            control, theirs = multiprocessing.Pipe()
+            # A process that is still starting would answer Ctrl-C with a page of traceback. Blocked signals are
+            # inherited, and arrive when the rank unblocks them.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                with theirs:
+                    pid, exit_code_of = start(theirs, config)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             rank = RankProcess(config=config, pid=pid, exit_code_of=exit_code_of, control=control, stack=stack)
             self.ranks.append(rank)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-    def send_payload(self, payload: Payload) -> None:
-        """Send the payload to ranks that do not share this process's memory."""
-        for rank in self.ranks:
+        for rank in self.ranks if payload else ():
             rank.send(rank.config, payload)
-
-    def release_in_child(self) -> None:
-        """Release the supervisor's pipes and signals in a rank that has been forked from this process."""
-        for control in self._controls:
-            control.close()
-        if signal.SIGUSR1 in self._handlers:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 
     def run(self) -> list[bytes]:
         """Wait for all ranks.
@@ -294,13 +267,14 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed; all of them have ended.
-            JobInterrupted: SIGINT or SIGTERM was received; all of them have ended.
+            KeyboardInterrupt: SIGINT or SIGTERM was received, see ``signals``; all of them have ended.
         """
         over = False
         while not over:
             over = self._collect(_POLL)
             if self.signals:
                 self._interrupt()
+                raise KeyboardInterrupt
             if any(rank.has_failed() for rank in self.ranks):
                 self._conclude()
         return [rank.messages.get("finished", b"") for rank in self.ranks]
@@ -356,7 +330,6 @@ class Supervisor:
         saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
         # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
         self._end(number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - began > REPEAT)
-        raise JobInterrupted(number, self._handlers.get(number))
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
         """End the ranks by a signal, and kill those that remain after the grace period."""

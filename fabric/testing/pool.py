@@ -126,13 +126,11 @@ class RankPool:
         ):
             self._end(0.0)
         if self._job is None:
-            # Ctrl-C is for this process alone, whose run() ends the ranks.
-            self._job = job = Supervisor(interruptible=False)
+            self._job = job = Supervisor()
             # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
             self._close = weakref.finalize(self, _close, os.getpid(), job)
-            for world in single_node_worlds(self.size):
-                job.start(fork_server(os.getpid()).start_rank, world)
-            job.send_payload(pickled_call(Call(_serve, (self._fabric,), {})))
+            payload = pickled_call(Call(_serve, (self._fabric,), {}))
+            job.start(fork_server(os.getpid()).start_rank, single_node_worlds(self.size), payload)
             _results(job, "the start of the pool", _START)
         return self._job
 
@@ -210,6 +208,8 @@ def _serve(fabric: Fabric) -> None:
     control = ControlThread.of_this_process()
     assert control is not None, "a pool starts ranks"
     world = control.config.world
+    # Ctrl-C is for the owner alone, whose run() ends the ranks.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The handler is faulthandler's, in C, and so works when the main thread waits in a collective. The file stays open.
     stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
