@@ -39,9 +39,9 @@ from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, in_backward, operations_behind, operations_recorded
 from fabric.diagnostics.recorder import Hooks
-from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import UsageError
 from fabric.tree import map_tensors
+from fabric.world import World
 
 __all__ = ["BypassChecks", "BypassGuard", "GradientContract"]
 
@@ -94,12 +94,15 @@ class BypassChecks:
     """The checks of all modules that were set up.
 
     Args:
-        rank: rank of this process, for errors.
-        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
+        world: place of this process.
+
+    Attributes:
+        on_forward: what is called at the start of each wrapped forward whose gradients need it.
     """
 
-    def __init__(self, rank: int, uneven: UnevenInputDetector | None) -> None:
-        self._rank, self._uneven = rank, uneven
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.on_forward: list[Callable[[BypassGuard], None]] = []
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
 
@@ -111,7 +114,7 @@ class BypassChecks:
     def watch(self, contract: GradientContract, prepared: nn.Module) -> "tuple[BypassGuard | None, Hooks]":
         """Watch a prepared module: the guard, where gradients need a wrapped forward, and hooks for forward passes."""
         if contract.needs_forward:
-            guard = BypassGuard(contract, prepared, self._rank, self._uneven)
+            guard = BypassGuard(contract, prepared, self)
             self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
             return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
         if not contract.is_sharded:
@@ -119,13 +122,9 @@ class BypassChecks:
         places: list[_HookPlace] = []
         for path, part in _callable_parts(contract.module, contract.fsdp_modules.__contains__):
             # First, before FSDP's own hook takes the part for the root of a model.
-            check = partial(_refuse_call_of_shards, contract.in_forward, path, self._rank)
+            check = partial(_refuse_call_of_shards, contract.in_forward, path, self.world.rank)
             places.append(hook_place(part.register_forward_pre_hook(check, prepend=True)))
         return None, Hooks(before_forward=partial(_remove, places), after_forward=partial(_put_first, places))
-
-    def left_local(self) -> bool:
-        """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
-        return any(guard.left_local for each in self._guards if (guard := each()) is not None)
 
     def close(self) -> None:
         """Remove all hooks, but those of sharded modules, which stay sharded."""
@@ -145,23 +144,22 @@ class BypassGuard:
     Args:
         contract: how its gradients are synchronized.
         prepared: what the strategy made of it.
-        rank: rank of this process, for errors.
-        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
+        checks: what it is one of.
+
+    Attributes:
+        prepares_sync: whether the latest wrapped forward prepares a synchronization.
     """
 
-    def __init__(
-        self, contract: GradientContract, prepared: nn.Module, rank: int, uneven: UnevenInputDetector | None
-    ) -> None:
-        self.contract, self.prepared, self._rank, self._uneven = contract, prepared, rank, uneven
-        self.left_local = False
-        self._synchronizes = contract.synchronizes
+    def __init__(self, contract: GradientContract, prepared: nn.Module, checks: BypassChecks) -> None:
+        self.contract, self._synchronizes = contract, contract.synchronizes
+        self._rank, self._on_forward = checks.world.rank, checks.on_forward
         self._depth = self._begin = 0
-        self._trains = self._prepares = False
+        self._trains = self.prepares_sync = False
         # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
-        parameters = contract.parameters()
         # Without other ranks there is nothing to synchronize.
-        self._frozen = {} if uneven is None else {name: p for name, p in parameters.items() if not p.requires_grad}
+        parameters = contract.parameters() if checks.world.world_size > 1 else {}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
@@ -184,14 +182,14 @@ class BypassGuard:
         if self._depth > 1:
             return
         self._trains = torch.is_grad_enabled()
-        self._prepares = self._trains and self._synchronizes()
+        self.prepares_sync = self._trains and self._synchronizes()
         self._begin = operations_recorded()
         for hooks, number, _ in self._places:  # _remove(), without a call in every step
             hooks.pop(number, None)
         if self._trains and self._frozen:
             self._check_frozen()
-        if self._prepares and self._uneven is not None and self._uneven.is_active:
-            self._uneven.on_step()
+        for call in self._on_forward:
+            call(self)
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""
@@ -203,8 +201,8 @@ class BypassGuard:
         if error is not None:
             self.contract.explain(error)
         elif self._trains:
-            self._passes.append((self._begin, operations_recorded(), not self._prepares))
-            self._sync_prepared |= self._prepares
+            self._passes.append((self._begin, operations_recorded(), not self.prepares_sync))
+            self._sync_prepared |= self.prepares_sync
             if self.contract.expects_unused:
                 _watch(output, self._hook)
 
@@ -240,9 +238,9 @@ class BypassGuard:
     def _on_gradient(self) -> None:
         synchronizes = self._synchronizes()
         if not self._sync_prepared:
-            self._sync_missed, self.left_local = synchronizes, self.left_local or not synchronizes
+            self._sync_missed = synchronizes
         elif synchronizes:
-            self._sync_used, self.left_local = True, False
+            self._sync_used = True
         else:
             raise UsageError(
                 f"backward through {self.contract.title} inside of no_backward_sync on rank {self._rank}",
@@ -252,10 +250,8 @@ class BypassGuard:
             )
 
     def _on_gradient_of_bypass(self, call: str, grad: Tensor) -> None:
-        if not self._sync_prepared:
-            if self._synchronizes():
-                self._refuse_bypass(call)
-            self.left_local = True
+        if not self._sync_prepared and self._synchronizes():
+            self._refuse_bypass(call)
 
     def _check_passes(self, loss: Tensor) -> None:
         # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
