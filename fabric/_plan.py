@@ -67,7 +67,6 @@ class Plan:
         num_nodes: number of nodes.
         precision: dtypes.
         strategy: what is done to modules.
-        environment: what made the processes, where something did.
         world: the place of this process; None when the processes are still to be made.
         launcher: how processes are started.
         started_by: the name of what starts the processes of this job.
@@ -81,7 +80,6 @@ class Plan:
     num_nodes: int
     precision: Precision
     strategy: Strategy
-    environment: Environment | None
     world: World | None
     launcher: Launcher
     started_by: str = "this script"
@@ -139,23 +137,21 @@ def resolve(
         "devices": devices,
         "num_nodes": num_nodes,
         "precision": precision,
+        "environment": environment,
+        "timeout": None if timeout is None else _parse_duration("timeout", timeout),
     }
     for argument, variable in RUN_OPTIONS.items():
         if value := env.get(variable):
             source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
             given[argument] = _one_value(argument, given[argument], value, source)
     named = parse_strategy(given["strategy"])
-    waits = None if timeout is None else _parse_duration("timeout", timeout)
-    if named is not None:
-        given |= {"environment": environment, "timeout": waits}
-        for argument, value in _options_of(named).items():
-            given[argument] = _one_value(argument, given[argument], value, f"Strategy({argument}={value!r})")
-        environment, waits = given["environment"], given["timeout"]
-    found = _find_environment(environment, env)
+    for argument, value in ({} if named is None else _options_of(named)).items():
+        source = f"{_spelling(argument, value)!r} in the strategy"
+        given[argument] = _one_value(argument, given[argument], value, source)
+    found = _find_environment(given["environment"], env)
     world = None if found is None else found[1]
-    one_process = False
-    if named is not None and named.drives_all_devices:
-        one_process = True
+    one_process = named is not None and named.drives_all_devices
+    if named is not None and one_process:
         _check_one_process(named, found)
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], named and named.parallel_devices, None if one_process else found)
@@ -172,12 +168,11 @@ def resolve(
         num_nodes=nodes,
         precision=parse_precision(given["precision"]),
         strategy=chosen,
-        environment=None if found is None else found[0],
         world=world,
         launcher=chosen_launcher,
         started_by=found[0].name if found else chosen_launcher.name if world is None else "this script",
         check_collectives=check_collectives or _parse_switch(CHECK, env.get(CHECK, "")),
-        timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if waits is None else waits),
+        timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
         watchdog=_parse_duration("watchdog", watchdog),
     )
 
@@ -193,12 +188,8 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
         return next((candidate for candidate in candidates if candidate.is_available()), CPUAccelerator())
     chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not chosen.is_available():
-        raise ConfigurationError(
-            f"accelerator={chosen.name!r}",
-            "there is none on this machine, or torch was built without it",
-            '"auto", "cpu", and what the machine has',
-            'Fabric(accelerator="auto")',
-        )
+        problem, expected = "there is none on this machine, or torch was built without it", '"auto" or "cpu"'
+        raise ConfigurationError(f"accelerator={chosen.name!r}", problem, expected)
     return chosen
 
 
@@ -228,12 +219,8 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     if isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST and (seconds > 0 or argument == "watchdog"):
         return timedelta(seconds=seconds)
-    expected = (
-        f"seconds or a timedelta, {'0 or more' if argument == 'watchdog' else 'positive'}, at most {_LONGEST:,} s"
-    )
-    raise ConfigurationError(
-        f"Fabric({argument}={value!r})", "it is no length of time", expected, f"Fabric({argument}=600)"
-    )
+    expected = f"seconds or a timedelta, more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
+    raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
 
 
 def _parse_switch(variable: str, value: str) -> bool:
@@ -247,6 +234,7 @@ def _options_of(strategy: Strategy) -> dict[str, Any]:
     devices = strategy.parallel_devices
     return {
         "accelerator": strategy.accelerator or (devices[0].type if devices else None),
+        "devices": devices,
         "precision": strategy.precision,
         "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
         "environment": strategy.cluster_environment,
@@ -256,17 +244,11 @@ def _options_of(strategy: Strategy) -> dict[str, Any]:
 
 def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
     """The value of an argument that may be given to ``Fabric`` and in a second place; two that differ are an error."""
-    if other is None or given is other:
-        return given
-    if given in ("auto", None):
-        return other
+    if other is None or given in ("auto", None):
+        return given if other is None else other
     if _spelling(argument, given) == _spelling(argument, other):
         return given
-    raise _two_values(argument, given, source)
-
-
-def _two_values(argument: str, given: Any, source: str) -> ConfigurationError:
-    return ConfigurationError(
+    raise ConfigurationError(
         f"Fabric({argument}={given!r}) with {source}",
         "the two differ",
         "the value in one of the two places, or the same in both",
@@ -291,12 +273,8 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     if environment == "none":
         return None
     if isinstance(environment, str | type):
-        raise ArgumentTypeError(
-            f"environment={environment!r}",
-            "it is no environment",
-            'None to detect one, "none" to detect nothing, or an object with detect(env) -> World | None',
-            "Fabric(environment=fabric.environments.SlurmEnvironment())",
-        )
+        expected = 'None to detect one, "none" to detect nothing, or an object such as SlurmEnvironment()'
+        raise ArgumentTypeError(f"environment={environment!r}", "it is no environment", expected)
     world = environment.detect(env)
     if world is None:
         raise ConfigurationError(
@@ -325,9 +303,7 @@ def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None,
     """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
     if own is None and devices == "auto" and found is not None:
         return _devices_of_environment(accelerator, found)
-    parsed = own if own is not None and devices in ("auto", None) else accelerator.parse_devices(devices)
-    if own not in (None, parsed):
-        raise _two_values("devices", devices, f"Strategy(parallel_devices={list(map(str, own or ()))})")
+    parsed = own or accelerator.parse_devices(devices)
     if found is not None and len(parsed) != found[1].local_world_size:
         environment, world = found
         raise ConfigurationError(
