@@ -34,8 +34,7 @@ from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
-from fabric.strategies import Strategy
-from fabric.strategies.base import Group
+from fabric.strategies.base import Group, Strategy
 from fabric.strategies.init_module import created_on
 from fabric.world import World
 
@@ -232,31 +231,25 @@ class Fabric:
             raise self._not_running("launch()")
         needs_function = args or kwargs or (plan.world is None and plan.launcher.runs_function)
         if not callable(function) and (function is not None or needs_function):
-            raise UsageError(
-                f"fabric.launch({'' if function is None else repr(function)})",
-                f"start method {plan.launcher.name!r} has no function to run in each process with these arguments",
-                "a function that takes the fabric as its first argument; or none, and no arguments, under 'popen'",
-                "fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
-            )
+            request = f"fabric.launch({'' if function is None else repr(function)})"
+            problem = f"start method {plan.launcher.name!r} has no function to run in each process with these arguments"
+            raise UsageError(request, problem, suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))")
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
         if self._session is not None and function is None:
-            problem, expected = "the job has been launched already", "one launch() without a function"
-            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem, expected, "fabric.launch(function)")
+            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", "the job has been launched already")
         self._running("launch")
-        spec = LaunchSpec(num_processes=1, device_type=plan.accelerator.name)
-        result = plan.launcher.launch(function, (self, *args), kwargs, spec)
+        result = None if function is None else function(self, *args, **kwargs)
         if return_result and return_all:
             return self._communicator("launch").gather_objects(result)
         return result if return_result else None
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process."""
-        expected = "a subclass of Fabric with a method run(self, ...) that holds the loop"
-        suggestion = "fabric.launch(main), with the loop in a function main(fabric)"
-        raise UsageError(f"{type(self).__name__}.run()", "it has no loop of its own", expected, suggestion)
+        expected = "a method run(self, ...) of a subclass; or fabric.launch(main), with the loop in main(fabric)"
+        raise UsageError(f"{type(self).__name__}.run()", "it has no loop of its own", expected)
 
     def teardown(self) -> None:
         """Close the strategy, the process group and the loggers. Calling it again does nothing."""
@@ -324,8 +317,7 @@ class Fabric:
         session.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
-        results = (model, *optimizers, *(() if scheduler is None else (scheduler,)))
-        return results[0] if len(results) == 1 else results
+        return _without_none(model, *optimizers, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
@@ -341,8 +333,7 @@ class Fabric:
         session = self._running("setup_optimizers")
         session.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
-        results = (*optimizers, *(() if scheduler is None else (scheduler,)))
-        return results[0] if len(results) == 1 else results
+        return _without_none(*optimizers, scheduler)
 
     @overload
     def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...
@@ -491,13 +482,8 @@ class Fabric:
         session.check_clipping(model, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         with session.phase("clip_gradients"):
-            return clip_gradients(
-                [parameter for group in optimizer.param_groups for parameter in group["params"]],
-                clip_val=clip_val,
-                max_norm=max_norm,
-                norm_type=norm_type,
-                error_if_nonfinite=error_if_nonfinite and not overflow,
-            )
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return clip_gradients(parameters, clip_val, max_norm, norm_type, error_if_nonfinite and not overflow)
 
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
@@ -820,7 +806,7 @@ class Fabric:
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**self.__dict__, "_plan": plan, "_session": None, "_closed": False}
 
-    def _enter_rank(self, world: World) -> None:
+    def _enter_rank(self, world: World | None) -> None:
         """Join the job, in a process that was just started for it."""
         self._plan = replace(self._plan, world=world, launcher=InlineLauncher())
         self._running("launch")
@@ -840,11 +826,10 @@ class Fabric:
 
     def _not_running(self, call: str) -> UsageError:
         if self._closed:
-            problem, expected, suggestion = "teardown() has closed this Fabric", "calls before it", "a new Fabric(...)"
-        else:
-            problem = f"this Fabric is for {self.world_size} processes, and they do not exist before launch()"
-            expected = "everything that needs a device or other ranks, after fabric.launch()"
-            suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
+            return UsageError(f"fabric.{call}", "teardown() has closed this Fabric", suggestion="a new Fabric(...)")
+        problem = f"this Fabric is for {self.world_size} processes, and they do not exist before launch()"
+        expected = "everything that needs a device or other ranks, after fabric.launch()"
+        suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
         return UsageError(f"fabric.{call}", problem, expected, suggestion)
 
     def _communicator(self, call: str, group: Group = None) -> Communicator:
@@ -876,11 +861,15 @@ def _as_list(objects: Any) -> list[Any]:
     return [] if objects is None else list(several)
 
 
+def _without_none(*results: Any) -> Any:
+    """What was set up: one object by itself, several as a tuple."""
+    given = tuple(result for result in results if result is not None)
+    return given[0] if len(given) == 1 else given
+
+
 def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What a function launcher runs in every process that it makes."""
-    world = World.from_env(os.environ)
-    assert world is not None, "a launcher tells every rank its place"
-    fabric._enter_rank(world)
+    fabric._enter_rank(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
 

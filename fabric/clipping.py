@@ -15,7 +15,6 @@ __all__ = ["clip_gradients"]
 
 def clip_gradients(
     parameters: Iterable[Tensor],
-    *,
     clip_val: float | None,
     max_norm: float | None,
     norm_type: float,

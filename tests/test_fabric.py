@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from fabric import Fabric
-from fabric._plan import resolve
 from fabric.errors import (
     ArgumentTypeError,
     CheckpointError,
@@ -274,7 +273,8 @@ def test_a_torn_down_fabric_is_refused(asked: str) -> None:
     fabric.teardown()
     with pytest.raises(UsageError) as caught:
         BEFORE_LAUNCH[asked](fabric)
-    assert_four_parts(caught.value, f"fabric.{asked}", "teardown()")
+    assert "teardown() has closed this Fabric" in str(caught.value)
+    assert caught.value.request == f"fabric.{asked}"
 
 
 def test_a_torn_down_fabric_launches_nothing() -> None:
@@ -482,7 +482,7 @@ def test_an_environment_that_is_passed_says_who_this_is() -> None:
 
 def test_nodes_with_different_numbers_of_processes_count_every_process() -> None:
     world = World(rank=4, local_rank=1, node_rank=1, world_size=5, local_world_size=2, port=2900)
-    assert resolve(accelerator="cpu", environment=Recorded(world), env={}).world_size == 5
+    assert Fabric(accelerator="cpu", environment=Recorded(world)).world_size == 5
 
 
 def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
