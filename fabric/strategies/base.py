@@ -77,12 +77,8 @@ class Strategy(ABC):
         num_nodes: int = 1,
     ) -> None:
         if isinstance(checkpoint_io, type) or (checkpoint_io is not None and not hasattr(checkpoint_io, "save")):
-            raise ArgumentTypeError(
-                f"checkpoint_io={checkpoint_io!r}",
-                "it is no object with save, load, remove and wait",
-                "a format of fabric.checkpoint, or an object with these methods",
-                "checkpoint_io=fabric.checkpoint.FullCheckpoint()",
-            )
+            problem = "it is no object with save, load, remove and wait, such as fabric.checkpoint.FullCheckpoint()"
+            raise ArgumentTypeError(f"checkpoint_io={checkpoint_io!r}", problem)
         self.accelerator = accelerator
         self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
         self.cluster_environment = cluster_environment
@@ -111,12 +107,9 @@ class Strategy(ABC):
             UsageError: it has been started already.
         """
         if self._runtime is not None:
-            raise UsageError(
-                f"{type(self).__name__}.setup_environment()",
-                "the runtime of this strategy has been started already",
-                "one start for each strategy object",
-                "a strategy object of its own for each Fabric",
-            )
+            problem = "the runtime of this strategy has been started already"
+            expected = "a strategy object of its own for each Fabric"
+            raise UsageError(f"{type(self).__name__}.setup_environment()", problem, expected)
         runtime = runtime or self._own_runtime()
         runtime.start()
         self._runtime = runtime
@@ -144,12 +137,9 @@ class Strategy(ABC):
             UsageError: there is none yet, or no longer.
         """
         if self._runtime is None:
-            raise UsageError(
-                f"the runtime of {type(self).__name__}",
-                "it has not been started, or has been closed by teardown()",
-                "anything that needs the device or other ranks, between launch() and teardown()",
-                "fabric.launch() first; or strategy.setup_environment() for a strategy used on its own",
-            )
+            problem = "it has not been started, or has been closed by teardown()"
+            suggestion = "fabric.launch() first; or strategy.setup_environment() for a strategy used on its own"
+            raise UsageError(f"the runtime of {type(self).__name__}", problem, suggestion=suggestion)
         return self._runtime
 
     @property
@@ -433,5 +423,4 @@ def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[
             f"{strategy}({', '.join(f'{name}={given[name]!r}' for name in unknown)})",
             f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
             ", ".join(sorted(known)),
-            f"{strategy}() without it, or one of these names",
         )
