@@ -18,7 +18,7 @@ from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.training_checks import TrainingChecks
+from fabric.diagnostics.training_checks import JoinOrderCheck, TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
@@ -79,10 +79,11 @@ class Session:
         self._loader_numbers = count()
         recorder, store = self.runtime.recorder, self.runtime.store
         self._recorder = recorder
-        self._bypass = self._parts.enter_context(closing(BypassChecks(world)))
-        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, self._bypass)
+        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, world.neighbours)
+        self._bypass = self._parts.enter_context(closing(BypassChecks(world.rank, self._uneven)))
         checks = TrainingChecks(
             lambda: [model._fabric_contract for model in self.modules],
+            self._bypass.left_local,
             store,
             self._arrange_backward,
         )
@@ -193,10 +194,12 @@ class Session:
             yield
             return
         self._training.close()  # ranks no longer step together
+        guards = [model._fabric_guard for model in models]
+        check = JoinOrderCheck(guards, self.runtime.world.rank)
         assert self._uneven is not None, "there are other ranks"
-        with self._uneven.joined([model._fabric_guard for model in models]), context:
+        with self._uneven.suspended("fabric.join"), closing(check), context:
             yield
-        self._follow_last(models, self._uneven.passes)
+        self._follow_last(models, check.rounds)
 
     def _follow_last(self, models: Sequence[FabricModule], rounds: int) -> None:
         """Give every rank the optimizers and the loss scale of the one that stepped last, as torch does the modules."""

@@ -35,7 +35,6 @@ __all__ = [
     "operations_recorded",
     "own_versions",
     "reduce_scatter_into",
-    "reset_after_error",
     "set_group_timeout",
     "uncompiled",
     "unreduced_parameters",
@@ -246,17 +245,6 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
 def default_store() -> dist.Store:
     """The store through which the default process group was made; torch has no public name for it."""
     return dist.distributed_c10d._get_default_store()
-
-
-def reset_after_error(module: Any) -> bool:
-    """Have a sharded model forget a forward pass that ended in an error; False where torch cannot do it.
-
-    ``FSDPModule.reset_iter_state`` was added after torch 2.11, the first release that fabric supports.
-    """
-    reset = getattr(module, "reset_iter_state", None)
-    if reset is not None:
-        reset()
-    return reset is not None
 
 
 def allocates_outputs(operator: Any) -> bool:

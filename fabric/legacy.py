@@ -316,7 +316,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
 
     @property
     def _prepared(self) -> list[nn.Module]:
-        return list(self._forwards)
+        return [forward.root for forward in self._forwards.values()]
 
 
 def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:

@@ -142,17 +142,16 @@ def test_every_tensor_has_the_dtype_of_the_precision(
         ({"cpu_offload": "yes"}, ArgumentTypeError, ["cpu_offload='yes'", "CPUOffloadPolicy"]),
         ({"backward_prefetch": -1}, ConfigurationError, ["-1", "BACKWARD_PRE"]),
         ({"backward_prefetch": "PRE"}, ConfigurationError, ["'PRE'", "BACKWARD_PRE"]),
-        ({"mixed_precision": "bf16"}, ArgumentTypeError, ["'bf16'", "MixedPrecisionPolicy"]),
+        ({"mixed_precision": "bf16"}, ConfigurationError, ["'bf16'", "MixedPrecisionPolicy"]),
         ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, ConfigurationError, ["bf16-true"]),
         ({"activation_checkpointing": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
         ({"activation_checkpointing": [3]}, ArgumentTypeError, ["[3]"]),
-        ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "classes"]),
+        ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
         ({"sharding_strategy": "ZERO"}, ConfigurationError, ["'ZERO'", "'SHARD_GRAD_OP'"]),
         ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ConfigurationError, ["NO_SHARD", "DDP"]),
         ({"device_mesh": (2, 2)}, ConfigurationError, ["FULL_SHARD", "(2, 2)"]),
-        ({"device_mesh": 4}, ArgumentTypeError, ["device_mesh=4"]),
-        ({"device_mesh": (0, 2), "sharding_strategy": "HYBRID_SHARD"}, ConfigurationError, ["(0, 2)"]),
-        ({"start_method": "thread"}, ConfigurationError, ["'thread'"]),
+        ({"device_mesh": 4}, ConfigurationError, ["device_mesh=4"]),
+        ({"state_dict_type": "shards"}, ConfigurationError, ["'shards'", "'sharded' or 'full'"]),
     ],
 )
 def test_wrong_options_are_refused_at_construction(
@@ -162,14 +161,13 @@ def test_wrong_options_are_refused_at_construction(
         FSDPStrategy(**arguments)
     assert all(name in str(caught.value) for name in names), str(caught.value)
     assert caught.value.expected
-    assert caught.value.suggestion
 
 
-def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch() -> None:
-    strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+@pytest.mark.parametrize("mesh", [(2, 2), (0, 2)])
+def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(mesh: tuple[int, int]) -> None:
+    strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
         resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
-    assert "1, 2, 3, 6" in caught.value.expected
     assert "(3, 2)" in caught.value.expected
 
 

@@ -8,12 +8,12 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.strategies.wrapping import check_wrap_policy, find_fsdp_modules
+from fabric.strategies.fsdp_options import find_fsdp_modules, parse_wrap_policy
 from tests.loops import Block, Transformer
 
 
 def names(root: nn.Module, policy: object = None) -> set[str]:
-    modules = find_fsdp_modules(root, check_wrap_policy(policy))
+    modules = find_fsdp_modules(root, parse_wrap_policy(policy))
     return {name for name, module in root.named_modules() if module in modules}
 
 
@@ -64,7 +64,7 @@ def test_repeated_blocks_are_found(model: nn.Module, modules: set[str]) -> None:
 def test_classes_choose_inner_before_outer() -> None:
     model = Transformer()
     assert names(model, Block) == {"blocks.0", "blocks.1"}
-    modules = find_fsdp_modules(model, check_wrap_policy({Block, nn.LayerNorm}))
+    modules = find_fsdp_modules(model, parse_wrap_policy({Block, nn.LayerNorm}))
     assert modules.index(model.blocks[0].norm) < modules.index(model.blocks[0])
     assert len(modules) == 4
 
@@ -105,4 +105,4 @@ def test_classes_that_do_not_occur_are_refused() -> None:
 @pytest.mark.parametrize("policy", ["Block", 0, True, 1.5, [3], int, torch.Tensor, []])
 def test_what_is_no_policy_is_refused(policy: object) -> None:
     with pytest.raises(ArgumentTypeError, match="auto_wrap_policy="):
-        check_wrap_policy(policy)
+        parse_wrap_policy(policy)

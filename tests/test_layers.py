@@ -13,7 +13,7 @@ LAYERS = [
     ["store"],
     ["precision", "accelerators", "environments"],
     ["communicators", "launchers"],
-    ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
+    ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report", "diagnostics.uneven"],
     ["collectives", "loss_scaler", "clipping"],
     ["diagnostics"],
     ["runtime", "data"],
@@ -31,9 +31,9 @@ ORDER = {
     "collectives": "buckets objects ops",
     "communicators": "base local process_group",
     "data": "prefetch state sharding loader",
-    "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
+    "diagnostics": "stacks recorder checker hang_report uneven bypass training_checks",
     "launchers": "serialize base notebook rank supervisor function script",
-    "strategies": "init_module wrapping sharded_forward base data_parallel ddp fsdp_options fsdp",
+    "strategies": "init_module fsdp_options base data_parallel ddp fsdp",
     "testing": "oracles base generators threads pool conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -248,16 +248,6 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
 
 
-def test_a_sharded_model_forgets_an_error_where_torch_can(group):
-    from torch.distributed.fsdp import fully_shard
-
-    module = nn.Linear(2, 2)
-    assert not _torch.reset_after_error(module)
-    model = fully_shard(module)
-    model(torch.ones(1, 2))
-    assert _torch.reset_after_error(model) == hasattr(model, "reset_iter_state")
-
-
 class Seen(_torch.DispatchMode):
     def __init__(self):
         super().__init__()

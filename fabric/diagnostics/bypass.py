@@ -17,15 +17,11 @@ saved, and torch itself refuses it once the optimizer has changed that.
 
 A parameter that was frozen when the module was set up is no part of the synchronization. Once it is to be trained, its
 gradients would stay local: the next forward pass with gradients is an error.
-
-Under FSDP parameters are gathered only while a forward pass of the whole module, or the backward pass after it, is
-running. A part that is called by itself computes with shards, or becomes the root of a model of its own whose gradients
-the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
 """
 
 from bisect import bisect_right
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -37,15 +33,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from fabric._torch import hook_place, in_backward, operations_behind, operations_recorded
+from fabric._torch import hook_place, operations_behind, operations_recorded
 from fabric.diagnostics.recorder import Hooks
+from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import UsageError
 from fabric.tree import map_tensors
-from fabric.world import World
 
-__all__ = ["BypassChecks", "BypassGuard", "GradientContract"]
-
-_HookPlace = tuple[OrderedDict[int, Any], int, Any]
+__all__ = ["BypassChecks", "BypassGuard", "GradientContract", "callable_parts"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -64,8 +58,6 @@ class GradientContract:
         replicated: the parameters, by the user's names, that are to be equal on all ranks after a step.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
-        fsdp_modules: the parts that gather their parameters themselves.
-        in_forward: whether a forward pass of the sharded module is running.
         casts: whether the prepared module casts inputs and outputs, so that nobody else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
@@ -84,8 +76,6 @@ class GradientContract:
     replicated: Callable[[], Mapping[str, Tensor]] = dict
     unreduced: Callable[[], Sequence[Tensor]] = list
     is_sharded: bool = False
-    fsdp_modules: Collection[nn.Module] = ()
-    in_forward: Callable[[], bool] = bool
     casts: bool = False
     explain: Callable[[BaseException], object] = bool
 
@@ -94,15 +84,12 @@ class BypassChecks:
     """The checks of all modules that were set up.
 
     Args:
-        world: place of this process.
-
-    Attributes:
-        on_forward: what is called at the start of each wrapped forward whose gradients need it.
+        rank: rank of this process, for errors.
+        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.on_forward: list[Callable[[BypassGuard], None]] = []
+    def __init__(self, rank: int, uneven: UnevenInputDetector | None) -> None:
+        self._rank, self._uneven = rank, uneven
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
 
@@ -113,21 +100,18 @@ class BypassChecks:
 
     def watch(self, contract: GradientContract, prepared: nn.Module) -> "tuple[BypassGuard | None, Hooks]":
         """Watch a prepared module: the guard, where gradients need a wrapped forward, and hooks for forward passes."""
-        if contract.needs_forward:
-            guard = BypassGuard(contract, prepared, self)
-            self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
-            return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
-        if not contract.is_sharded:
+        if not contract.needs_forward:
             return None, Hooks()
-        places: list[_HookPlace] = []
-        for path, part in _callable_parts(contract.module, contract.fsdp_modules.__contains__):
-            # First, before FSDP's own hook takes the part for the root of a model.
-            check = partial(_refuse_call_of_shards, contract.in_forward, path, self.world.rank)
-            places.append(hook_place(part.register_forward_pre_hook(check, prepend=True)))
-        return None, Hooks(before_forward=partial(_remove, places), after_forward=partial(_put_first, places))
+        guard = BypassGuard(contract, prepared, self._rank, self._uneven)
+        self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
+        return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
+
+    def left_local(self) -> bool:
+        """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
+        return any(guard.left_local for each in self._guards if (guard := each()) is not None)
 
     def close(self) -> None:
-        """Remove all hooks, but those of sharded modules, which stay sharded."""
+        """Remove all hooks."""
         for each in self._guards:
             if (guard := each()) is not None:
                 guard.close()
@@ -144,22 +128,23 @@ class BypassGuard:
     Args:
         contract: how its gradients are synchronized.
         prepared: what the strategy made of it.
-        checks: what it is one of.
-
-    Attributes:
-        prepares_sync: whether the latest wrapped forward prepares a synchronization.
+        rank: rank of this process, for errors.
+        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
     """
 
-    def __init__(self, contract: GradientContract, prepared: nn.Module, checks: BypassChecks) -> None:
-        self.contract, self._synchronizes = contract, contract.synchronizes
-        self._rank, self._on_forward = checks.world.rank, checks.on_forward
+    def __init__(
+        self, contract: GradientContract, prepared: nn.Module, rank: int, uneven: UnevenInputDetector | None
+    ) -> None:
+        self.contract, self.prepared, self._rank, self._uneven = contract, prepared, rank, uneven
+        self.left_local = False
+        self._synchronizes = contract.synchronizes
         self._depth = self._begin = 0
-        self._trains = self.prepares_sync = False
+        self._trains = self._prepares = False
         # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
+        parameters = contract.parameters()
         # Without other ranks there is nothing to synchronize.
-        parameters = contract.parameters() if checks.world.world_size > 1 else {}
-        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        self._frozen = {} if uneven is None else {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
@@ -167,7 +152,7 @@ class BypassGuard:
         self._hook = unserializable_hook(lambda grad: None if (guard := own()) is None else guard._on_gradient())
         trained = [] if contract.expects_unused else [each for each in prepared.parameters() if each.requires_grad]
         self._handle = trained[0].register_hook(self._hook) if trained else None
-        parts = [("model.module", contract.module), *_callable_parts(contract.module, lambda part: True)]
+        parts = [("model.module", contract.module), *callable_parts(contract.module, lambda part: True)]
         # Off within a forward pass, since a module without hooks is called faster.
         self._places = [hook_place(part.register_forward_hook(_PartHook(self, f"{path}(...)"))) for path, part in parts]
 
@@ -182,14 +167,14 @@ class BypassGuard:
         if self._depth > 1:
             return
         self._trains = torch.is_grad_enabled()
-        self.prepares_sync = self._trains and self._synchronizes()
+        self._prepares = self._trains and self._synchronizes()
         self._begin = operations_recorded()
-        for hooks, number, _ in self._places:  # _remove(), without a call in every step
+        for hooks, number, _ in self._places:
             hooks.pop(number, None)
         if self._trains and self._frozen:
             self._check_frozen()
-        for call in self._on_forward:
-            call(self)
+        if self._prepares and self._uneven is not None and self._uneven.is_active:
+            self._uneven.on_step()
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""
@@ -201,8 +186,8 @@ class BypassGuard:
         if error is not None:
             self.contract.explain(error)
         elif self._trains:
-            self._passes.append((self._begin, operations_recorded(), not self.prepares_sync))
-            self._sync_prepared |= self.prepares_sync
+            self._passes.append((self._begin, operations_recorded(), not self._prepares))
+            self._sync_prepared |= self._prepares
             if self.contract.expects_unused:
                 _watch(output, self._hook)
 
@@ -231,16 +216,17 @@ class BypassGuard:
 
     def close(self) -> None:
         """Remove the hooks."""
-        _remove(self._places)
+        for hooks, number, _ in self._places:
+            hooks.pop(number, None)
         if self._handle is not None:
             self._handle.remove()
 
     def _on_gradient(self) -> None:
         synchronizes = self._synchronizes()
         if not self._sync_prepared:
-            self._sync_missed = synchronizes
+            self._sync_missed, self.left_local = synchronizes, self.left_local or not synchronizes
         elif synchronizes:
-            self._sync_used = True
+            self._sync_used, self.left_local = True, False
         else:
             raise UsageError(
                 f"backward through {self.contract.title} inside of no_backward_sync on rank {self._rank}",
@@ -250,8 +236,10 @@ class BypassGuard:
             )
 
     def _on_gradient_of_bypass(self, call: str, grad: Tensor) -> None:
-        if not self._sync_prepared and self._synchronizes():
-            self._refuse_bypass(call)
+        if not self._sync_prepared:
+            if self._synchronizes():
+                self._refuse_bypass(call)
+            self.left_local = True
 
     def _check_passes(self, loss: Tensor) -> None:
         # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
@@ -306,29 +294,6 @@ class _PartHook:
         return _PartHook, ()
 
 
-def _remove(places: Iterable[_HookPlace]) -> None:
-    for hooks, number, _ in places:
-        hooks.pop(number, None)
-
-
-def _put_first(places: Iterable[_HookPlace], *_: object) -> None:
-    for hooks, number, hook in places:
-        hooks[number] = hook
-        hooks.move_to_end(number, last=False)
-
-
-def _refuse_call_of_shards(in_forward: Callable[[], bool], path: str, rank: int, module: nn.Module, args: Any) -> None:
-    # In the backward pass the user's own activation checkpointing calls parts again.
-    if in_forward() or torch.compiler.is_compiling() or in_backward():
-        return
-    raise UsageError(
-        f"{path}(...) on rank {rank}",
-        "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
-        "model(...), or a method of the model that is marked as a forward pass",
-        'model.mark_forward_method("name_of_method") once, for a method that calls this part',
-    )
-
-
 def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
     def watch(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
@@ -338,7 +303,7 @@ def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
     map_tensors(watch, output)
 
 
-def _callable_parts(
+def callable_parts(
     module: nn.Module, is_last: Callable[[nn.Module], bool], path: str = "model"
 ) -> Iterator[tuple[str, nn.Module]]:
     """The parts below a module that have parameters and that one would call, but not those below one that is last."""
@@ -348,4 +313,4 @@ def _callable_parts(
         if not is_container and any(True for _ in part.parameters()):
             yield inner, part
         if is_container or not is_last(part):
-            yield from _callable_parts(part, is_last, inner)
+            yield from callable_parts(part, is_last, inner)

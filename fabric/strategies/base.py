@@ -27,7 +27,7 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import PRECISIONS, Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
-from fabric.strategies.init_module import check_source, created_on
+from fabric.strategies.init_module import created_on
 from fabric.tree import to_device
 from fabric.world import World
 
@@ -228,8 +228,13 @@ class Strategy(ABC):
         Raises:
             ConfigurationError: another source.
         """
-        check_source(source)
-        return created_on(self.root_device, self.runtime.precision.param_dtype, empty_init)
+        if source not in ("every_rank", "rank0"):
+            raise ConfigurationError(f"init_module(source={source!r})", expected='"every_rank" or "rank0"')
+        return self._building(empty_init, source)
+
+    def _building(self, empty: bool, source: str) -> AbstractContextManager[Any]:
+        """:meth:`module_init_context` of this strategy."""
+        return created_on(self.root_device, self.runtime.precision.param_dtype, empty)
 
     def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
         """The state dict of a prepared or user's module under the user's own names.

@@ -1,60 +1,44 @@
-"""One process for each device, each with a shard of the model; see ``[Note: FSDP modules]``."""
+"""One process for each device, each with a shard of the model; see ``[Note: FSDP modules]``.
+
+[Note: Sharded forward] Parameters are gathered only while a forward pass of the whole model, or the backward pass after
+it, is running. A part that is called by itself computes with shards, or becomes the root of a model of its own whose
+gradients the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
+"""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import override
 
-from fabric._torch import full_tensor, local_tensor, uncompiled, unreduced_parameters
+from fabric._torch import full_tensor, hook_place, in_backward, local_tensor, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
-from fabric.diagnostics.bypass import GradientContract
+from fabric.communicators import Communicator
+from fabric.diagnostics.bypass import GradientContract, callable_parts
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
-from fabric.strategies.base import ParallelStrategy, refuse_unprepared
-from fabric.strategies.fsdp_options import (
-    check_device_mesh,
-    check_fsdp_kwargs,
-    check_world,
-    parse_backward_prefetch,
-    parse_cpu_offload,
-    parse_mixed_precision,
-    parse_sharding_strategy,
-    parse_state_dict_type,
-)
-from fabric.strategies.init_module import MappedMemory, built_for_shards, check_source, receive_values
-from fabric.strategies.sharded_forward import ShardedForward
-from fabric.strategies.wrapping import (
-    WrapPolicy,
-    check_activation_checkpointing,
-    check_same_model,
-    check_shardable,
-    check_wrap_policy,
-    find_fsdp_modules,
-    find_recomputed,
-)
+from fabric.strategies import fsdp_options as options
+from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.init_module import MappedMemory, created_on, is_mapped, receive_values, registered_on_meta
 from fabric.tree import map_tensors
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
-
-__all__ = ["FSDPStrategy"]
+__all__ = ["FSDPStrategy", "ShardedForward"]
 
 M = TypeVar("M", bound=nn.Module)
-_OF_THIS_PROCESS = frozenset(["_forwards", "_memory", "_sharded_as"])
+# What the strategy itself decides when it shards.
+_OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -66,13 +50,8 @@ class FSDPStrategy(ParallelStrategy):
     not sharded and keep their dtype.
 
     Args:
-        accelerator: as for :class:`fabric.strategies.ParallelStrategy`, and so are the other shared ones.
-        parallel_devices: the devices of this node.
-        cluster_environment: the environment that says which rank this is.
-        checkpoint_io: format of ``save`` and ``load``.
-        precision: precision.
-        process_group_backend: backend of the process group; None for the device's default.
-        timeout: how long a collective may wait.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout:
+            as for :class:`fabric.strategies.Strategy`, and so are ``start_method`` and ``num_nodes``.
         cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
             ``CPUOffload``. Means nothing, and warns, where the device is the CPU.
         backward_prefetch: how many FSDP modules are gathered ahead in the backward pass; or
@@ -82,7 +61,7 @@ class FSDPStrategy(ParallelStrategy):
         activation_checkpointing: a class of layers, a list of them or a function of a module: these compute their
             activations again in the backward pass in place of keeping them.
         auto_wrap_policy: what is an FSDP module: a set of classes, a number of parameters, or a function of a module;
-            None for the repeated blocks. See :func:`fabric.strategies.wrapping.find_fsdp_modules`.
+            None for the repeated blocks. See :func:`fabric.strategies.fsdp_options.find_fsdp_modules`.
         sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each FSDP module,
             ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` shards as the first within each
             row of ``device_mesh`` and has replicas over its columns.
@@ -91,8 +70,6 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
             replica for each node, as in torch, and a warning where there is one node.
-        start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
-        num_nodes: number of nodes of the job.
         **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``.
 
     Raises:
@@ -115,10 +92,10 @@ class FSDPStrategy(ParallelStrategy):
         backward_prefetch: Any = None,
         mixed_precision: Any = None,
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | Callable[..., object] | None = None,
-        auto_wrap_policy: WrapPolicy = None,
+        auto_wrap_policy: Collection[type[nn.Module]] | int | Callable[..., object] | None = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: str = "sharded",
-        device_mesh: "tuple[int, ...] | DeviceMesh | None" = None,
+        device_mesh: tuple[int, ...] | DeviceMesh | None = None,
         start_method: str = "popen",
         num_nodes: int = 1,
         **fsdp_kwargs: Any,
@@ -128,32 +105,37 @@ class FSDPStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
-        check_fsdp_kwargs(fsdp_kwargs)
-        self.cpu_offload = parse_cpu_offload(cpu_offload)
-        self.backward_prefetch = parse_backward_prefetch(backward_prefetch)
-        self.mixed_precision, self._buffer_dtype = parse_mixed_precision(mixed_precision)
-        self.activation_checkpointing = check_activation_checkpointing(activation_checkpointing)
-        self.auto_wrap_policy = check_wrap_policy(auto_wrap_policy)
-        self.sharding_strategy = parse_sharding_strategy(sharding_strategy)
-        self.state_dict_type = parse_state_dict_type(state_dict_type)
+        if fsdp_kwargs:
+            from torch.distributed.fsdp import fully_shard  # takes a second to import
+
+            check_passed_on("FSDPStrategy", fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
+        strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
+        instead = "DDP, which shards nothing, in place of NO_SHARD"
+        self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies, instead)
+        self.state_dict_type = options.parse_name("state_dict_type", state_dict_type, ("sharded", "full"))
         self.saves_shards = self.state_dict_type == "sharded"
-        self.device_mesh = check_device_mesh(device_mesh, self.sharding_strategy)
+        self.device_mesh = options.check_device_mesh(device_mesh, self.sharding_strategy)
+        self.cpu_offload = options.parse_cpu_offload(cpu_offload)
+        self.backward_prefetch = options.parse_backward_prefetch(backward_prefetch)
+        self.mixed_precision, self._buffer_dtype = options.parse_mixed_precision(mixed_precision)
+        self.activation_checkpointing = options.parse_choice("activation_checkpointing", activation_checkpointing)
+        self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs = fsdp_kwargs
-        self._forget()
-
-    # -- what the layers above ask --------------------------------------------------------------------------------
-
-    @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
-        check_world(self.device_mesh, len(devices) * num_nodes)
+        # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
+        self._forwards: MutableMapping[int, ShardedForward] = {}
 
     # -- the life of a process ------------------------------------------------------------------------------------
 
     @override
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        options.check_world(self.device_mesh, len(devices) * num_nodes)
+
+    @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
-        check_world(self.device_mesh, self.world_size)
+        options.check_world(self.device_mesh, self.world_size)
         self.runtime.accelerator.return_freed_memory()
+        self._forwards = WeakValueDictionary()
         if not self.is_global_zero:
             return
         if self.cpu_offload is not None and self.root_device.type == "cpu":
@@ -168,44 +150,26 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for forward in self._forwards.values():
+        for forward in list(self._forwards.values()):
             forward.close()
-        self._forget()
+        self._forwards = {}
         super().teardown()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # On the way to a rank.
-        return {name: value for name, value in vars(self).items() if name not in _OF_THIS_PROCESS}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
-        self._forget()
-
-    def _forget(self) -> None:
-        self._forwards: WeakKeyDictionary[nn.Module, ShardedForward] = WeakKeyDictionary()
-        # What became of each parameter that was sharded, for as long as something still holds it.
-        self._sharded_as = WeakTensorKeyDictionary()
-        self._memory = MappedMemory()
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
     @override
-    def module_init_context(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
-        """A context in which modules are built for :meth:`setup_module`, which gives each rank its shards.
-
-        See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``. With ``source="rank0"`` it is
-        collective when it is left: a rank whose generator was in rank 0's state gets the state that rank 0's is in.
-        """
-        check_source(source)
-        return self._building(empty_init, source)
-
     @contextmanager
-    def _building(self, empty_init: bool, source: str) -> Iterator[None]:
+    def _building(self, empty: bool, source: str) -> Iterator[None]:
+        """See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``.
+
+        With ``source="rank0"`` collective when it is left: a rank whose generator was in rank 0's state gets the state
+        that rank 0's is in.
+        """
         before, receives = torch.get_rng_state(), source == "rank0" and not self.is_global_zero
-        dtype, warn = self.runtime.precision.param_dtype, self.local_rank == 0
-        with built_for_shards(self._memory, dtype, empty=empty_init, receives=receives, warn=warn):
+        memory = registered_on_meta(empty) if empty or receives else MappedMemory(warn=self.local_rank == 0)
+        with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
             yield
-        if source == "rank0" and not empty_init:
+        if source == "rank0" and not empty:
             first, last = self.broadcast((before, torch.get_rng_state()))
             if torch.equal(first, before):
                 torch.set_rng_state(last)
@@ -217,142 +181,129 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def module_to_device(self, module: M) -> M:
         # What was built in init_module() gets to the device in setup_module, one FSDP module after another.
-        tensors = (*module.parameters(), *module.buffers())
-        waits = any(tensor.is_meta or tensor in self._memory for tensor in tensors)
+        waits = any(each.is_meta or is_mapped(each) for each in (*module.parameters(), *module.buffers()))
         return module if waits else super().module_to_device(module)
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
         self._check_optimizers(optimizers, module)
-        if module is not None:
-            self._examine(uncompiled(module))
+        if module is None:
+            return
+        root, error = uncompiled(module), None
+        try:
+            options.check_shardable(root, has_values=self.is_global_zero)
+            self._recomputed(root)
+            options.find_fsdp_modules(root, self.auto_wrap_policy)
+        except FabricError as raised:
+            error = raised
+        options.check_same_model(self.runtime.communicator, root, error)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        root = uncompiled(module)
-        fsdp_modules = self._examine(root)
-        for part in find_recomputed(root, self.activation_checkpointing):
+        """Shard a module in place, after :meth:`check_setup`. Collective."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
+
+        root, communicator = uncompiled(module), self.runtime.communicator
+        fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
+        for part in self._recomputed(root):
             # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        receive_values(self.runtime.communicator, root, list(root.buffers()), self._memory)
-        if self._buffer_dtype is not None:
-            _convert_buffers(root, self._buffer_dtype)
-        for part in fsdp_modules:
-            self._shard(part, is_root=False)
-        self._shard(root, is_root=True)
-        _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        self._forwards[root] = ShardedForward(root, frozenset(fsdp_modules), self.global_rank)
-        return module
-
-    def _examine(self, root: nn.Module) -> list[nn.Module]:
-        """The FSDP modules without the root; an error on every rank when any rank has one. Collective."""
-        fsdp_modules, error = [], None
-        try:
-            check_shardable(root, has_values=self.is_global_zero)
-            find_recomputed(root, self.activation_checkpointing)
-            fsdp_modules = find_fsdp_modules(root, self.auto_wrap_policy)
-        except FabricError as raised:
-            error = raised
-        check_same_model(self.runtime.communicator, root, error)
-        return fsdp_modules
-
-    def _shard(self, module: nn.Module, is_root: bool) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes a second to import
-
-        whole = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
-        receive_values(self.runtime.communicator, module, list(whole.values()), self._memory)
-        precision = self.runtime.precision
-        policy = self.mixed_precision or MixedPrecisionPolicy(
-            param_dtype=precision.compute_dtype,
-            reduce_dtype=precision.reduce_dtype,
-            output_dtype=precision.output_dtype,
-        )
-        if not is_root:
-            # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
-            policy = replace(policy, output_dtype=None)
+        receive_values(communicator, root, list(root.buffers()))
+        for buffer in root.buffers():
+            if self._buffer_dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(self._buffer_dtype)
         # What torch does of itself is to free all FSDP modules but the root, which the backward pass needs first.
         resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-        options: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
+        arguments: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
         if self.cpu_offload is not None and self.root_device.type != "cpu":
-            options["offload_policy"] = self.cpu_offload
-        fully_shard(module, mp_policy=policy, **options)
-        for name, parameter in module.named_parameters():
-            if name in whole and parameter is not whole[name]:
-                vars(parameter).update(vars(whole[name]))
-                self._sharded_as[whole[name]] = parameter
-        self._memory.release()
+            arguments["offload_policy"] = self.cpu_offload
+        precision = self.runtime.precision
+        dtypes = (precision.compute_dtype, precision.reduce_dtype, precision.output_dtype)
+        policy = self.mixed_precision or MixedPrecisionPolicy(*dtypes)
+        for part in fsdp_modules:
+            # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
+            _shard(communicator, part, mp_policy=replace(policy, output_dtype=None), **arguments)
+        _shard(communicator, root, mp_policy=policy, **arguments)
+        if self.backward_prefetch is not None:
+            _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
+        self._forwards[id(root)] = ShardedForward(root, self.global_rank)
+        return module
+
+    def _recomputed(self, root: nn.Module) -> list[nn.Module]:
+        return options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:
         own = set() if module is None else set(module.parameters())
-        gathered = {p for root in self._forwards for p in root.parameters() if local_tensor(p) is p}
+        models = [forward.root for forward in self._forwards.values()]
+        gathered = {p for root in models for p in root.parameters() if local_tensor(p) is p}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(parameter in self._sharded_as for parameter in parameters):
-                _refuse_optimizer(optimizer, "it holds parameters from before the sharding: stepping changes nothing")
-            if any(parameter in gathered or _is_freed(parameter) for parameter in parameters):
-                _refuse_optimizer(
-                    optimizer, "it holds parameters that a forward pass gathered, and that are freed again"
-                )
-            if any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
-                _refuse_optimizer(optimizer, "it has state for whole parameters, and these are about to be sharded")
+            if any(hasattr(parameter, options.SHARD) for parameter in parameters):
+                problem = "it holds parameters from before the sharding: stepping changes nothing"
+            elif any(parameter in gathered or _is_freed(parameter) for parameter in parameters):
+                problem = "it holds parameters that a forward pass gathered, and that are freed again"
+            elif any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
+                problem = "it has state for whole parameters, and these are about to be sharded"
+            else:
+                continue
+            raise UsageError(
+                f"setup of {type(optimizer).__name__} with FSDP",
+                problem,
+                "an optimizer without state set up together with its module, or one made from the module that setup() "
+                "returned",
+                "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
+            )
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            group["params"][:] = [self._sharded_as.get(parameter, parameter) for parameter in group["params"]]
+            group["params"][:] = [getattr(parameter, options.SHARD, parameter) for parameter in group["params"]]
 
     @override
     def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
         """The state dict under the user's own names. Collective, but with ``sharded``."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict  # takes a second
-
-        if sharded:
-            return super().get_module_state_dict(module)
-        return get_model_state_dict(uncompiled(module), options=StateDictOptions(full_state_dict=True))
+        state = super().get_module_state_dict(module)
+        return state if sharded else map_tensors(self._full, state)
 
     @override
     def load_module_state_dict(
         self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, sharded: bool = False
     ) -> None:
-        """Load a state dict; of a full one every rank takes its shards. Collective, but with ``sharded``."""
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict  # takes a second
-
-        if sharded:
-            super().load_module_state_dict(module, state_dict, strict)
-        else:
-            options = StateDictOptions(full_state_dict=True, strict=strict)
-            set_model_state_dict(uncompiled(module), dict(state_dict), options=options)
+        """Load a state dict; of a full one every rank takes its shards."""
+        if not sharded:
+            own = super().get_module_state_dict(module)
+            state_dict = {name: _shard_like(own.get(name), value) for name, value in state_dict.items()}
+        super().load_module_state_dict(module, state_dict, strict)
 
     @override
     def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer with whole tensors, complete on every rank. Collective."""
+        """The state dict of an optimizer with full tensors, complete on every rank. Collective."""
         state = optimizer.state_dict()
-        return {**state, "state": map_tensors(self._whole, state["state"])}
+        return {**state, "state": map_tensors(self._full, state["state"])}
 
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict with whole tensors, of which every rank takes its shards."""
+        """Load a state dict with full tensors, of which every rank takes its shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        content = dict(state_dict["state"])
-        for number, parameter in zip(numbers, parameters, strict=False):
-            for name, value in content.get(number, {}).items():
-                # What has another shape, such as a number of steps, is not sharded.
-                if getattr(value, "shape", None) == parameter.shape:
-                    content[number] = {**content[number], name: _placed(value, parameter)}
+        by_number = dict(zip(numbers, parameters, strict=False))
+        content = {
+            number: {name: _shard_like(by_number.get(number), value) for name, value in slots.items()}
+            for number, slots in state_dict["state"].items()
+        }
         optimizer.load_state_dict({**state_dict, "state": content})
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        root = uncompiled(module)
-        if root not in self._forwards:
+        forward = self._forwards.get(id(uncompiled(module)))
+        if forward is None:
             refuse_unprepared(self, module)
-        return _without_sync(root, self._forwards[root]) if enabled else nullcontext()
+        return forward.without_sync() if enabled else nullcontext()
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
-        forward, sharded = self._forwards[root], dict(root.named_parameters())
+        forward, sharded = self._forwards[id(root)], dict(root.named_parameters())
         contract = super().gradient_contract(prepared)
         return replace(
             contract,
@@ -362,16 +313,14 @@ class FSDPStrategy(ParallelStrategy):
             synchronizes=lambda: forward.synchronizes,
             gradients_differ=True,
             unreduced=partial(unreduced_parameters, root),
-            fsdp_modules=forward.fsdp_modules,
-            in_forward=forward.in_forward,
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
         )
 
-    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         # What is kept on the CPU is gathered on the device, where the process group works.
         return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
 
-    def _mesh(self) -> "DeviceMesh":
+    def _mesh(self) -> DeviceMesh:
         if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
             return self.device_mesh
         if self.sharding_strategy != "HYBRID_SHARD":
@@ -381,44 +330,129 @@ class FSDPStrategy(ParallelStrategy):
         return self.runtime.mesh(replicas=replicas, shards=shards)
 
 
-@contextmanager
-def _without_sync(root: Any, forward: ShardedForward) -> Iterator[None]:
-    before, forward.synchronizes = forward.synchronizes, False
-    root.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        forward.synchronizes = before
-        root.set_requires_gradient_sync(before)
+class ShardedForward:
+    """The hooks of a sharded model: see ``[Note: Sharded forward]``; and a forward pass leaves it ready for the next.
+
+    Args:
+        root: the user's module, sharded already.
+        rank: rank of this process, for errors.
+
+    Attributes:
+        synchronizes: whether a backward pass reduces gradients; torch has a setter for it, but no getter.
+    """
+
+    def __init__(self, root: Any, rank: int) -> None:
+        from torch.distributed.fsdp import FSDPModule  # takes a second to import; here it has been
+
+        self.root, self.synchronizes, self._rank = root, True, rank
+        self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        self._depth, self._finished = 0, True
+        self._handles = [
+            root.register_forward_pre_hook(self._enter, prepend=True),
+            root.register_forward_hook(self._finish),
+            root.register_forward_hook(self._leave, always_call=True),
+        ]
+        # First, before FSDP's own hooks take a part for the root of a model. Off within a forward pass, to save time.
+        self._places = [
+            hook_place(part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True))
+            for path, part in callable_parts(root, self._sharded.__contains__)
+        ]
+
+    @contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Within, backward passes leave unsharded gradients and do not reduce them."""
+        before, self.synchronizes = self.synchronizes, False
+        self.root.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+            self.root.set_requires_gradient_sync(before)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        for hooks, number, _ in self._places:
+            hooks.pop(number, None)
+
+    def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
+        # In the backward pass the user's own activation checkpointing calls parts again.
+        if self._depth or in_backward():
+            return
+        raise UsageError(
+            f"{path}(...) on rank {self._rank}",
+            "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
+            "model(...), or a method of the model that is marked as a forward pass",
+            'model.mark_forward_method("name_of_method") once, for a method that calls this part',
+        )
+
+    def _enter(self, root: nn.Module, args: Any) -> None:
+        if not (self._finished or self._depth):
+            raise UsageError(
+                f"model(...) on rank {self._rank} after a forward pass that raised",
+                "this release of torch cannot make the model forget that pass: gradients would be wrong",
+                suggestion="fabric.load(...) into a model that is set up anew, or torch with reset_iter_state",
+            )
+        self._depth += 1
+        self._finished = False
+        if not torch.compiler.is_dynamo_compiling():
+            for hooks, number, _ in self._places:
+                hooks.pop(number, None)
+
+    def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
+        self._finished = True
+
+    def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
+        # Another hook may have raised before _enter.
+        self._depth = max(0, self._depth - 1)
+        if self._depth or torch.compiler.is_dynamo_compiling():
+            return
+        for hooks, number, hook in self._places:
+            hooks[number] = hook
+            hooks.move_to_end(number, last=False)
+        if not self._finished:
+            if hasattr(root, "reset_iter_state"):  # added after torch 2.11
+                self.root.reset_iter_state()
+                self._finished = True
+        elif not torch.is_grad_enabled():
+            # No backward pass will do it, and a change of whole parameters would be lost.
+            for part in self._sharded:
+                part.reshard()
 
 
-def _placed(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole value like a parameter: on its device, and of what is sharded this rank's shard."""
-    if local_tensor(like) is like:
-        return value.to(like.device)
-    from torch.distributed.tensor import DTensor, distribute_tensor  # takes a second to import; here it has been
+def _shard(communicator: Communicator, module: nn.Module, **arguments: Any) -> None:
+    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective."""
+    from torch.distributed.fsdp import fully_shard  # takes a second to import; here it has been
 
-    assert isinstance(like, DTensor)
-    shard = distribute_tensor(
-        value.to(like.device_mesh.device_type), like.device_mesh, like.placements, src_data_rank=None
-    )
+    before = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
+    receive_values(communicator, module, list(before.values()))
+    fully_shard(module, **arguments)
+    for name, parameter in module.named_parameters():
+        old = before.get(name, parameter)
+        if parameter is not old:
+            vars(parameter).update(vars(old))
+            setattr(old, options.SHARD, parameter)
+            # An optimizer may hold it until it is set up.
+            old.data = old.new_empty(0)
+
+
+def _shard_like(like: Any, value: Any) -> Any:
+    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
+    if like is None or local_tensor(like) is like or getattr(value, "shape", None) != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
+
+    mesh = like.device_mesh
+    shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
     placed = torch.empty_like(like, dtype=value.dtype)
     local_tensor(placed).copy_(local_tensor(shard))
     return placed
 
 
-def _convert_buffers(root: nn.Module, dtype: torch.dtype) -> None:
-    for module in root.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
-
-
-def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[Any], ahead: int | None) -> None:
+def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
     """Have each FSDP module gather those before it in the forward pass, taken to be in the order of the model."""
-    if ahead is None:
-        return
-    order: list[FSDPModule] = [module for module in root.modules() if module in set(fsdp_modules)]
+    order: list[Any] = [module for module in root.modules() if module in set(fsdp_modules)]
     for index, module in enumerate([*order, root]):
         # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
@@ -429,12 +463,3 @@ def _is_freed(parameter: torch.Tensor) -> bool:
     """Whether a parameter was gathered for a forward pass, and its memory given back since."""
     is_plain = local_tensor(parameter) is parameter
     return is_plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0
-
-
-def _refuse_optimizer(optimizer: Optimizer, wrong: str) -> None:
-    raise UsageError(
-        f"setup of {type(optimizer).__name__} with FSDP",
-        wrong,
-        "an optimizer without state set up together with its module, or one made from the module that setup() returned",
-        "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
-    )

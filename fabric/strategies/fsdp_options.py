@@ -1,139 +1,101 @@
-"""The options of FSDPStrategy as users write them, turned into what ``fully_shard`` understands."""
+"""The options of FSDPStrategy: their forms, the modules of a model that they choose, and what they need of it.
 
-from collections.abc import Mapping
+[Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its parameters are gathered right
+before its forward pass, and freed after it. What lies outside of all others belongs to the root, which is gathered for
+the whole forward pass. FSDP modules that are the repeated blocks of a model make sharding pay: one block is unsharded
+at a time. A parameter that several modules share has to belong to one FSDP module, or to the root.
+"""
+
+import hashlib
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.nn.parameter import is_lazy
 
-from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.strategies.base import check_passed_on
+from fabric.communicators import Communicator
+from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.strategies.init_module import EmptyParameter
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
+    "SHARD",
     "check_device_mesh",
-    "check_fsdp_kwargs",
+    "check_same_model",
+    "check_shardable",
     "check_world",
+    "choose_modules",
+    "find_fsdp_modules",
     "parse_backward_prefetch",
+    "parse_choice",
     "parse_cpu_offload",
     "parse_mixed_precision",
-    "parse_sharding_strategy",
-    "parse_state_dict_type",
+    "parse_name",
+    "parse_wrap_policy",
 ]
 
-SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
-
-# What the strategy itself decides when it shards.
-_OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
-
-
-def parse_sharding_strategy(value: Any) -> str:
-    """One of ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``HYBRID_SHARD`` from its name or torch's ``ShardingStrategy``.
-
-    Raises:
-        ConfigurationError: there is no such strategy.
-    """
-    name = str(getattr(value, "name", value)).upper()
-    if name in SHARDING_STRATEGIES:
-        return name
-    raise ConfigurationError(
-        f"FSDPStrategy(sharding_strategy={value!r})",
-        "there is no such sharding strategy",
-        ", ".join(map(repr, SHARDING_STRATEGIES)),
-        'FSDPStrategy(sharding_strategy="FULL_SHARD"); in place of NO_SHARD Fabric(strategy="ddp"), as DDP has none',
-    )
+SHARD = "_fabric_shard"
+"""The attribute of a parameter from before the sharding that is the one in its place."""
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def parse_state_dict_type(value: Any) -> str:
-    """``"sharded"`` or ``"full"``.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
-    if value in ("sharded", "full"):
-        return value
-    raise ConfigurationError(
-        f"FSDPStrategy(state_dict_type={value!r})",
-        "there is no such kind of checkpoint",
-        "'sharded', a folder that all ranks write, or 'full', one file that rank 0 writes",
-        'FSDPStrategy(state_dict_type="full")',
-    )
+def parse_name(option: str, value: Any, names: Sequence[str], suggestion: str = "") -> str:
+    """One of these names, from itself in any case or from a member of torch's enumeration that is called so."""
+    for name in names:
+        if str(getattr(value, "name", value)).lower() == name.lower():
+            return name
+    raise ConfigurationError(f"FSDPStrategy({option}={value!r})", "", " or ".join(map(repr, names)), suggestion)
 
 
-def check_device_mesh(mesh: Any, sharding_strategy: str) -> "tuple[int, ...] | DeviceMesh | None":
-    """A mesh with as many dimensions as the sharding strategy uses: two (replicas, shards) for ``HYBRID_SHARD``.
-
-    Raises:
-        ArgumentTypeError: it is neither a tuple of sizes nor a ``DeviceMesh``.
-        ConfigurationError: it has another number of dimensions, or a size under 1.
-    """
+def check_device_mesh(mesh: Any, sharding_strategy: str) -> tuple[int, ...] | DeviceMesh | None:
+    """A mesh with as many dimensions as the sharding strategy uses: two (replicas, shards) for ``HYBRID_SHARD``."""
     if mesh is None:
         return None
-    sizes = tuple(mesh) if isinstance(mesh, tuple | list) else getattr(mesh, "shape", None)
-    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
-        raise ArgumentTypeError(
-            f"FSDPStrategy(device_mesh={mesh!r})",
-            f"{type(mesh).__name__} is no mesh",
-            "a tuple of sizes (replicas, shards) for HYBRID_SHARD, or a torch DeviceMesh",
-            'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
-        )
+    sizes = tuple(mesh) if isinstance(mesh, tuple | list) else getattr(mesh, "shape", ())
     dimensions = 2 if sharding_strategy == "HYBRID_SHARD" else 1
-    if len(sizes) != dimensions or min(sizes) < 1:
+    if len(sizes) != dimensions:
         raise ConfigurationError(
-            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={sizes})",
-            f"{sharding_strategy} takes a mesh of {dimensions} dimension(s), each of size 1 or more",
-            "(replicas, shards) for HYBRID_SHARD, (shards,) for the others, or None",
+            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={mesh!r})",
+            f"{sharding_strategy} takes a mesh of {dimensions} dimension(s)",
+            "(replicas, shards) for HYBRID_SHARD, (shards,) for the others; or a DeviceMesh, or None",
             'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
         )
-    if isinstance(mesh, tuple | list):
-        return sizes
-    if dimensions == 2 and not mesh.mesh_dim_names:
-        raise ConfigurationError(
-            f"FSDPStrategy(device_mesh={mesh!r})",
-            "its dimensions have no names, which torch needs to tell replicas from shards",
-            "a mesh with mesh_dim_names, the replicas first",
-            f'init_device_mesh({mesh.device_type!r}, {sizes}, mesh_dim_names=("replicas", "shards"))',
-        )
-    return mesh
+    return mesh if isinstance(mesh, DeviceMesh) else sizes
 
 
-def check_world(mesh: "tuple[int, ...] | DeviceMesh | None", world_size: int) -> None:
+def check_world(mesh: Any, world_size: int) -> None:
     """Raise a ConfigurationError unless the sizes of the mesh multiply to the number of processes."""
-    sizes = (world_size,) if mesh is None else mesh if isinstance(mesh, tuple) else tuple(mesh.shape)
-    if torch.Size(sizes).numel() != world_size:
-        divisors = [size for size in range(1, world_size + 1) if world_size % size == 0]
-        meshes = [(world_size // shards, shards) for shards in divisors] if len(sizes) == 2 else [(world_size,)]
+    sizes = (world_size,) if mesh is None else tuple(getattr(mesh, "shape", mesh))
+    if math.prod(sizes) != world_size:
+        pairs = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
         raise ConfigurationError(
             f"FSDPStrategy(device_mesh={sizes}) in a job of {world_size} processes",
-            f"a mesh of these sizes has {torch.Size(sizes).numel()} places",
-            f"sizes that divide {world_size}, that is {', '.join(map(str, divisors))}: {', '.join(map(str, meshes))}",
-            f"FSDPStrategy(..., device_mesh={meshes[len(meshes) // 2]})",
+            f"a mesh of these sizes has {math.prod(sizes)} places",
+            ", ".join(map(str, pairs if len(sizes) == 2 else [(world_size,)])),
         )
 
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
-    """The policy of offloading, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
-    if value is None:
+    """The policy of offloading, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP."""
+    if not value:
         return None
-    # torch.distributed.fsdp takes a second to import.
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy  # takes a second to import
 
     value = getattr(value, "offload_params", value)  # of CPUOffload
     if isinstance(value, bool):
-        value = CPUOffloadPolicy() if value else OffloadPolicy()
-    if isinstance(value, OffloadPolicy):
-        return value if isinstance(value, CPUOffloadPolicy) else None
+        return CPUOffloadPolicy() if value else None
+    if isinstance(value, CPUOffloadPolicy):
+        return value
     raise ArgumentTypeError(
-        f"FSDPStrategy(cpu_offload={value!r})",
-        f"{type(value).__name__} is no policy of offloading",
-        "True, False, None, CPUOffloadPolicy or CPUOffload of torch.distributed.fsdp",
-        "FSDPStrategy(cpu_offload=True)",
+        f"FSDPStrategy(cpu_offload={value!r})", expected="True, False, None, CPUOffloadPolicy or CPUOffload"
     )
 
 
@@ -142,31 +104,18 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
 
     ``MixedPrecision`` of torch's first FSDP is translated: there the blocks cast their inputs only when asked to; here
     they do whenever any module does.
-
-    Raises:
-        ArgumentTypeError: it is neither of torch's two classes.
-        ConfigurationError: it asks for gradients that stay in low precision, which FSDP2 has not.
     """
     if value is None:
         return None, None
-    # torch.distributed.fsdp takes a second to import.
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # takes a second to import
 
     if isinstance(value, MixedPrecisionPolicy):
         return value, None
-    if not isinstance(value, MixedPrecision):
-        raise ArgumentTypeError(
-            f"FSDPStrategy(mixed_precision={value!r})",
-            f"{type(value).__name__} is no policy of mixed precision",
-            "MixedPrecisionPolicy or MixedPrecision of torch.distributed.fsdp, or None for what precision says",
-            'Fabric(strategy="fsdp", precision="bf16-mixed")',
-        )
-    if value.keep_low_precision_grads:
+    if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
         raise ConfigurationError(
-            "FSDPStrategy(mixed_precision=MixedPrecision(keep_low_precision_grads=True))",
-            "FSDP2 keeps gradients in the dtype of the parameters that the optimizer sees",
-            "keep_low_precision_grads=False",
-            'Fabric(strategy="fsdp", precision="bf16-true") for parameters and gradients in low precision',
+            f"FSDPStrategy(mixed_precision={value!r})",
+            expected="MixedPrecisionPolicy, or MixedPrecision with keep_low_precision_grads=False",
+            suggestion='Fabric(precision="bf16-mixed"), or precision="bf16-true" for gradients in low precision',
         )
     policy = MixedPrecisionPolicy(
         param_dtype=value.param_dtype,
@@ -180,26 +129,210 @@ def parse_backward_prefetch(value: Any) -> int | None:
     """How many FSDP modules ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
 
     ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one FSDP module unsharded at a time, is 0.
-
-    Raises:
-        ConfigurationError: it is no such number.
     """
     number = {"BACKWARD_PRE": 1, "BACKWARD_POST": 0}.get(getattr(value, "name", ""), value)
     if number is None or (type(number) is int and number >= 0):
         return number
     raise ConfigurationError(
         f"FSDPStrategy(backward_prefetch={value!r})",
-        "it is no number of modules to gather ahead",
-        "BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, an integer from 0, or None",
-        "FSDPStrategy(backward_prefetch=2)",
+        expected="BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, an integer from 0, or None",
     )
 
 
-def check_fsdp_kwargs(fsdp_kwargs: Mapping[str, Any]) -> None:
-    """Raise an ArgumentTypeError for what ``fully_shard`` does not take, or the strategy decides."""
-    if not fsdp_kwargs:
-        return
-    # torch.distributed.fsdp takes a second to import.
-    from torch.distributed.fsdp import fully_shard
+def parse_choice(option: str, choice: Any) -> Any:
+    """A tuple of classes from one or several, a function of a module as it is, or None."""
+    classes = tuple(choice) if isinstance(choice, Collection) else (choice,)
+    if classes and all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes):
+        return classes
+    if choice is None or (callable(choice) and not isinstance(choice, type)):
+        return choice
+    raise ArgumentTypeError(
+        f"FSDPStrategy({option}={choice!r})", expected="a class of modules, several, or a function (module) -> bool"
+    )
 
-    check_passed_on("FSDPStrategy", fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
+
+def parse_wrap_policy(policy: Any) -> Any:
+    """As :func:`parse_choice`; a number of parameters becomes torch's policy of that size."""
+    if type(policy) is not int or policy < 1:
+        return parse_choice("auto_wrap_policy", policy)
+    from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy  # takes a second to import
+
+    return partial(size_based_auto_wrap_policy, min_num_params=policy)
+
+
+def choose_modules(root: nn.Module, modules: Iterable[nn.Module], option: str, choice: Any) -> list[nn.Module]:
+    """Those of the modules that a choice of :func:`parse_choice` names, inner before outer; None names none.
+
+    Raises:
+        ConfigurationError: another choice names none.
+    """
+    if choice is None:
+        return []
+    chosen = [part for part in modules if (isinstance(part, choice) if isinstance(choice, tuple) else choice(part))]
+    if not chosen:
+        raise ConfigurationError(
+            f"FSDPStrategy({option}={choice!r}) for a {type(root).__name__}",
+            "no part of it is chosen",
+            f"classes that it is made of: {', '.join(sorted({type(part).__name__ for part in root.modules()}))}",
+        )
+    return chosen[::-1]
+
+
+def find_fsdp_modules(root: nn.Module, policy: Any = None) -> list[nn.Module]:
+    """The FSDP modules of a model, inner before outer, without the root; see ``[Note: FSDP modules]``.
+
+    Args:
+        root: the model.
+        policy: of :func:`parse_wrap_policy`: classes, whose instances are FSDP modules; a function
+            ``(module) -> bool``, or of the kind that torch's first FSDP took, ``(module, recurse, nonwrapped_numel) ->
+            bool``; None for the repeated blocks: modules of a class that occurs more than once in lists and sequences,
+            else of a class with parts that occurs more than once at all.
+
+    Raises:
+        ConfigurationError: the policy chooses no module, or a parameter would belong to two FSDP modules.
+    """
+    if policy is None:
+        found = _repeated_blocks(root)
+    elif not isinstance(policy, tuple) and "recurse" in inspect.signature(policy).parameters:
+        found = _by_remainder(root, policy)
+    else:
+        candidates = [part for part in root.modules() if part is root or _can_be_sharded(part)]
+        found = [part for part in choose_modules(root, candidates, "auto_wrap_policy", policy) if part is not root]
+    while tied := _tied(root, set(found)):
+        if policy is not None:
+            raise ConfigurationError(
+                f"auto_wrap_policy for a {type(root).__name__}",
+                "it puts names of one parameter into several FSDP modules: " + "; ".join(map(" and ".join, tied)),
+                "a policy under which all modules that share a parameter are in the same FSDP module, or in none",
+                "FSDPStrategy(), which leaves such modules to the root",
+            )
+        owners = {owner for by_name in tied for owner in by_name.values()}
+        found = [part for part in found if part not in owners]
+    return found
+
+
+def check_shardable(root: nn.Module, has_values: bool) -> None:
+    """Raise a ConfigurationError for parameters that cannot be sharded.
+
+    Args:
+        root: the model.
+        has_values: whether the values of all ranks are this rank's, so that meta tensors cannot be set up.
+    """
+    named = dict(root.named_parameters())
+    lazy = [name for name, each in named.items() if is_lazy(each)]
+    numbers = [name for name, each in named.items() if not is_lazy(each) and each.dim() == 0]
+    sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
+    named.update(root.named_buffers())
+    without_values = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
+    for names, problem, suggestion in (
+        (lazy, "are lazy and have no shape before a first forward pass", "one model(batch) before setup()"),
+        (numbers, "are single numbers, which cannot be sharded", "nn.Parameter(torch.ones(1))"),
+        (sharded, "belong to another model, which is sharded", "one module around both, and one setup() of it"),
+        (
+            without_values if has_values else [],
+            "have no values, being on meta",
+            "a model built in fabric.init_module()",
+        ),
+    ):
+        if names:
+            request, problem = f"setup({type(root).__name__}) with FSDP", f"these {problem}: {', '.join(names)}"
+            raise ConfigurationError(request, problem, suggestion=suggestion)
+
+
+def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:
+    """Raise on every rank where any rank has an error, or another model. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        error: why this rank cannot set it up; None if it can.
+
+    Raises:
+        FabricError: this rank's error.
+        UsageError: that of another rank, or a difference between the models.
+    """
+    reports = communicator.gather_objects((str(error or ""), "" if error else _layout(root)))
+    if error is not None:
+        raise error
+    request = f"setup({type(root).__name__}) on rank {communicator.rank}"
+    for rank, (text, layout) in enumerate(reports):
+        if text:
+            raise UsageError(request, f"rank {rank} cannot set it up: {text}")
+        if layout != reports[0][1]:
+            raise UsageError(
+                request,
+                f"it is another model on rank {rank} than on rank 0",
+                "parameters and buffers of the same names, shapes and dtypes on every rank",
+                "a build that does not depend on the rank",
+            )
+
+
+def _layout(root: nn.Module) -> str:
+    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
+    numbers: dict[int, int] = {}
+    layout = []
+    for named in (root.named_parameters, root.named_buffers):
+        for name, each in named(remove_duplicate=False):
+            number = numbers.setdefault(id(each), len(numbers))
+            is_empty = isinstance(each, EmptyParameter)
+            layout.append((name, number, each.shape, each.dtype, each.requires_grad, is_empty))
+    return hashlib.sha256(repr(layout).encode()).hexdigest()
+
+
+def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    in_containers = [
+        child
+        for parent in root.modules()
+        if isinstance(parent, (*_LISTS, nn.Sequential))
+        for child in parent.children()
+        # A layer without parts in a sequence is too small for a collective of its own.
+        if _has_parts(child) or not isinstance(parent, nn.Sequential)
+    ]
+    with_parts = [module for module in root.modules() if _has_parts(module) and module is not root]
+    for candidates in (in_containers, with_parts):
+        candidates = [module for module in dict.fromkeys(candidates) if _can_be_sharded(module)]
+        counts = Counter(map(type, candidates))
+        repeated = [module for module in candidates if counts[type(module)] > 1]
+        if repeated:
+            inner = {part for module in repeated for part in module.modules() if part is not module}
+            return [module for module in repeated if module not in inner]
+    return []
+
+
+def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
+    """FSDP modules chosen by how many of their parameters no inner FSDP module holds."""
+    found: list[nn.Module] = []
+
+    def held(module: nn.Module) -> int:
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        recurses = policy(module=module, recurse=True, nonwrapped_numel=numel)
+        inner = sum(map(held, module.children())) if recurses else 0
+        if module in (root, *found) or not _can_be_sharded(module):
+            return inner
+        if not policy(module=module, recurse=False, nonwrapped_numel=numel - inner):
+            return inner
+        found.append(module)
+        return numel
+
+    held(root)
+    return found
+
+
+def _tied(root: nn.Module, fsdp_modules: set[nn.Module]) -> list[dict[str, nn.Module]]:
+    """The names of each parameter that several FSDP modules, or one and the root, would own; with these."""
+    owners = {"": root}
+    names: dict[nn.Parameter, dict[str, nn.Module]] = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        owners[path] = module if module in fsdp_modules else owners[path.rpartition(".")[0]]
+        for name, parameter in module.named_parameters(path, recurse=False):
+            names.setdefault(parameter, {})[name] = owners[path]
+    return [by_name for by_name in names.values() if len(set(by_name.values())) > 1]
+
+
+def _can_be_sharded(module: nn.Module) -> bool:
+    has_forward = not isinstance(module, _LISTS) or type(module).forward is not nn.Module.forward
+    return has_forward and any(True for _ in module.parameters())
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children())

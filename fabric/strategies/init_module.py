@@ -24,20 +24,16 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
-from torch.nn.parameter import is_lazy
+from torch.nn.modules import module as registration
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric._torch import DispatchMode, allocates_outputs
 from fabric.communicators import Communicator
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "built_for_shards", "check_source", "created_on", "receive_values"]
+__all__ = ["EmptyParameter", "MappedMemory", "created_on", "is_mapped", "receive_values", "registered_on_meta"]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -64,30 +60,32 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
         yield
 
 
-def check_source(source: object) -> None:
-    """Raise a ConfigurationError unless this says which ranks build the values of a model that is to be sharded."""
-    if source not in ("every_rank", "rank0"):
-        raise ConfigurationError(
-            f"init_module(source={source!r})",
-            "there is no such source of values",
-            '"every_rank", where each rank builds the model, and "rank0", where the others receive the values',
-            'fabric.init_module(source="rank0")',
-        )
-
-
 class MappedMemory(DispatchMode):
     """Within this mode, new CPU tensors of 64 KB or more lie in unnamed files; see ``[Note: Building for shards]``.
 
-    It can be entered any number of times.
+    Args:
+        warn: whether to warn of a folder for temporary files that is itself memory.
+
+    Raises:
+        UsageError: there is no room in that folder; in the constructor where there is none at all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warn: bool) -> None:
         DispatchMode.__init__(self)
         self._storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._used = 0
+        _unnamed_file(SMALLEST)
+        folder = tempfile.gettempdir()
+        if warn and _file_system(folder) in ("tmpfs", "ramfs"):
+            warnings.warn(
+                f"init_module() builds the model in {folder}, which is itself memory (tmpfs). Name a folder on a disk "
+                "in the environment of the job, such as TMPDIR=/var/tmp",
+                stacklevel=2,
+            )
 
-    def __contains__(self, tensor: Tensor) -> bool:
-        return not tensor.is_meta and tensor.untyped_storage() in self._storages
+    def __exit__(self, *error: Any) -> None:
+        DispatchMode.__exit__(self, *error)
+        self._release()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -95,65 +93,29 @@ class MappedMemory(DispatchMode):
         made = func(*args, **(kwargs or {}))
         if allocates_outputs(func):
             made = map_tensors(lambda tensor: self._mapped(tensor, func not in _UNINITIALIZED), made)
-        self.use(*flatten((args, made))[0])
+        self._used += sum(each.nbytes for each in flatten((args, made))[0] if _is_large(each))
+        if self._used >= _RESIDENT:
+            self._release()
         return made
 
-    def check_folder(self, warn: bool) -> None:
-        """Raise where nothing can be written to the folder for temporary files; with ``warn``, warn where it is memory.
-
-        Raises:
-            UsageError: there is no room.
-        """
-        self._file(SMALLEST)
-        if warn and _file_system(tempfile.gettempdir()) in ("tmpfs", "ramfs"):
-            warnings.warn(
-                f"init_module() builds the model in {tempfile.gettempdir()}, which is itself memory (tmpfs). Name a "
-                "folder on a disk in the environment of the job, such as TMPDIR=/var/tmp",
-                stacklevel=2,
-            )
-
-    def use(self, *objects: Any) -> None:
-        """Count tensors that were read or written; after 32 MB pages are taken out of the resident set."""
-        self._used += sum(each.nbytes for each in objects if isinstance(each, Tensor) and _is_large(each))
-        if self._used >= _RESIDENT:
-            self.release()
-
-    def release(self) -> None:
-        """Take the pages of all files out of the resident set; their contents stay."""
-        advise = ctypes.CDLL(None).madvise
-        for storage in self._storages:
-            advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
-        self._used = 0
-
     def _mapped(self, made: Tensor, has_values: bool) -> Tensor:
-        if type(made) is not Tensor or made.device.type != "cpu" or made.is_quantized or not _is_large(made):
+        # Where the sizes differ, it shares memory with others, or with itself.
+        if not _is_large(made) or made.is_quantized or made.untyped_storage().nbytes() != made.nbytes:
             return made
-        if made.untyped_storage().nbytes() != made.nbytes:  # it shares memory with others, or with itself
-            return made
-        storage = self._file(made.untyped_storage().nbytes())
+        storage = _unnamed_file(made.nbytes)
         self._storages.add(storage)
         mapped = made.new_empty(0).set_(storage, made.storage_offset(), made.size(), made.stride())
         return mapped.copy_(made) if has_values else mapped
 
-    def _file(self, nbytes: int) -> torch.UntypedStorage:
-        folder = tempfile.gettempdir()
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                # Without room a page that is written to ends the process. macOS cannot reserve any.
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.fileno(), 0, nbytes)
-                # The mapping outlives the descriptor.
-                name = f"/dev/fd/{file.fileno()}"
-                return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
-        except OSError as error:
-            room = os.statvfs(folder)
-            raise UsageError(
-                f"init_module(): a file of {nbytes:,} bytes in {folder}",
-                f"{error.strerror}; there are {room.f_bavail * room.f_frsize:,} bytes free",
-                "room for the whole model, once for each rank on the node",
-                "TMPDIR=/a/folder/with/room in the environment of the job, or init_module(source='rank0'), which takes "
-                "room for one model",
-            ) from error
+    def _release(self) -> None:
+        for storage in self._storages:
+            _release_pages(storage)
+        self._used = 0
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a mapped file that holds what is written to it, as those of :class:`MappedMemory`."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
 class EmptyParameter(nn.Parameter):
@@ -161,49 +123,17 @@ class EmptyParameter(nn.Parameter):
 
 
 @contextmanager
-def built_for_shards(
-    memory: MappedMemory, dtype: torch.dtype | None, *, empty: bool, receives: bool, warn: bool
-) -> Iterator[None]:
-    """Within this context, modules are built as ``[Note: Building for shards]`` says.
-
-    Args:
-        memory: where the values are.
-        dtype: default floating dtype; None leaves torch's default.
-        empty: the values of parameters are left to a checkpoint.
-        receives: this rank receives all values from rank 0.
-        warn: whether to warn of scratch space that is itself memory.
-
-    Raises:
-        UsageError: there is no room.
-    """
-    with created_on(torch.device("cpu"), dtype, empty):
-        if empty:
-            context = _registered_on_meta(EmptyParameter, False, "With empty_init=True")
-        elif receives:
-            context = _registered_on_meta(nn.Parameter, True, 'With source="rank0", on the other ranks')
-        else:
-            memory.check_folder(warn)
-            context = memory
-        with context:
-            yield
-    memory.release()
-
-
-@contextmanager
-def _registered_on_meta(parameter: type[nn.Parameter], buffers: bool, reason: str) -> Iterator[None]:
+def registered_on_meta(empty: bool) -> Iterator[None]:
     """Within this context, tensors of 64 KB or more become meta tensors when a module registers them.
 
     Args:
-        parameter: the class of the parameters.
-        buffers: whether buffers do as well.
-        reason: why, for errors of code that reads their values.
+        empty: whether parameters become an :class:`EmptyParameter`, and buffers stay; else both are to be received.
     """
+    parameter = EmptyParameter if empty else nn.Parameter
     replacements = WeakTensorKeyDictionary()
 
     def replace(module: nn.Module, name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or is_lazy(tensor) or not (tensor.is_meta or _is_large(tensor)):
-            return None
-        if tensor.is_meta and (isinstance(tensor, parameter) or not isinstance(tensor, nn.Parameter)):
+        if tensor is None or not _is_large(tensor):
             return None
         if tensor not in replacements:
             replacement = tensor.detach().to("meta")
@@ -214,34 +144,37 @@ def _registered_on_meta(parameter: type[nn.Parameter], buffers: bool, reason: st
         return replacements[tensor]
 
     hook: Any = replace  # may return a replacement; torch annotates that it returns nothing
-    handles = [register_module_parameter_registration_hook(hook)]
-    if buffers:
-        handles.append(register_module_buffer_registration_hook(hook))
+    handles = [registration.register_module_parameter_registration_hook(hook)]
+    if not empty:
+        handles.append(registration.register_module_buffer_registration_hook(hook))
     try:
         yield
     except Exception as error:
-        error.add_note(f"{reason}, parameters of 64 KB or more are meta tensors, which have no values.")
+        where = "With empty_init=True" if empty else 'With source="rank0", on the other ranks'
+        error.add_note(f"{where}, parameters of 64 KB or more are meta tensors, which have no values.")
         raise
     finally:
         for handle in handles:
             handle.remove()
 
 
-def receive_values(
-    communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor], memory: MappedMemory
-) -> None:
-    """Give tensors rank 0's values and memory on the communicator's device. Collective.
+def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
 
-    An :class:`EmptyParameter` gets memory that is not initialized. A meta tensor is replaced, wherever the module has
-    it, and so is a parameter that goes to another device; any other tensor keeps its identity.
+    An :class:`EmptyParameter` gets memory that is not initialized. A parameter that is on the device may stay in a
+    mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has it; any other keeps
+    its identity.
 
     Args:
         communicator: all ranks.
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
-        memory: in which the module was built.
     """
-    places = _places(module)
+    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
+    for owner in module.modules():
+        for named in (owner.named_parameters, owner.named_buffers):
+            for name, tensor in named(recurse=False, remove_duplicate=False):
+                places.setdefault(tensor, []).append((owner, name))
     copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.is_meta:
@@ -250,34 +183,22 @@ def receive_values(
             value = tensor.detach().to(communicator.device).contiguous()
         if not isinstance(tensor, EmptyParameter):
             communicator.broadcast(value.view(-1).view(torch.uint8), 0)
-        # A parameter is about to be copied into its shard; a buffer stays, and those that are views of others stay so.
-        if tensor in memory and not isinstance(tensor, nn.Parameter) and value.device.type == "cpu":
+        if is_mapped(tensor):
             storage = tensor.untyped_storage()
-            if storage not in copies:
-                copies[storage] = storage.clone()
-            own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
-            value = own.copy_(value)
-        # An optimizer may hold the parameter: with its memory on the device, the whole model would be there.
-        is_moved = isinstance(tensor, nn.Parameter) and value.device != tensor.device
-        if is_moved:
-            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        if is_moved or tensor.is_meta:
-            for owner, name in places[tensor]:
-                setattr(owner, name, value)
-        else:
+            # Buffers that are views of each other stay so.
+            if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
+                if storage not in copies:
+                    copies[storage] = storage.clone()
+                own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
+                value = own.copy_(value)
+            _release_pages(storage)
+        if not tensor.is_meta:
             tensor.data = value
-        memory.use(value)
-    memory.release()
-
-
-def _places(root: nn.Module) -> dict[Tensor, list[tuple[nn.Module, str]]]:
-    """Where the parameters and buffers of a module are registered: the owner, and the name there."""
-    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for named in (module.named_parameters, module.named_buffers):
-            for name, tensor in named(recurse=False, remove_duplicate=False):
-                places.setdefault(tensor, []).append((module, name))
-    return places
+            continue
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for owner, name in places[tensor]:
+            setattr(owner, name, value)
 
 
 class _WithoutInit(TorchFunctionMode):
@@ -292,8 +213,37 @@ class _WithoutInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_large(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.nbytes >= SMALLEST
+def _is_large(value: Any) -> bool:
+    """Whether this is a plain tensor of 64 KB or more in the memory of the CPU."""
+    is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
+    return is_plain and value.device.type == "cpu" and value.nbytes >= SMALLEST
+
+
+def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
+    """Memory in a mapped file without a name in the folder for temporary files."""
+    folder = tempfile.gettempdir()
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # Without room a page that is written to ends the process. macOS cannot reserve any.
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            # The mapping outlives the descriptor.
+            name = f"/dev/fd/{file.fileno()}"
+            return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
+    except OSError as error:
+        room = os.statvfs(folder)
+        raise UsageError(
+            f"init_module(): a file of {nbytes:,} bytes in {folder}",
+            f"{error.strerror}; there are {room.f_bavail * room.f_frsize:,} bytes free",
+            "room for the whole model, once for each rank on the node",
+            "TMPDIR=/a/folder/with/room in the environment of the job, or init_module(source='rank0') for one model",
+        ) from error
+
+
+def _release_pages(storage: torch.UntypedStorage) -> None:
+    """Take the pages of a mapped file out of the resident set; their contents stay."""
+    advise = ctypes.CDLL(None).madvise
+    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
 
 
 def _file_system(folder: str) -> str:
