@@ -9,8 +9,9 @@ between keys that nothing but their identity tells apart (functions, tensors) do
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import Enum
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -55,9 +56,15 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
     return leaves, _flatten(tree, leaves)
 
 
-def unflatten(structure: Structure, leaves: Sequence[Any]) -> Any:
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
     """Build a collection again from as many leaves as :func:`flatten` returned for it, in the same order."""
-    return _unflatten(structure, iter(leaves))
+    leaves = iter(leaves)
+    if structure is None:
+        return next(leaves)
+    children = structure.children
+    if isinstance(children, int):
+        return structure.rebuild(list(islice(leaves, children)))
+    return structure.rebuild([unflatten(child, leaves) for child in children])
 
 
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
@@ -84,18 +91,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     Args:
         function: returns what takes the leaf's place.
         tree: any collection, or a single leaf.
-        is_leaf: asked of everything but lists, tuples and dicts whether it is to be taken for a leaf.
+        is_leaf: whether a collection is to be taken for a leaf.
     """
-    kind = type(tree)
-    if kind in _LEAF_TYPES:
-        return function(tree)
-    if kind is dict:
-        mapped = {key: map_leaves(function, value, is_leaf) for key, value in tree.items()}
-        return tree if _same(tree.values(), mapped.values()) else mapped
-    if kind is list or kind is tuple:
-        values = [map_leaves(function, value, is_leaf) for value in tree]
-        return tree if _same(tree, values) else kind(values)
-    opened = None if is_leaf is not None and is_leaf(tree) else _open(tree)
+    opened = None if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)) else _open(tree)
     if opened is None:
         return function(tree)
     _, values, rebuild = opened
@@ -152,15 +150,6 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
     return _Node(names, [_flatten(value, leaves) for value in values], rebuild)
 
 
-def _unflatten(structure: Structure, leaves: Iterator[Any]) -> Any:
-    if structure is None:
-        return next(leaves)
-    children = structure.children
-    if isinstance(children, int):
-        return structure.rebuild(list(islice(leaves, children)))
-    return structure.rebuild([_unflatten(child, leaves) for child in children])
-
-
 def _open(tree: Any) -> _Opened | None:
     """Names, values and the way back of one collection, one level deep; None for a leaf."""
     kind = type(tree)
@@ -179,9 +168,12 @@ def _open(tree: Any) -> _Opened | None:
             return _open_mapping(tree, lambda items: one_level.rebuild([items[key] for key in tree]))
         return _indices(one_level.values), one_level.values, one_level.rebuild
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _open_dataclass(tree)
+        fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+        opened = [getattr(tree, name) for name in fields]
+        # object.__setattr__ reaches the fields of a frozen dataclass.
+        return lambda: [f".{name}" for name in fields], opened, partial(_copy_with, tree, object.__setattr__, fields)
     if isinstance(tree, dict):
-        return _open_mapping(tree, lambda items: _refill(tree, items))
+        return _open_mapping(tree, lambda items: _copy_with(tree, operator.setitem, items, items.values()))
     if isinstance(tree, list | tuple):
         return _indices(tree), tree, kind
     return None
@@ -211,28 +203,14 @@ def _sort_key(key: Any) -> tuple[str, Any]:
         return kind, tuple(map(_sort_key, key))
     if isinstance(key, frozenset):  # has an order, "is a subset of", that sorts nothing
         return kind, sorted(map(_sort_key, key))
-    if isinstance(key, Enum):
-        return kind, str(key.name)
     # The text of a tensor holds its values, and that of a function its address: neither is the same on every rank.
     text = "" if isinstance(key, Tensor) else repr(key)
     return kind, "" if " at 0x" in text else text
 
 
-def _open_dataclass(tree: Any) -> _Opened:
-    names = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-
-    def rebuild(values: list[Any]) -> Any:
-        # copy.copy keeps fields that __init__ does not take; object.__setattr__ reaches those of a frozen dataclass.
-        result = copy.copy(tree)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(result, name, value)
-        return result
-
-    return lambda: [f".{name}" for name in names], [getattr(tree, name) for name in names], rebuild
-
-
-def _refill(tree: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+def _copy_with(tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]) -> Any:
+    """A copy with other values, which keeps what ``__init__`` does not take."""
     result = copy.copy(tree)
-    for key, value in items.items():
-        result[key] = value
+    for name, value in zip(names, values, strict=True):
+        assign(result, name, value)
     return result
