@@ -4,19 +4,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from typing_extensions import override
 
 from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
-from fabric.communicators import Collective, Communicator, LocalCommunicator, ProcessGroupCommunicator
+from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, second_connection
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
-from fabric.errors import ConfigurationError, UsageError
-from fabric.launchers import ControlThread
+from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.store import JobStore, find_store
 from fabric.world import World
@@ -43,7 +40,7 @@ class Runtime:
         check_collectives: whether ranks compare their collectives before anything moves.
         watchdog: how long a rank waits for others before a report is printed; zero for never.
         device: that of this process.
-        communicator: the collectives over all processes of the job; every call raises before :meth:`start`.
+        communicator: the collectives over all processes of the job, from :meth:`start` on.
         store: what the ranks leave for each other.
         recorder: what this process is doing, where there are others that may wait for it; else None.
     """
@@ -61,9 +58,13 @@ class Runtime:
     def __post_init__(self) -> None:
         # A scheduler may show each process only its own device.
         self.device = self.devices[self.world.local_rank % len(self.devices)]
-        self._owns_group, self.store = False, JobStore(dist.HashStore(), 0, 1)
+        self.store = JobStore(dist.HashStore(), 0, 1)
+        self.communicator: Communicator = LocalCommunicator(self.device)
+        self.recorder: FlightRecorder | None = None
+        self._is_started = self._owns_group = False
+        self._background: Communicator | None = None
         self._closers: list[Callable[[], None]] = []
-        self._disconnect()
+        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
         """Take the device and connect to the other processes.
@@ -77,7 +78,6 @@ class Runtime:
         self.accelerator.activate(self.device)
         self._is_started = True
         if communicator is None and not self.connected:
-            self.communicator = LocalCommunicator(self.device)
             return
         shared = store or self._connect()
         self.store = JobStore(shared, self.world.rank, self.world.world_size)
@@ -148,41 +148,29 @@ class Runtime:
             close()
         closes_group = self._owns_group and dist.is_initialized()
         self._is_started = self._owns_group = False
-        self.store.close()
-        self.communicator: Communicator = _NotStarted(self.world, self.device)
-        self.recorder: FlightRecorder | None = None
-        self._background: Communicator | None = None
+        self._background = None
         self._closers.clear()
-        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
+        self._meshes.clear()
+        self.store.close()
         return closes_group
 
     def _record(self, shared: dist.Store, *, reports: bool) -> None:
-        world, reporter = self.world, None
+        rank, size, self.recorder = self.world.rank, self.world.world_size, FlightRecorder()
         own = second_connection(shared, bool(self.watchdog)) if reports else None
         if own is not None:
-            control = ControlThread.of_this_process()
-            reporter = HangReporter(
-                own,
-                world.rank,
-                world.world_size,
-                threshold=self.watchdog,
-                timeout=self.timeout,
-                is_asynchronous=self.communicator.device.type != "cpu",
-                signals=int if control is None else control.reports_requested,
-                supervisor="" if control is None else control.supervisor,
-            )
+            is_asynchronous = self.communicator.device.type != "cpu"
+            reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
+            self.recorder = reporter.recorder
             self._closers.append(reporter.close)
-        self.recorder = FlightRecorder() if reporter is None else reporter.recorder
+            reporter.start()
         if self.check_collectives:
             # A file that few programs need.
             from fabric.diagnostics.checker import CollectiveChecker
 
-            checker = CollectiveChecker(dist.PrefixStore("checks", shared), world.rank, world.world_size, self.timeout)
+            checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
             self.recorder.checks = (checker.check,)
             self._closers.append(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
-        if reporter is not None:
-            reporter.start()
 
     def _connect(self) -> dist.Store:
         world, is_connected = self.world, dist.is_initialized()
@@ -214,18 +202,3 @@ class Runtime:
             store.set("all connected", "yes")
         store.wait(["all connected"])
         return store
-
-
-class _NotStarted(Communicator):
-    """Stands for the collectives of a runtime that is not started: each raises a UsageError."""
-
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.rank, self.size, self.device = world.rank, world.world_size, device
-
-    @override
-    def run(self, collective: Collective) -> NoReturn:
-        raise UsageError(
-            f"a collective on rank {self.rank} of {self.size}",
-            "the runtime has not been started, or has been closed by teardown()",
-            suggestion="fabric.launch() before the first collective",
-        )

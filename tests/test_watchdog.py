@@ -23,6 +23,7 @@ from fabric.diagnostics.hang_report import HangReporter, RankState, compose
 from fabric.diagnostics.recorder import CLOSURE, HEADING, FlightRecorder
 from fabric.diagnostics.stacks import Stacks, read_stack
 from fabric.errors import ConfigurationError
+from fabric.store import JobStore
 from fabric.strategies import DDPStrategy
 from tests.ranks import outcome, run_in_ranks
 
@@ -316,9 +317,8 @@ def test_a_store_without_a_second_connection_is_refused_unless_there_is_no_watch
 
 def watchdog_of_one(**options):
     store = dist.HashStore()
-    return store, HangReporter(
-        store, 0, 1, **{"threshold": timedelta(seconds=0.1), "timeout": timedelta(seconds=10), **options}
-    )
+    options = {"threshold": timedelta(seconds=0.1), "timeout": timedelta(seconds=10), **options}
+    return store, HangReporter(JobStore(store, 0, 1), **options)
 
 
 def caught_signals():

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fabric.diagnostics.recorder import CLOSURE, HEADING, STEP, FlightRecorder, in_words, location, user_call
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
+from fabric.launchers import ControlThread
 from fabric.store import JobStore
 
 __all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "compose", "second_connection"]
@@ -119,40 +120,30 @@ class HangReporter:
     """Notices that this rank waits, and publishes its state when another does; see ``[Note: Reports]``.
 
     Args:
-        store: shared by the ranks of the job, through a connection that nobody else uses.
-        rank: of this process.
-        size: number of ranks.
+        store: of the job, through a connection that nobody else uses.
         threshold: how long a rank waits before it requests a report that is printed; zero for never.
         timeout: how long a collective may wait. Its error holds a report, which is composed half way at the latest.
         is_asynchronous: whether collectives go on in the background, so that a rank may wait for one anywhere.
-        signals: how often a report has been requested by a signal.
-        supervisor: names the process that got the signals; the same on the ranks that count the same ones.
 
     Attributes:
         recorder: what this process is doing, for those that write into it.
     """
 
     def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        *,
-        threshold: timedelta,
-        timeout: timedelta,
-        is_asynchronous: bool = False,
-        signals: Callable[[], int] = int,
-        supervisor: str = "",
+        self, store: JobStore, threshold: timedelta, timeout: timedelta, is_asynchronous: bool = False
     ) -> None:
-        self._store = JobStore(store, rank, size)
-        self._is_asynchronous, self._signals, self._supervisor = is_asynchronous, signals, supervisor
+        control = ControlThread.of_this_process()
+        # How often a report has been requested by a signal of the supervisor, whose name is the same on its ranks.
+        self._signals: Callable[[], int] = int if control is None else control.reports_requested
+        self._supervisor = "" if control is None else control.supervisor
+        self._store, self._is_asynchronous = store, is_asynchronous
         self._prints, half = bool(threshold), timeout / 2
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
         self._snapshot: object = None  # of the flight recorder, and when it was another
         self._unchanged_since = self._polled = time.monotonic()
-        self._signals_seen = signals()
+        self._signals_seen = self._signals()
         self._published = 0  # the number of the latest report for which this rank has published its state
         self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
         self._report: str | None = None
