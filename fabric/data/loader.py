@@ -124,21 +124,31 @@ class FabricDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._follow_user_epoch()
-        saved, self._saved = self._saved, None
+        saved, self._saved, spec = self._saved, None, self._spec
         if saved is None:
             state = EpochState(self._epoch)
         else:
-            skip = skipped(saved, self._spec)
-            state = EpochState(saved["epoch"], saved["cursor"], skip, resumed=True, replay=saved["drawn"])
+            state = EpochState(saved["epoch"], saved["cursor"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
         self._epoch, self._latest = state.epoch + 1, state
-        if self._spec.indices is not None:
-            self._spec.indices.epoch = state
+        if spec.indices is not None:
+            spec.indices.epoch = state
         if self._on_epoch is not None:
             # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
-            length = None if isinstance(self._spec.dataset, IterableDataset) else length_of(self.loader)
-            self._on_epoch(next(self._keys), state, length if self._spec.base_seed is None else 0)
-        batches = self._begin(state)
+            length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
+            self._on_epoch(next(self._keys), state, length if spec.base_seed is None else 0)
+        if saved is not None:
+            # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
+            # again, that decides where the sampler's own generators go on.
+            replayed = spec.streams.generators if state.replay else ()
+            untouched = Streams(("torch",), tuple(each for each in spec.generators if each not in replayed))
+            before = untouched.state()
+            batches = iter(self.loader)
+            untouched.restore(before)
+        elif spec.base_seed is not None:
+            _, batches = spec.base_seed.draw(lambda: iter(self.loader))
+        else:
+            batches = iter(self.loader)
         return self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
     def __len__(self) -> int:
@@ -256,19 +266,6 @@ class FabricDataLoader:
         dataset = self._spec.dataset
         has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
         return self._spec.indices is None and self.loader.num_workers == 0 and has_state
-
-    def _begin(self, state: EpochState) -> Iterator[Any]:
-        if not state.resumed:
-            seed = self._spec.base_seed
-            return iter(self.loader) if seed is None else seed.draw(lambda: iter(self.loader))[1]
-        # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn again,
-        # that decides where the sampler's own generators go on.
-        replayed = self._spec.streams.generators if state.replay else ()
-        untouched = Streams(("torch",), tuple(each for each in self._spec.generators if each not in replayed))
-        before = untouched.state()
-        batches = iter(self.loader)
-        untouched.restore(before)
-        return batches
 
     def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
         # Past __setattr__, which would be a Python call for every batch.

@@ -142,7 +142,7 @@ class AgreedStreams:
 
     def __init__(self, streams: Streams, from_rank0: FromRank0 | None, name: str) -> None:
         self.streams, self._from_rank0 = streams, from_rank0
-        self._prefix, self._number = f"loader/{name}/epoch/", count()
+        self._keys = map(f"loader/{name}/epoch/{{}}".format, count())
 
     def draw(self, action: Callable[[], _T], saved: State | None = None) -> tuple[State, _T]:
         """Run ``action`` from a saved state, or from rank 0's.
@@ -158,8 +158,8 @@ class AgreedStreams:
         if saved is not None:
             state = saved
         elif self._from_rank0 is not None and self.streams:
-            key = f"{self._prefix}{next(self._number)}"
-            state = pickle.loads(self._from_rank0(key, pickle.dumps(own)))  # noqa: S301 - from a rank of this job
+            received = self._from_rank0(next(self._keys), pickle.dumps(own))
+            state = pickle.loads(received)  # noqa: S301 - from a rank of this job
         if state is own:
             return own, action()
         self.streams.restore(state)

@@ -39,7 +39,6 @@ class EpochState:
         epoch: its number.
         start: the cursor at which it began; not 0 in a resumed epoch.
         skip: entries of this rank's shard that were received before; they are not loaded again.
-        resumed: whether it continues a saved epoch.
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
@@ -49,7 +48,6 @@ class EpochState:
     epoch: int
     start: int = 0
     skip: int = 0
-    resumed: bool = False
     replay: Mapping[str, State] = field(default_factory=dict)
     drawn: dict[str, State] = field(default_factory=dict)
     received: int = 0
@@ -161,10 +159,8 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
         if then[name] != now[name]:
             raise CheckpointError(
                 f"loader.load_state_dict() at epoch {saved['epoch']}, {saved['cursor']} {saved['unit']} into it",
-                f"the saved loader has {name} {then[name]!r}, this one has {now[name]!r}: "
-                "the same position means other samples",
-                f"a loader with {name} {then[name]!r}",
-                "a loader made as it was when the state was saved, or leave its state out to start afresh",
+                f"the saved loader has {name} {then[name]!r}, this one has {now[name]!r}: other samples are there",
+                suggestion="a loader made as it was when the state was saved, or no state of it to start anew",
             )
 
 
