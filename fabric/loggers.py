@@ -201,20 +201,16 @@ class _RunFolder:
         self._name = f"version_{version}" if isinstance(version, int) else version
 
     def create(self) -> Path:
-        if self._name is None:
+        while self._name is None:
             self._parent.mkdir(parents=True, exist_ok=True)
             taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
-            self._name = self._next_name(max((int(number) for number in taken if number.isdecimal()), default=-1))
+            name = f"version_{max((int(number) for number in taken if number.isdecimal()), default=-1) + 1}"
+            with suppress(FileExistsError):  # another process was faster with this number
+                (self._parent / name).mkdir()
+                self._name = name
         path = self._parent / self._name
         path.mkdir(parents=True, exist_ok=True)
         return path
-
-    def _next_name(self, number: int) -> str:
-        while True:
-            number += 1
-            with suppress(FileExistsError):  # another process was faster with this number
-                (self._parent / f"version_{number}").mkdir()
-                return f"version_{number}"
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
