@@ -366,18 +366,14 @@ class Fabric:
                 ``"drop"`` leaves some out.
         """
         session = self._running("setup_dataloaders")
-        seed_workers = self._seed is None or self._seed["workers"]
-        prepared = [
-            session.setup_loader(
-                loader,
-                shard=use_distributed_sampler,
-                device=session.runtime.device if move_to_device else None,
-                overlap_copies=overlap_copies,
-                uneven=uneven,
-                seed_workers=seed_workers,
-            )
-            for loader in loaders
-        ]
+        options: dict[str, Any] = {
+            "shard": use_distributed_sampler,
+            "device": session.runtime.device if move_to_device else None,
+            "overlap_copies": overlap_copies,
+            "uneven": uneven,
+            "seed_workers": self._seed is None or self._seed["workers"],
+        }
+        prepared = [session.setup_loader(loader, **options) for loader in loaders]
         return prepared[0] if len(prepared) == 1 else prepared
 
     def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
@@ -628,9 +624,7 @@ class Fabric:
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
         """Wait until every process calls it; ``name`` appears in the error when one does not. Collective."""
-        self._running("barrier")
-        # Strategies of others need not know groups.
-        self.strategy.barrier(name) if group is None else self.strategy.barrier(name, group)
+        self._communicator("barrier", group).barrier(name)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | NonMember:
         """A group of some processes, for the argument ``group`` of the collectives.
@@ -815,13 +809,12 @@ class Fabric:
 
     def _running(self, call: str) -> Session:
         """The session, begun now if this process is the whole job or was made by a launcher and calls ``launch``."""
-        if self._session is not None:
-            return self._session
-        world = self._plan.world
-        if self._closed or world is None or (world.world_size > 1 and call != "launch"):
-            raise self._not_running(call)
-        self._session = Session(self._plan, world, check_training=self._check_training)
-        atexit.register(self._at_exit)
+        if self._session is None:
+            world = self._plan.world
+            if self._closed or world is None or (world.world_size > 1 and call != "launch"):
+                raise self._not_running(call)
+            self._session = Session(self._plan, world, check_training=self._check_training)
+            atexit.register(self._at_exit)
         return self._session
 
     def _not_running(self, call: str) -> UsageError:
@@ -857,8 +850,7 @@ class Fabric:
 
 def _as_list(objects: Any) -> list[Any]:
     """``callbacks`` or ``loggers`` as a list: None, one object, or several."""
-    several = objects if isinstance(objects, list | tuple) else [objects]
-    return [] if objects is None else list(several)
+    return [] if objects is None else list(objects) if isinstance(objects, list | tuple) else [objects]
 
 
 def _without_none(*results: Any) -> Any:
