@@ -107,10 +107,9 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def _consolidate(options: argparse.Namespace) -> int:
     """``fabric consolidate``."""
-    from fabric.checkpoint.export import consolidate, progress_line
+    from fabric.checkpoint.sharded import consolidate
 
-    progress = progress_line("fabric consolidate", sys.stderr)
-    output = consolidate(options.directory, options.output, key=options.key, progress=progress)
+    output = consolidate(options.directory, options.output, options.key)
     print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
     return 0
 

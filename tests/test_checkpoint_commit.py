@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fabric.checkpoint.atomic import atomic_write
+from fabric.checkpoint.file import atomic_write
 from fabric.errors import CheckpointError
 
 WRITER = """
 import sys
-from fabric.checkpoint.atomic import atomic_write
+from fabric.checkpoint.file import atomic_write
 with atomic_write(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()
@@ -127,7 +127,7 @@ def test_open_reader_keeps_the_file_that_it_opened(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "wrong"),
-    [(".", "a folder"), ("taken/file", "refuses"), ("n" * 300, "refuses")],
+    [(".", "a folder"), ("taken/file", "could not be written"), ("n" * 300, "could not be written")],
     ids=["folder", "file as folder", "long name"],
 )
 def test_refusals_say_what_is_wrong_and_what_to_write(tmp_path, path, wrong):

@@ -1,4 +1,4 @@
-"""Whatever the file system refuses, the checkpoint that was there stays, the call raises, and nothing is left over."""
+"""Whatever it could not be written, the checkpoint that was there stays, the call raises, and nothing is left over."""
 
 import gc
 import resource

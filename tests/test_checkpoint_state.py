@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric.checkpoint import FullCheckpoint
-from fabric.checkpoint.save_load import restore, restore_one
+from fabric.checkpoint.save_load import restore
 from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, read_metadata, with_metadata
-from fabric.checkpoint.validate import check_fits, check_fits_raw
+from fabric.checkpoint.validate import check_fits
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 
@@ -61,12 +61,7 @@ def save(state, **options):
 def load(loaded, state, strict=True):
     if state is not None:
         check_fits(loaded, state, module_state, strict)
-    return restore(loaded, state, ACCESS, strict, is_mapped=True)
-
-
-def load_raw(loaded, target):
-    check_fits_raw(loaded, target, module_state, True)
-    restore_one(target, loaded, ACCESS, True, is_mapped=True)
+    return restore(loaded, state, ACCESS, strict)
 
 
 def through_a_file(content, tmp_path):
@@ -173,29 +168,28 @@ def test_data_that_holds_itself_is_kept(tmp_path):
 
 
 NOT_PLAIN = {
-    "lambda": (lambda x: x, "name as a string"),
-    "enum": (Colour.RED, "value.name"),
-    "numpy scalar": (np.float64(1), r"\.item\(\)"),
-    "numpy array": (np.ones(2), "torch.from_numpy"),
-    "path": (pathlib.Path("x"), r"str\(value\)"),
-    "dataclass": (Config(), "dataclasses.asdict"),
-    "frozenset": (frozenset({1}), r"set\(value\)"),
-    "defaultdict": (collections.defaultdict(list), r"dict\(value\)"),
-    "named tuple": (collections.namedtuple("Point", "x")(1), r"tuple\(value\)"),
-    "generator": (torch.Generator(), "get_state"),
-    "module in a list": (nn.Linear(1, 1), "entry of its own"),
-    "meta tensor": (torch.ones(1, device="meta"), "with values"),
-    "class": (Config, "a name"),
-    "object": (object(), "state_dict"),
+    "lambda": lambda x: x,
+    "enum": Colour.RED,
+    "numpy scalar": np.float64(1),
+    "numpy array": np.ones(2),
+    "path": pathlib.Path("x"),
+    "dataclass": Config(),
+    "frozenset": frozenset({1}),
+    "defaultdict": collections.defaultdict(list),
+    "named tuple": collections.namedtuple("Point", "x")(1),
+    "generator": torch.Generator(),
+    "module in a list": nn.Linear(1, 1),
+    "meta tensor": torch.ones(1, device="meta"),
+    "class": Config,
+    "object": object(),
 }
 
 
 @pytest.mark.parametrize("kind", NOT_PLAIN)
 def test_what_could_not_be_loaded_is_refused_when_saved_and_its_place_named(kind):
-    value, instead = NOT_PLAIN[kind]
-    with pytest.raises(ArgumentTypeError, match=instead) as raised:
-        save({"config": {"deep": [0, value]}})
-    assert "state['config']['deep'][1]" in str(raised.value)
+    with pytest.raises(ArgumentTypeError, match=r"value\.item\(\)") as raised:
+        save({"config": {"deep": [0, NOT_PLAIN[kind]]}})
+    assert "state['config']['deep'][1]" in raised.value.request
 
 
 def test_a_class_that_the_user_allows_is_kept(tmp_path):
@@ -318,29 +312,6 @@ def test_names_with_a_wrappers_prefix_are_pointed_out():
     loaded = {"model": {f"module.{name}": value for name, value in model().state_dict().items()}}
     with pytest.raises(CheckpointError, match=r"begin with 'module\.'"):
         load(loaded, {"model": model()})
-
-
-def test_a_bare_state_dict_goes_into_one_object():
-    original, restored = trained(), fresh()
-    for name in ("model", "optimizer", "scheduler", "counter"):
-        load_raw(original[name].state_dict(), restored[name])
-        assert_same(restored[name].state_dict(), original[name].state_dict())
-
-
-@pytest.mark.parametrize(
-    ("loaded", "target", "error"),
-    [
-        (save(trained()), model(), "fabric.load"),
-        (save(trained()), torch.optim.SGD(model().parameters()), "param_groups"),
-        (model(5).state_dict(), model(), "other shapes"),
-        ({}, {"a": 1}, "no state_dict"),
-        ({}, DataLoader([1]), "setup_dataloaders"),
-    ],
-    ids=["entries", "entries into an optimizer", "shapes", "no object", "loader"],
-)
-def test_refused_bare_loads(loaded, target, error):
-    with pytest.raises((CheckpointError, ArgumentTypeError), match=error):
-        load_raw(loaded, target)
 
 
 def test_metadata_travels_beside_the_entries(tmp_path):

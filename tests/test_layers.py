@@ -27,7 +27,7 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "checkpoint": "base state validate atomic file async_save stored sharded save_load export",
+    "checkpoint": "state validate file async_save stored sharded save_load",
     "collectives": "buckets objects ops",
     "communicators": "base local process_group",
     "data": "prefetch state sharding loader",

@@ -4,10 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fabric.checkpoint.async_save import PendingSave
-from fabric.checkpoint.base import CheckpointIO
 
 if TYPE_CHECKING:
-    from fabric.checkpoint.file import FullCheckpoint
+    from fabric.checkpoint.file import CheckpointIO, FullCheckpoint
     from fabric.checkpoint.sharded import ShardedCheckpoint
 
 __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
@@ -16,8 +15,8 @@ __all__ = ["CheckpointIO", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported when first used: the sharded format takes a second.
-    return getattr(import_module(f"{__name__}.{'file' if name == 'FullCheckpoint' else 'sharded'}"), name)
+    # Imported when first used: no program needs them before its first save.
+    return getattr(import_module(f"{__name__}.{'sharded' if name == 'ShardedCheckpoint' else 'file'}"), name)
 
 
 def __dir__() -> list[str]:

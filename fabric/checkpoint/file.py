@@ -1,26 +1,94 @@
-"""A full checkpoint in one file, which plain torch can read."""
+"""The format of one file, which plain torch can read, and what makes a save atomic: on all ranks, and on the disk.
 
+[Note: agreement]
+What can fail on one rank ends on all of them before any of them goes on. What a rank sends and receives for that does
+not grow with the number of ranks, but on the first rank, which commits a save for all.
+
+[Note: atomic publish]
+The bytes go to a *temporary* in the target's own folder (a rename across file systems is a copy, and can be torn), are
+flushed to the disk, and take the target's name in one rename, which is flushed as well. While it is written, its writer
+holds a lock on it that the kernel drops when the process dies, however it dies: a temporary that can be locked
+belongs to nobody, and the next save of the same target removes it. Process numbers would not do: they are reused, and
+mean nothing in another container.
+"""
+
+import difflib
+import fcntl
+import json
 import os
 import pickle
 import pickletools
 import re
+import secrets
+import struct
 import zipfile
-from collections.abc import Mapping
-from contextlib import suppress
-from itertools import islice
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
 import torch
-from torch.serialization import get_crc32_options, get_unsafe_globals_in_checkpoint
+from torch import Tensor
+from torch.serialization import get_crc32_options
 
-from fabric.checkpoint.atomic import atomic_write, holds_shards, write_errors
-from fabric.checkpoint.base import DAMAGE, damaged, first_line, nearby
-from fabric.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from fabric.checkpoint.state import tensor_bytes
+from fabric.communicators import Communicator, Reduce
+from fabric.errors import CheckpointError, CheckpointNotFoundError, FabricError, UnsafeCheckpointError
 
-__all__ = ["FullCheckpoint"]
+__all__ = [
+    "CheckpointIO", "FullCheckpoint", "atomic_write", "gather_on_first", "not_found", "raise_on_any_rank_error",
+    "read_errors", "sync_folder", "write_errors", "write_safetensors", "write_summed",
+]  # fmt: skip
 
-_SAFE_LOAD = "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these"
+T = TypeVar("T")
+
+_ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+@runtime_checkable
+class CheckpointIO(Protocol):
+    """A format in which plain state is kept: how a mapping is written to the disk and read back.
+
+    State is plain: tensors, numbers, strings, bytes, ``None`` and nested dicts, lists, tuples and sets of these. An
+    implementation knows nothing of processes, modules or optimizers, and any object with these methods is accepted.
+    """
+
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        """Write ``state`` to ``path``, so that a reader sees what was there before, or all of ``state``.
+
+        Raises:
+            CheckpointError: it could not be written; what was at ``path`` is untouched.
+        """
+        ...
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Read what :meth:`save` wrote, with every tensor on the CPU. Never runs code that the file holds.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing at ``path``.
+            UnsafeCheckpointError: reading it would run code.
+            CheckpointError: it is damaged, or in another format.
+        """
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint at ``path``.
+
+        Raises:
+            CheckpointNotFoundError: there is nothing at ``path``.
+        """
+        ...
+
+    def wait(self) -> None:
+        """Return when every save that was begun is on disk, raising what went wrong in it."""
+        ...
 
 
 class FullCheckpoint:
@@ -41,12 +109,8 @@ class FullCheckpoint:
         """
         request = f"save a checkpoint to {str(path)!r}"
         if not get_crc32_options():
-            raise CheckpointError(
-                request,
-                "torch.serialization.set_crc32_options(False) is in force: damage to the file could not be noticed",
-                "torch's default, which writes a checksum for every record",
-                "torch.serialization.set_crc32_options(True)",
-            )
+            problem = "without torch's checksums, damage to the file could not be noticed"
+            raise CheckpointError(request, problem, suggestion="torch.serialization.set_crc32_options(True)")
         with atomic_write(path) as file, write_errors(request):
             torch.save(dict(state), file)
 
@@ -71,24 +135,20 @@ class FullCheckpoint:
         request = f"load the checkpoint {str(path)!r}"
         _require_file(request, path)
         loaded: Any = None
-        try:
-            is_archive = _verify(request, path)
+        with read_errors(request):
+            is_archive = _verify(path)
             if weights_only:
-                loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-        except (CheckpointError, MemoryError):  # the latter is no fault of the file
-            raise
-        except DAMAGE as error:
-            raise _diagnosis(request, path, error) from error
+                try:
+                    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+                except pickle.UnpicklingError as error:
+                    _refuse_code(request, path, error)
+                    raise
         if not weights_only:
-            # Its errors are those of somebody else's code, which no list of ours foresees.
+            # Its errors are those of somebody else's code.
             loaded = torch.load(path, map_location="cpu", weights_only=False, mmap=is_archive)
         if not isinstance(loaded, dict):
-            raise CheckpointError(
-                request,
-                f"the file holds a {type(loaded).__name__}",
-                "a dict, as fabric.save writes it",
-                f"torch.load({str(path)!r}, weights_only={weights_only})",
-            )
+            problem = f"the file holds a {type(loaded).__name__}"
+            raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
         return loaded
 
     def remove(self, path: Path) -> None:
@@ -105,32 +165,229 @@ class FullCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
+def raise_on_any_rank_error(communicator: Communicator, request: str, action: Callable[[], T]) -> T:
+    """Run ``action`` on every rank, and return its result once all of them are known to have succeeded.
+
+    Collective: every rank must call it. ``action`` must not be a collective itself, since it may fail on one rank only.
+    What is sent is one number per rank and, for a failure, one text.
+
+    Args:
+        communicator: the ranks.
+        request: what is being done, for the error of the ranks on which nothing is wrong.
+        action: this rank's part.
+
+    Raises:
+        CheckpointError: it failed on another rank; a rank on which it failed raises its own error.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as caught:  # noqa: BLE001 - raised again below, once every rank knows of it
+        error = caught
+    size = communicator.size
+    flag = torch.tensor([0 if error is None else size - communicator.rank], device=communicator.device)
+    failed = size - int(communicator.all_reduce(flag, Reduce.MAX).item())
+    if failed < size:
+        text = communicator.broadcast_object(f"{type(error).__name__}: {error}", failed)
+        raise error or CheckpointError(
+            f"{request} on rank {communicator.rank}",
+            f"it failed on rank {failed} of {size}: {text}",
+            "a call that succeeds on every rank",
+            f"see the error of rank {failed}",
+        )
+    return result
+
+
+def gather_on_first(communicator: Communicator, value: Any) -> list[Any]:
+    """Collective. The values of all ranks on rank 0, nothing on others."""
+    content, device = pickle.dumps(value), communicator.device
+    longest = int(communicator.all_reduce(torch.tensor([len(content)], device=device), Reduce.MAX).item())
+    # What follows the end of a pickle is not read.
+    buffer = torch.frombuffer(bytearray(content.ljust(longest, b"\0")), dtype=torch.uint8)
+    rows = communicator.gather(buffer.to(device), 0)
+    return [] if rows is None else [pickle.loads(tensor_bytes(row)) for row in rows.cpu()]  # noqa: S301 - of this job
+
+
+def write_errors(request: str) -> AbstractContextManager[None]:
+    """Turns what torch and the file system raise in a save, up to its commit, into a CheckpointError."""
+    return _errors(
+        request,
+        "it could not be written",
+        "plain data, the same tensors on every rank, and a place with room for the old and the new",
+        "free space, another path, other permissions, or a state without what the line above names; what was there "
+        "before is untouched",
+    )
+
+
+def read_errors(request: str) -> AbstractContextManager[None]:
+    """Turns what reading raises, where no code of the user's is run, into the error for a damaged checkpoint."""
+    return _errors(
+        request,
+        "the checkpoint is damaged, or was replaced while it was read",
+        "what fabric.save or torch.save wrote, complete and with torch's default of writing checksums",
+        "the same again, if a save may have been running; or an older checkpoint, or a fresh copy of this one",
+    )
+
+
+@contextmanager
+def _errors(request: str, problem: str, expected: str, suggestion: str) -> Iterator[None]:
+    try:
+        yield
+    except (FabricError, MemoryError):  # the latter is no fault of the checkpoint
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]  # torch may put a stack of C++ below
+        raise CheckpointError(request, f"{problem}: {type(error).__name__}: {text}", expected, suggestion) from error
+
+
+@contextmanager
+def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """Yield a binary file whose content takes the place of ``path`` when the block ends without an error.
+
+    When the block raises, or the process dies at any point, ``path`` keeps its old content. Folders that are missing
+    on the way to ``path`` are created. The new file's mode follows the umask, whatever mode the old one had. A symbolic
+    link is followed, as ``open`` would: the file that it points to is replaced and the link stays.
+
+    Raises:
+        CheckpointError: ``path`` is a folder, or the file system refuses (permissions, no space left).
+    """
+    request = f"write {os.fspath(path)!r}"
+    target = Path(os.path.realpath(path))
+    with write_errors(request):
+        if target.is_dir():
+            raise CheckpointError(request, "there is a folder of that name", "the path of a file")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _clear_temporaries(target)
+        _drop_from_memory(target)
+        file = _open_temporary(target)
+    try:
+        yield file
+        with write_errors(request):
+            file.flush()
+            os.fsync(file.fileno())
+            # Still open, so that the lock is held until the file carries its final name.
+            os.replace(file.name, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(file.name)
+        raise
+    finally:
+        with suppress(OSError):  # it flushes again what could not be flushed, and would hide that error
+            file.close()
+    with write_errors(request):
+        sync_folder(target.parent)
+
+
+def write_safetensors(
+    file: BinaryIO, chunks: Mapping[str, tuple[list[int], Tensor]]
+) -> tuple[int, dict[str, tuple[list[int], list[int], int]]]:
+    """Write a safetensors file with torch's metadata of shards.
+
+    Args:
+        file: where to.
+        chunks: by name, where a chunk begins in its tensor, and the chunk.
+
+    Returns:
+        The checksum; and by name where the chunk begins in its tensor, its shape, and its place in the file.
+    """
+    # The widest first, so that all of them are aligned.
+    chunks = dict(sorted(chunks.items(), key=lambda item: -item[1][1].itemsize))
+    header, sharding, ends = {}, {}, [0]
+    for name, (offsets, chunk) in chunks.items():
+        ends.append(ends[-1] + chunk.nbytes)
+        width = [] if chunk.dtype in _DTYPES else [chunk.itemsize]
+        header[name] = {
+            "dtype": _DTYPES.get(chunk.dtype, "U8"),
+            "shape": [*chunk.shape, *width],
+            "data_offsets": ends[-2:],
+        }
+        sharding[name] = {"saved_offsets": [*offsets, *[0] * len(width)]}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    # One after the other: of a tensor on another device, one copy at a time is here.
+    contents = (tensor_bytes(chunk) for _, chunk in chunks.values())
+    checksum = write_summed(file, chain([struct.pack("<Q", len(text)) + text], contents))
+    starts = zip(chunks.items(), ends, strict=False)
+    return checksum, {name: (at, [*chunk.shape], 8 + len(text) + start) for (name, (at, chunk)), start in starts}
+
+
+def write_summed(file: BinaryIO, contents: Iterable[bytes | memoryview]) -> int:
+    """Write contents one after the other; their checksum."""
+    checksum = 0
+    for content in contents:
+        file.write(content)
+        checksum = zlib.crc32(content, checksum)
+    return checksum
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names of the files in ``folder`` are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def not_found(request: str, path: Path, kind: str, is_one: Callable[[Path], bool]) -> CheckpointError:
+    """The error for a checkpoint that is not there, with those in the same folder whose names are alike."""
+    found: list[str] = []
+    with suppress(OSError):
+        found = [str(entry) for entry in islice(path.parent.iterdir(), 1000) if is_one(entry)]
+    near = difflib.get_close_matches(str(path), found, n=5, cutoff=0) or [f"the path of a {kind} that exists"]
+    problem = f"there is no such {kind}" if path.parent.is_dir() else f"its folder {str(path.parent)!r} does not exist"
+    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", ", or ".join(near))
+
+
+def _open_temporary(target: Path) -> BinaryIO:
+    while True:
+        file = open(target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp"), "x+b")  # noqa: SIM115
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.path.exists(file.name):
+            return file
+        # Another process cleared it between its creation and its lock.
+        file.close()
+
+
+def _clear_temporaries(target: Path) -> None:
+    # So that ``a.pt`` never clears what belongs to ``a.pt.best``.
+    stale = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{12}\.tmp")
+    for temporary in target.parent.iterdir():
+        if stale.fullmatch(temporary.name) and temporary.is_file():
+            # It may be another user's, be gone by now, or have a living writer, who has the lock: it is left alone.
+            with suppress(OSError), open(temporary, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                temporary.unlink()
+
+
+def _drop_from_memory(target: Path) -> None:
+    """Let the system reuse the memory in which it caches the file that is about to be replaced.
+
+    Otherwise the cache grows by the size of the new file first, and memory that is new to the cache has been seen to
+    double the time of writing. What a process has mapped stays.
+    """
+    if hasattr(os, "posix_fadvise") and target.is_file():  # macOS has none
+        with suppress(OSError), open(target, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _require_file(request: str, path: Path) -> None:
-    if os.path.isfile(path):
-        return
     if os.path.isdir(path):
         raise CheckpointError(
             request,
-            "it is a folder" + " with a sharded checkpoint" * holds_shards(path),
-            f"a file that fabric.save wrote, as {_alternatives(path, path)}",
+            "it is a folder",
+            "a file that fabric.save wrote",
             f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
             f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
         )
-    folder = Path(path).parent
-    problem = "there is no such file" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
-    raise CheckpointNotFoundError(request, problem, "a file that fabric.save wrote", _alternatives(folder, path))
+    if not os.path.isfile(path):
+        raise not_found(request, Path(path), "file", lambda entry: entry.is_file() and not entry.name.startswith("."))
 
 
-def _alternatives(folder: Path, path: Path) -> str:
-    """Files in ``folder`` that resemble ``path``, as the last part of an error."""
-    files: list[str] = []
-    with suppress(OSError):
-        entries = islice(Path(folder).iterdir(), 1000)
-        files = [str(entry) for entry in entries if entry.is_file() and not entry.name.startswith(".")]
-    return nearby(Path(path), files, "the path of a file that exists")
-
-
-def _verify(request: str, path: Path) -> bool:
+def _verify(path: Path) -> bool:
     """Compare the checksums of a zip archive; false for torch's format before 1.6, which has none."""
     with open(path, "rb") as file:
         if file.read(2) != b"PK":
@@ -140,47 +397,36 @@ def _verify(request: str, path: Path) -> bool:
             packed = (
                 one.filename for one in archive.infolist() if one.compress_type or one.file_size != one.compress_size
             )
-            changed = next(packed, None) or archive.testzip()
-    if changed is not None:
-        raise damaged(request, f"the checksum of {changed} does not match")
+            if changed := next(packed, None) or archive.testzip():
+                raise ValueError(f"the checksum of {changed} does not match")
     return True
 
 
-def _diagnosis(request: str, path: Path, error: Exception) -> CheckpointError:
-    """What is wrong with a file that torch could not load: it would run code, or it is damaged."""
-    offenders = _code_in(path, error) if isinstance(error, pickle.UnpicklingError) else []
+def _refuse_code(request: str, path: Path, error: Exception) -> None:
+    """Raise, with names, if a file that torch could not load would run code: else it is damaged."""
+    offenders = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
     if offenders:
-        return UnsafeCheckpointError(
+        raise UnsafeCheckpointError(
             request,
             f"it holds {', '.join(offenders)}: rebuilding that could run any code, so nothing was loaded",
-            _SAFE_LOAD,
+            "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
             "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what the file "
             "names. A class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
-        )
-    return damaged(request, f"or it was not written by torch.save: {first_line(error)}")
-
-
-def _code_in(path: Path, error: Exception) -> list[str]:
-    """The classes and functions that a file's pickle refers to and torch does not allow; found without running it."""
-    offenders: list[str] = []
-    with suppress(*DAMAGE):
-        offenders = sorted(get_unsafe_globals_in_checkpoint(path))
-    return offenders or re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
+        ) from error
 
 
 def _names_in(path: Path) -> list[str]:
-    """What pickles of protocols from 4 on name, harmless or not: torch reads none of these, and says no more."""
+    """What a pickle of protocol 4 or later names, harmless or not: torch reads none of these, and says no more."""
     strings: list[str] = []
     found: set[str] = set()
-    with suppress(*DAMAGE), open(path, "rb") as file:
-        pickles: Any = file
+    with suppress(Exception), open(path, "rb") as file:
+        pickled: Any = file
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(file)
-            pickles = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-        while True:  # the format before torch 1.6 is several in a row; what follows them ends it
-            for opcode, argument, _ in pickletools.genops(pickles):
-                if opcode.name == "STACK_GLOBAL":
-                    found.add(".".join(strings[-2:]))
-                elif isinstance(argument, str):
-                    strings.append(argument)
+            pickled = archive.open(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+        for opcode, argument, _ in pickletools.genops(pickled):
+            if opcode.name == "STACK_GLOBAL":
+                found.add(".".join(strings[-2:]))
+            elif isinstance(argument, str):
+                strings.append(argument)
     return sorted(found)

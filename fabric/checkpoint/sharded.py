@@ -7,51 +7,70 @@ the same tensor, for which such a file has no place, goes to a second file. A dt
 written as bytes, one more dimension. What is no tensor is in the index, which is JSON, and what belongs to one rank
 alone, such as the states of its random generators, in a JSON file of that rank. Nothing in the folder can name code.
 
-[Note: checksums] The index has a CRC32 over all bytes of each file, summed while they are written, and its own. A file
-that is needed is mapped into memory and compared as a whole before anything is copied out of it.
+[Note: commit of a folder]
+A folder that is not empty cannot be replaced in one step, a file can. So the *index* names the save whose data counts.
+A save writes data files with the save's own number in their names and one more suffix, ``.tmp``, which torch's readers
+pass over, flushes them, and replaces the index: that is the commit. Only then are the older data files removed, and the
+new ones renamed. Until that is done, fabric finds them with the suffix, so that a process that dies at any point leaves
+the old checkpoint or the new one. What the next save finds of a save that the index does not name, and whose temporary
+index is gone, it removes.
+
+[Note: bounded memory] To make one file of a folder, tensors are assembled in scratch files that are mapped into memory
+and have no names, so that the system can move them to the disk and nothing is left of them, however the process ends.
+What has to be in memory at once is one part of one tensor. The price is room on the disk for the checkpoint twice.
 """
 
 import json
 import os
-import struct
+import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch import Tensor
 
-from fabric.checkpoint import atomic
-from fabric.checkpoint.atomic import raise_on_any_rank_error
-from fabric.checkpoint.base import listed
-from fabric.checkpoint.state import METADATA_KEY, encode, flatten_state, fqn, tensor_bytes
-from fabric.checkpoint.stored import StoredCheckpoint, nothing, open_stored
+from fabric.checkpoint.file import (
+    FullCheckpoint,
+    atomic_write,
+    gather_on_first,
+    not_found,
+    raise_on_any_rank_error,
+    read_errors,
+    sync_folder,
+    write_errors,
+    write_safetensors,
+    write_summed,
+)  # fmt: skip
+from fabric.checkpoint.state import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    check_version,
+    encode,
+    flatten_state,
+    fqn,
+    listed,
+    local_chunks,
+)  # fmt: skip
+from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
 from fabric.communicators import Communicator
 from fabric.communicators.local import LocalCommunicator
-from fabric.errors import CheckpointError
+from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
-__all__ = ["ALIGNMENT", "ShardWriter", "ShardedCheckpoint", "safetensors_header"]
+__all__ = ["ShardedCheckpoint", "consolidate"]
 
 T = TypeVar("T")
+# By name, the checksum of a data file, and its chunks by tensor: where it begins, its shape, and its place in the file.
+_Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
 
-ALIGNMENT = 64
-"""Bytes; enough for every dtype and for the processor's widest loads."""
-
-_DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_INDEX = "index.json"
+_FORMAT = "torch-fabric sharded checkpoint"
+_SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
 
 
 class ShardedCheckpoint:
@@ -62,8 +81,6 @@ class ShardedCheckpoint:
     needs, into tensors sharded in any way or into full ones. With one process this is a
     :class:`fabric.checkpoint.CheckpointIO` like any other.
     """
-
-    saves_shards = True
 
     def save(
         self,
@@ -86,17 +103,17 @@ class ShardedCheckpoint:
             per_rank: plain values that are kept for each rank; a load has them as lists in fabric's metadata.
 
         Raises:
-            CheckpointError: ``path`` is a file or cannot be written, or ranks disagree; on every rank, when it fails on
-                one. What was at ``path`` is untouched.
+            CheckpointError: ``path`` is a file, holds an ``index.json`` that is not of fabric, or cannot be written, or
+                ranks disagree; on every rank, when it fails on one. What was at ``path`` is untouched.
             ArgumentTypeError: something in ``state`` is not plain, or is of a class that only code can rebuild.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
         communicator = communicator or LocalCommunicator(torch.device("cpu"))
-        is_first = communicator.rank == 0
+        rank = communicator.rank
 
         def agreed(action: Callable[[], T]) -> T:
             def writing() -> T:
-                with atomic.write_errors(request):
+                with write_errors(request):
                     return action()
 
             return raise_on_any_rank_error(communicator, request, writing)
@@ -104,43 +121,42 @@ class ShardedCheckpoint:
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         tree, own_names, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
-            target: Any = agreed(lambda: stack.enter_context(atomic.replace_folder(path)) if is_first else None)
-            folder, names = communicator.broadcast_object((target[0], own_names) if target else None, 0)
-            writer = ShardWriter(folder, communicator.rank)
-            planner = dcp.DefaultSavePlanner(
-                flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
-            )
+            target: Any = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
+            folder, save, names = communicator.broadcast_object((*target[:2], own_names) if target else None, 0)
 
-            def plan() -> SavePlan:
+            def write() -> _Files:
                 if names.keys() != tensors.keys():
                     here, there = (
                         listed(sorted(map(fqn, places))) for places in (tensors.keys() - names, names.keys() - tensors)
                     )
                     raise CheckpointError(
                         request,
-                        f"tensors only on rank {communicator.rank}: {here}; only on rank 0: {there}",
+                        f"tensors only on rank {rank}: {here}; only on rank 0: {there}",
                         "a state of the same structure on every rank, also with what only one rank needs",
                     )
                 by_name = {name: tensors[place] for place, name in names.items()}
-                planner.set_up_planner(by_name, is_coordinator=is_first)
-                return writer.prepare_local_plan(planner.create_local_plan())
+                return _write_rank(folder, save, rank, by_name, per_rank)
 
-            plans = atomic.gather_on_first(communicator, agreed(plan))
-            plans, layout = agreed(lambda: planner.create_global_plan(plans) if is_first else ([], None))
-            own = atomic.scatter_from_first(communicator, writer.prepare_global_plan(plans))
-
-            def write() -> Any:
-                written = writer.write_data(planner.finish_plan(own), planner).wait()
-                return written, writer.write_values(per_rank) if per_rank else None
-
-            written = atomic.gather_on_first(communicator, agreed(write))
+            written: list[_Files] = gather_on_first(communicator, agreed(write))
 
             def commit() -> None:
-                if layout is not None:
-                    writer.finish(layout, [results for results, _ in written])
-                    values = {"per_rank": [values for _, values in written if values]}
-                    metadata = {"metadata": encode(state.get(METADATA_KEY, {})), "state": tree}
-                    atomic.write_index(target[1], folder, {**writer.index, **values, **metadata})
+                if rank == 0:
+                    files = {name: file for own in written for name, file in own.items()}
+                    described = {name: tensors[place] for place, name in names.items()}
+                    counts = Counter[str]()
+                    for _, chunks in files.values():
+                        counts.update({name: prod(sizes) for name, (_, sizes, _) in chunks.items()})
+                    if wrong := [name for name, tensor in described.items() if counts[name] != tensor.numel()]:
+                        raise CheckpointError(
+                            request, f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
+                        )
+                    index = {
+                        "files": files,
+                        "tensors": {name: [str(tensor.dtype), [*tensor.shape]] for name, tensor in described.items()},
+                        "metadata": encode(state.get(METADATA_KEY, {})),
+                        "state": tree,
+                    }
+                    _write_index(target[2], save, index)
                 stack.close()
 
             agreed(commit)
@@ -153,141 +169,270 @@ class ShardedCheckpoint:
             CheckpointError: ``path`` is a file, or it is damaged.
         """
         stored = self.open(path)
-        content, targets = stored.prepare(dict.fromkeys(stored.content))
-        metadata = stored.metadata | stored.read_values()
-        stored.read(targets)
-        return {**content, **({METADATA_KEY: metadata} if metadata else {})}
+        content, copies = stored.prepare(dict.fromkeys(stored.content))
+        metadata = stored.full_metadata()
+        stored.read(copies)
+        return content | metadata
 
-    def open(self, path: Path, communicator: Communicator | None = None) -> StoredCheckpoint:
+    def open(self, path: Path, communicator: Communicator | None = None) -> "StoredCheckpoint":
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
-            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at; or ranks found the data
-                of different saves.
+            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
         """
         request = f"load the sharded checkpoint {str(path)!r}"
         communicator = communicator or LocalCommunicator(torch.device("cpu"))
-        stored = raise_on_any_rank_error(communicator, request, lambda: open_stored(request, Path(path)))
-        first = communicator.broadcast_object(stored.save, 0)
-
-        def check() -> None:
-            if stored.save != first:
-                problem = f"rank {communicator.rank} found the data of another save than rank 0: {stored.save}, {first}"
-                raise CheckpointError(request, problem, "one folder, into which nobody saves meanwhile", "it again")
-
-        raise_on_any_rank_error(communicator, request, check)
-        return stored
+        is_first = communicator.rank == 0
+        index = raise_on_any_rank_error(
+            communicator, request, lambda: _read_index(request, path)[1] if is_first else b""
+        )
+        return StoredCheckpoint(request, path, communicator.broadcast_object(index, 0))
 
     def remove(self, path: Path) -> None:
-        """Delete the checkpoint in the folder ``path``; other files in the folder stay.
+        """Delete the checkpoint in the folder ``path``, and the folder unless it holds anything else.
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CheckpointError: ``path`` is a file.
+            CheckpointError: ``path`` is a file, or its ``index.json`` is not of fabric.
         """
-        atomic.remove_folder(path)
+        path = Path(path)
+        _read_index(f"remove the checkpoint {str(path)!r}", path)
+        # First, so that what remains of an interrupted removal is no checkpoint.
+        (path / _INDEX).unlink()
+        _clean(path)
+        with suppress(OSError):
+            path.rmdir()
 
     def wait(self) -> None:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def safetensors_header(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], **metadata: str
-) -> tuple[bytes, dict[str, int]]:
-    """The beginning of a safetensors file, and where the bytes of each tensor go, in that order and without gaps.
+def consolidate(
+    directory: Path,
+    output: Path | None = None,
+    key: str | None = None,
+) -> Path:
+    """Write the content of a sharded checkpoint to one file, in one process.
 
     Args:
-        tensors: dtypes and shapes by name.
-        metadata: texts to keep in it.
+        directory: the sharded checkpoint; it stays as it is.
+        output: the file, which is replaced if it exists; None for ``directory`` with ``.pt`` behind it. With the suffix
+            ``.safetensors`` the weights of one model are written, else all entries, as
+            :class:`fabric.checkpoint.FullCheckpoint` writes them.
+        key: for ``.safetensors``, which entry is the model; None for the only one that can be.
+
+    Returns:
+        The file that was written.
+
+    Raises:
+        CheckpointNotFoundError: there is no sharded checkpoint at ``directory``.
+        CheckpointError: it is damaged, or the file cannot be written; what was there before is untouched.
+        ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
+            a file that holds all entries.
     """
-    header: dict[str, Any] = {}
-    starts, end = {}, 0
-    # The widest first, so that all of them are aligned.
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item[1][0].itemsize):
-        starts[name], end = end, end + prod(shape) * dtype.itemsize
-        shape = [*shape] if dtype in _NAMES else [*shape, dtype.itemsize]
-        header[name] = {"dtype": _NAMES.get(dtype, "U8"), "shape": shape, "data_offsets": [starts[name], end]}
-    text = json.dumps({"__metadata__": {"format": "pt", **metadata}, **header}).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT)
-    return struct.pack("<Q", len(text)) + text, {name: len(text) + 8 + start for name, start in starts.items()}
+    directory = Path(directory)
+    output = Path(f"{os.path.abspath(directory)}.pt") if output is None else Path(output)
+    request = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
+    stored = ShardedCheckpoint().open(directory)
+    names = list(stored.content)
+    if output.suffix == ".safetensors":
+        key = _model_entry(request, stored.content, key)
+        names = [key]
+    elif key is not None:
+        raise ConfigurationError(request, "--key chooses the model for .safetensors; other files hold all entries")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    loaded, copies = stored.prepare(dict.fromkeys(names), partial(_scratch_tensor, request, output.parent))
+    metadata = stored.full_metadata()
+    stored.read(copies)
+    if key is None:
+        FullCheckpoint().save(loaded | metadata, output)
+    else:
+        _save_weights(request, loaded[key], output)
+    return output
 
 
-class ShardWriter(dcp.StorageWriter):
-    """Writes the part of one rank; see ``[Note: files of a sharded checkpoint]``.
+def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
+    """A tensor of the shape and dtype of a meta tensor, in a mapped file without a name."""
+    if like.nbytes < _SMALL:
+        return torch.empty_like(like, device="cpu")
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):
+                # Without room, writing to the mapping would end this process.
+                os.posix_fallocate(file.fileno(), 0, like.nbytes)
+            name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
+            return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+    except OSError as error:
+        problem = f"there is no room to assemble {like.nbytes / 1e6:.0f} MB in {str(folder)!r}: {error}"
+        raise CheckpointError(request, problem, "a folder with room for the checkpoint twice") from error
 
-    Attributes:
-        index: what :meth:`finish` has to say of the tensors and files.
+
+def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> str:
+    """The name of the entry that holds a model's weights."""
+    models = [name for name, entry in content.items() if _is_model(entry)]
+    if key is None and len(models) == 1:
+        return models[0]
+    if key not in models:
+        problem = f"of its entries, {len(models) or 'none'} can be a model; --key names none of them"
+        raise ConfigurationError(request, problem, listed(map(repr, models)))
+    return key
+
+
+def _is_model(entry: Any) -> bool:
+    """Whether names stand for tensors in it; beside them a module's state may hold extra values of its own."""
+    return (
+        isinstance(entry, Mapping)
+        and all(isinstance(name, str) for name in entry)
+        and any(isinstance(value, Tensor) for value in entry.values())
+        and not any(isinstance(value, Mapping | list | tuple) for value in entry.values())
+    )
+
+
+def _save_weights(request: str, weights: Mapping[str, Any], output: Path) -> None:
+    # The format knows no shared memory; what is one tensor here is two there.
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    if "__metadata__" in tensors:
+        raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
+    with atomic_write(output) as file, write_errors(request):
+        write_safetensors(file, {name: ([0] * tensor.dim(), tensor) for name, tensor in tensors.items()})
+
+
+def _write_rank(
+    folder: Path, save: str, rank: int, tensors: Mapping[str, Tensor], per_rank: Mapping[str, Any] | None
+) -> _Files:
+    """Write the data files of one rank."""
+    parts: list[dict[str, tuple[list[int], Tensor]]] = []
+    for name, tensor in tensors.items():
+        chunks = [chunk for chunk in local_chunks(tensor) if rank == 0 or chunk[1].numel()]
+        for number, chunk in enumerate(chunks if _is_writer(tensor, rank) else ()):
+            if number == len(parts):
+                parts.append({})
+            parts[number][name] = chunk
+    files: _Files = {}
+    for number, part in enumerate(parts):
+        name = f"rank-{rank:05}{f'-{number}' if number else ''}-{save}.safetensors"
+        with _data_file(folder, name) as file:
+            files[name] = write_safetensors(file, part)
+    if per_rank:
+        name = f"rank-{rank:05}-{save}.json"
+        with _data_file(folder, name) as file:
+            files[name] = write_summed(file, [json.dumps(encode(dict(per_rank)), allow_nan=False).encode()]), {}
+    return files
+
+
+@contextmanager
+def _data_file(folder: Path, name: str) -> Iterator[BinaryIO]:
+    with open(folder / f"{name}.tmp", "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+
+
+def _is_writer(tensor: Any, rank: int) -> bool:
+    """Whether this rank writes what it holds of a tensor: of replicas one does, of full tensors rank 0."""
+    if not hasattr(tensor, "device_mesh"):
+        return rank == 0
+    place = tensor.device_mesh.get_coordinate()
+    return place is not None and not any(
+        number for number, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()
+    )
+
+
+@contextmanager
+def _replace_folder(request: str, path: Path) -> Iterator[tuple[Path, str, BinaryIO]]:
+    """Yield a folder to fill, the number of the save, and the index to write then; see ``[Note: commit of a folder]``.
+
+    Of several processes that fill it, one calls this. When the block raises, nothing has changed.
+
+    Raises:
+        CheckpointError: ``path`` is a file, or its index is not of fabric, or the file system refuses.
     """
-
-    reset = set_up_storage_writer = validate_checkpoint_id = nothing
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._folder, self._rank = folder, rank
-        self.index: dict[str, Any] = {}
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write the tensors of this rank."""
-        files: dict[int, dict[str, Any]] = {}
-        shards: Counter[str] = Counter()
-        for item in plan.items:
-            files.setdefault(shards[item.index.fqn], {})[item.index.fqn] = item
-            shards[item.index.fqn] += 1
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result for part in files for result in self._write_file(part, files[part], planner)])
-        return future
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is: each rank knows by itself where its files are."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are, too."""
-        return plans
-
-    def write_values(self, values: Mapping[str, Any]) -> tuple[str, int]:
-        """Write what belongs to this rank alone; the name of the file, and its checksum."""
-        name = atomic.data_name(self._folder, self._rank, "json")
-        return name, self._write(name, [json.dumps(encode(dict(values)), allow_nan=False).encode()])
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Note where everything is."""
-        places = {result.index: result.storage_data for rank in results for result in rank}
-        self.index["files"] = {file: checksum for file, _, checksum in places.values()}
-        self.index["tensors"] = tensors = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata), "nothing else is planned"
-            chunks = [
-                [[*chunk.offsets], [*chunk.sizes], *places[MetadataIndex(name, chunk.offsets)][:2]]
-                for chunk in tensor.chunks
-            ]
-            tensors[name] = [str(tensor.properties.dtype), [*tensor.size], chunks]
-
-    def _write_file(self, part: int, items: dict[str, Any], planner: SavePlanner) -> Iterator[WriteResult]:
-        written = {name: item.tensor_data for name, item in items.items()}
-        tensors = {name: (data.properties.dtype, data.chunk.sizes) for name, data in written.items()}
-        offsets = {
-            name: {"saved_offsets": [*data.chunk.offsets, *[0] * (data.properties.dtype not in _NAMES)]}
-            for name, data in written.items()
-        }
-        header, starts = safetensors_header(tensors, DCP_VERSION="1.0", DCP_SHARDING_INFO=json.dumps(offsets))
-        # One after the other: of a tensor on another device, one copy at a time is here.
-        contents = (_bytes_of(planner.resolve_data(items[name])) for name in starts)
-        file = atomic.data_name(self._folder, self._rank, "safetensors", part)
-        checksum = self._write(file, chain([header], contents))
-        for name, (dtype, sizes) in tensors.items():
-            yield WriteResult(items[name].index, prod(sizes) * dtype.itemsize, (file, starts[name], checksum))
-
-    def _write(self, name: str, contents: Iterable[bytes | memoryview]) -> int:
-        checksum = 0
-        with open(self._folder / name, "wb") as file:
-            for content in contents:
-                file.write(content)
-                checksum = zlib.crc32(content, checksum)
-            file.flush()
-            os.fsync(file.fileno())
-        atomic.sync_folder(self._folder)
-        return checksum
+    target = Path(os.path.realpath(path))
+    if target.is_file():
+        raise CheckpointError(request, "there is a file of that name", "the path of a folder")
+    is_new = not target.exists()
+    if (target / _INDEX).exists():
+        _read_index(request, target)  # what somebody else wrote is not replaced
+    try:
+        with atomic_write(target / _INDEX) as index:
+            if is_new:
+                sync_folder(target.parent)
+            _clean(target)
+            yield target, Path(index.name).name.split(".")[-2], index
+    except BaseException:
+        with suppress(OSError):
+            _clean(target)
+            if is_new:
+                target.rmdir()  # unless somebody has put something else into it
+        raise
+    # The save is done. What cannot be removed or renamed now is found as it is, and by the next save.
+    with suppress(OSError):
+        _clean(target)
 
 
-def _bytes_of(tensor: Any) -> memoryview:
-    return tensor_bytes(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous())
+def _clean(folder: Path) -> None:
+    """Finish the last commit, and remove what is left of other saves, but what a living process is writing."""
+    ended: list[tuple[Path, str]] = []
+    for entry in folder.iterdir():
+        found = DATA_NAME.fullmatch(entry.name)
+        if found and not (folder / f".{_INDEX}.{found[1]}.tmp").exists():
+            ended.append((entry, found[1]))
+    # Read last: a save that another process has committed meanwhile is the current one by now.
+    current = _read_index("save a sharded checkpoint", folder)[0] if (folder / _INDEX).exists() else ""
+    for entry, save in ended:
+        if save != current:
+            entry.unlink(missing_ok=True)
+        elif entry.suffix == ".tmp":
+            os.replace(entry, entry.with_suffix(""))
+
+
+def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
+    """Write the index, which is JSON with its own checksum. Its first line has what is not in the checksum."""
+    body = json.dumps(content, allow_nan=False)[1:].encode()
+    header = {"format": _FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": _checksum(save, body)}
+    index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
+
+
+def _read_index(request: str, path: str | os.PathLike[str]) -> tuple[str, bytes]:
+    """Which save the folder ``path`` holds, and what else its index says, as JSON.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``, or a folder in which no save was ever committed.
+        CheckpointError: ``path`` is a file, the index is damaged or not of fabric, or another version wrote it.
+    """
+    path = Path(path)
+    if not _holds_shards(path):
+        raise _absent(request, path)
+    with read_errors(request):
+        header, _, body = (path / _INDEX).read_bytes().partition(b",\n")
+        fields = json.loads(header + b"}")
+        if fields["format"] != _FORMAT:
+            raise ValueError(f"its {_INDEX} is not one of fabric's")
+        check_version(request, fields["version"])
+        if fields["crc32"] != _checksum(fields["save"], body):
+            raise ValueError(f"the checksum of its {_INDEX} does not match")
+        return fields["save"], b"{" + body
+
+
+def _checksum(save: str, body: bytes) -> int:
+    return zlib.crc32(body, zlib.crc32(save.encode()))
+
+
+def _holds_shards(path: Path) -> bool:
+    return (path / _INDEX).is_file()
+
+
+def _absent(request: str, path: Path) -> CheckpointError:
+    if not path.exists():
+        return not_found(request, path, "folder", _holds_shards)
+    problem, suggestion = f"it is a folder without an {_INDEX}: no save into it has ended", "a save that has ended"
+    if path.is_file():
+        problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
+    elif (path / ".metadata").is_file():
+        problem = "torch.distributed.checkpoint wrote it, without fabric"
+        suggestion = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE, if you trust it"
+    elif (path / "manifest.json").is_file():
+        problem = "fabric wrote it before its first release, in a format that is not read any more"
+        suggestion = "fabric consolidate with the version that wrote it, which makes one file"
+    return CheckpointNotFoundError(request, problem, f"a folder with an {_INDEX}, as fabric.save writes it", suggestion)

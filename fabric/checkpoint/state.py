@@ -6,11 +6,10 @@ dtypes, devices, and dicts, lists, tuples and sets of these; by exact type, sinc
 code. Anything else is refused when it is saved, not when it is loaded, when the run is over.
 
 [Note: JSON with type tags]
-What JSON has no type for is an object with one key that begins with ``$``, the *tag*: ``{"$tuple": [1, 2]}``,
-``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept elsewhere under that name.
-Every plain value is restored with its type and every bit: floats are written with as many digits as tell them from all
-others, and those that JSON lacks by their bytes. A dict is a JSON object where its keys are strings that no tag could
-be, and else, as subclasses of dict, a list of pairs.
+What JSON has no type for is an object with one key that begins with ``$``, the *tag*, which is the name of the type:
+``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept
+elsewhere under that name. Every plain value is restored with its type and every bit. A dict is a JSON object where its
+keys are strings that no tag could be, and else, as subclasses of dict, a list of pairs.
 
 A *place* is the tuple of keys and indices that leads from a state to one of its values, such as
 ``("model", "layer.weight")``.
@@ -19,8 +18,6 @@ A *place* is the tuple of keys and indices that leads from a state to one of its
 import base64
 import copy
 import ctypes
-import dataclasses
-import enum
 import math
 import re
 import struct
@@ -36,25 +33,38 @@ from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 from torch.utils.data import DataLoader
 
-from fabric.checkpoint.base import listed, newer
-from fabric.errors import ArgumentTypeError, ConfigurationError
+from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 __all__ = [
-    "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_weights_only_safe", "collect", "encode",
-    "flatten_state", "fqn", "is_stateful", "read_metadata", "tensor_bytes", "unflatten_state", "with_metadata",
+    "FORMAT_VERSION",
+    "METADATA_KEY",
+    "Access",
+    "check_entries",
+    "check_version",
+    "collect",
+    "encode",
+    "flatten_state",
+    "fqn",
+    "is_stateful",
+    "listed",
+    "local_chunks",
+    "read_metadata",
+    "tensor_bytes",
+    "unflatten_state",
+    "with_metadata",
 ]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
 Filter = Mapping[str, Callable[[str, Any], bool]]
+ModuleState = Callable[[nn.Module], Mapping[str, Any]]
 _Place = tuple[Any, ...]
 _Take = Callable[[_Place, Any], Any]
 
+_LISTED = 12  # names given in full before an error only counts the rest
 _SURROGATES = re.compile("[\ud800-\udfff]")  # JSON would decode a pair of them as one character
-_MAPPINGS = {"$dict": dict, "$OrderedDict": OrderedDict, "$Counter": Counter}
-_SEQUENCES = {"$list": list, "$tuple": tuple, "$set": set}
-_TAGS = {kind: tag for tag, kind in {**_MAPPINGS, **_SEQUENCES}.items()}
+_COLLECTIONS = {f"${kind.__name__}": kind for kind in (list, tuple, set, dict, OrderedDict, Counter)}
 _SPARSE = {
     torch.sparse_coo: ("indices", "values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -62,13 +72,6 @@ _SPARSE = {
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-_REPLACEMENTS: tuple[tuple[type, str], ...] = (
-    (enum.Enum, "value.name"),
-    (torch.Generator, "generator.get_state()"),
-    (Tensor, "tensor.as_subclass(torch.Tensor), with values"),
-    *((kind, f"{kind.__name__}(value)") for kind in (dict, tuple, list)),
-    (frozenset, "set(value)"),
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class Access:
         load_optimizer: ``load_optimizer(optimizer, content)`` puts such a state into an optimizer.
     """
 
-    module_state: Callable[[nn.Module], Mapping[str, Any]]
+    module_state: ModuleState
     load_module: Callable[[nn.Module, dict[str, Any], bool], None]
     optimizer_state: Callable[[Optimizer], Mapping[str, Any]] = methodcaller("state_dict")
     load_optimizer: Callable[[Optimizer, dict[str, Any]], None] = lambda optimizer, content: optimizer.load_state_dict(
@@ -93,7 +96,6 @@ class Access:
 def collect(
     state: Mapping[str, Any],
     access: Access,
-    *,
     filter: Filter | None = None,
     trainable_only: bool = False,
     checks_content: bool = True,
@@ -122,14 +124,22 @@ def collect(
         raise ConfigurationError(f"filter={{{unknown[0]!r}: ...}}", "no such entry in state", listed(map(repr, state)))
     collected: dict[str, Any] = {}
     for name, value in state.items():
-        content = _content(value, access)
+        content, dropped = _content(value, access), set()
         if trainable_only and isinstance(value, nn.Module):
-            frozen = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
-            content = _filtered(name, content, lambda key, _, frozen=frozen: key not in frozen)
+            dropped = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
         if name in keep:
-            content = _filtered(name, content, keep[name])
+            if not isinstance(content, dict):
+                raise ConfigurationError(
+                    f"filter={{{name!r}: ...}}", f"its state is a {type(content).__name__}", "a dict"
+                )
+            dropped |= {key for key, item in content.items() if key not in dropped and not keep[name](key, item)}
+        if dropped:
+            # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
+            content = copy.copy(content)
+            for key in dropped & content.keys():
+                del content[key]
         if checks_content and content is not value:
-            check_weights_only_safe(name, content)
+            _check_plain(name, content)
         collected[name] = content
     return collected
 
@@ -142,7 +152,7 @@ def check_entries(state: Mapping[str, Any]) -> None:
         )
     for name, value in state.items():
         if not is_stateful(value):
-            check_weights_only_safe(name, value)
+            _check_plain(name, value)
 
 
 def is_stateful(value: Any) -> bool:
@@ -176,26 +186,47 @@ def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> di
 def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What :func:`with_metadata` added, if anything; a CheckpointError for the format of a newer fabric."""
     metadata = loaded.get(METADATA_KEY, {})
-    version = metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise newer("load a checkpoint", version, FORMAT_VERSION)
+    check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
     return dict(metadata)
 
 
-def check_weights_only_safe(name: str, value: Any) -> None:
+def check_version(request: str, version: object) -> None:
+    """Raise a CheckpointError for a format that this release does not know."""
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise CheckpointError(
+            request,
+            f"its format version is {version!r}: a newer release wrote it",
+            f"format versions up to {FORMAT_VERSION}",
+            "pip install --upgrade torch-fabric",
+        )
+
+
+def listed(names: Iterable[object]) -> str:
+    """The first names, and how many more there are."""
+    found = list(names)
+    rest = len(found) - _LISTED
+    return ", ".join([*map(str, found[:_LISTED]), *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"
+
+
+def fqn(place: Iterable[Any]) -> str:
+    """A place in the form in which errors and files name it."""
+    return ".".join(map(str, place))
+
+
+def _check_plain(name: str, value: Any) -> None:
     """Raise an ArgumentTypeError unless an entry of a state is plain: see ``[Note: plain state]``.
 
     Classes of ``torch.serialization.add_safe_globals`` and collections that hold themselves are taken as they are.
     """
-    allowed = {*_TAGS, *_allowed_classes()}
+    allowed = {*_COLLECTIONS.values(), *_allowed_classes()}
 
     def take(place: _Place, item: Any) -> None:
         if isinstance(item, Tensor):
             if type(item) not in (Tensor, nn.Parameter, *allowed) or item.is_meta or hasattr(item, "full_tensor"):
-                raise _not_plain(place, item)
+                raise _refused(place, item)
             encode(vars(item), take, (*place, "__dict__"))
         elif type(item) not in allowed:
-            raise _not_plain(place, item)
+            raise _refused(place, item)
 
     encode(value, take, (name,))
 
@@ -204,8 +235,8 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dic
     """Split a state into JSON and tensors. No tensor is copied, but sparse ones, which are kept in the JSON.
 
     Returns:
-        The state as JSON with the names of its tensors; the name of each place, unique but for those that hold the same
-        memory; and the tensors.
+        The entries as JSON, in pairs, with the names of their tensors; the name of each place, unique but for those
+        that hold the same memory; and the tensors.
 
     Raises:
         ArgumentTypeError: something in it has no place in a sharded checkpoint.
@@ -229,7 +260,7 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dic
         tensors[place], names[place] = item, owners[owner]
         return {"$tensor": owners[owner]}
 
-    return encode(dict(state), take), names, tensors
+    return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], names, tensors
 
 
 def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tuple[int, ...] = ()) -> Any:
@@ -243,63 +274,79 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
         above: identities of the collections that it is in.
     """
     kind = type(value)
+    tag = f"${kind.__name__}"
     if value is None or kind is bool or _is_json(value, kind):
         return value
     if kind in _ATOMS:
-        tag, write, _ = _ATOMS[kind]
-        return {tag: write(value)}
-    if kind not in _TAGS or id(value) in above:
+        return {tag: _ATOMS[kind][0](value)}
+    if _COLLECTIONS.get(tag) is not kind or id(value) in above:
         return (take or _inline)(place, value)
     above = (*above, id(value))
     if not isinstance(value, dict):
         place = (*place, ...) if kind is set else place
         items = [encode(item, take, (*place, index), above) for index, item in enumerate(value)]
-        return items if kind is list else {_TAGS[kind]: items}
+        return items if kind is list else {tag: items}
     if kind is dict and all(type(key) is str and not key.startswith("$") and _is_json(key, str) for key in value):
         return {key: encode(item, take, (*place, key), above) for key, item in value.items()}
     pairs = [
         [encode(key, take, (*place, ..., key)), encode(item, take, (*place, key), above)] for key, item in value.items()
     ]
     attributes = encode(dict(getattr(value, "__dict__", {})), take, (*place, ..., "__dict__"), above)
-    return {_TAGS[kind]: pairs, **({"attributes": attributes} if attributes else {})}
+    return {tag: pairs, **({"attributes": attributes} if attributes else {})}
 
 
-def unflatten_state(value: Any, tensors: Callable[[str], Tensor] | None = None) -> Any:
-    """The value of :func:`flatten_state` or :func:`encode`, with ``tensors(name)`` for its tensors. Runs no code."""
+def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = None, present: Any = None) -> Any:
+    """The value of :func:`flatten_state` or :func:`encode`. Runs no code.
+
+    Args:
+        value: JSON.
+        tensors: ``tensors(name, present)`` for each tensor, with what ``present`` has in its place.
+        present: something of the structure of the value, or None. Tensors that its dicts lack are left out.
+    """
     if isinstance(value, list):
         return [unflatten_state(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     tag, content = next(iter(value.items()), ("", cast(Any, None)))
-    if not tag.startswith("$"):
-        return {key: unflatten_state(item, tensors) for key, item in value.items()}
     if tag == "$tensor" and tensors is not None:
-        return tensors(content)
-    if tag in _SEQUENCES:
-        return _SEQUENCES[tag](unflatten_state(content, tensors))
-    if tag not in _MAPPINGS:
+        return tensors(content, present)
+    if tag in _READERS:
         return _READERS[tag](content)
-    mapping: Any = _MAPPINGS[tag]()
-    for key, item in content:
-        mapping[unflatten_state(key, tensors)] = unflatten_state(item, tensors)
-    if "attributes" in value:
-        vars(mapping).update(unflatten_state(value["attributes"], tensors))
+    kind: Any = _COLLECTIONS[tag] if tag.startswith("$") else dict
+    if kind in (tuple, set):
+        return kind(unflatten_state(content, tensors))
+    mapping, inside = kind(), present if isinstance(present, Mapping) else None
+    for key, item in [(unflatten_state(key), item) for key, item in content] if tag in _COLLECTIONS else value.items():
+        if inside is None or key in inside or not (isinstance(item, dict) and "$tensor" in item):
+            mapping[key] = unflatten_state(item, tensors, inside and inside.get(key))
+    if tag in _COLLECTIONS and "attributes" in value:
+        vars(mapping).update(unflatten_state(value["attributes"]))
     return mapping
 
 
-def fqn(place: Iterable[Any]) -> str:
-    """A place in the form in which errors and files name it."""
-    return ".".join(map(str, place))
-
-
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU, which live as long as the result does."""
+    """The bytes of a tensor, which live as long as the result; a copy unless it is contiguous and on the CPU."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
         return memoryview(b"")  # zlib takes the address of nothing for the wish to start anew
     # Neither torch nor Python lends them but through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor
     return memoryview(array).cast("B")
+
+
+def local_chunks(tensor: Any) -> list[tuple[list[int], Tensor]]:
+    """The chunks of a tensor that this rank holds, each with the place in the full tensor where it begins.
+
+    DTensors, and tensors of libraries that shard in other ways, have the methods with which torch's own checkpoints ask
+    them for that. Any other tensor is one chunk.
+    """
+    if not hasattr(tensor, "__create_chunk_list__"):
+        return [([0] * tensor.dim(), tensor.detach())]
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second to import; here it has been
+
+    places = [chunk.offsets for chunk in tensor.__create_chunk_list__()]
+    return [([*at], tensor.__get_tensor_shard__(MetadataIndex("", at)).detach()) for at in places]
 
 
 def _is_json(value: Any, kind: type) -> bool:
@@ -313,77 +360,56 @@ def _is_json(value: Any, kind: type) -> bool:
 
 def _inline(place: _Place, value: Any) -> dict[str, Any]:
     """A tensor with its values."""
-    if not isinstance(value, Tensor) or (type(value) not in (Tensor, nn.Parameter)):
-        if type(value) not in _TAGS and type(value) not in _allowed_classes():
-            raise _not_plain(place, value)
-    elif value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
-        parts = [_inline(place, getattr(value.detach(), part)())["$values"] for part in _SPARSE[value.layout]]
-        return {"$sparse": [str(value.layout), [*value.shape], parts]}
-    elif value.layout is torch.strided and not value.is_quantized and not value.is_meta:
-        content = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        return {"$values": [str(value.dtype), [*value.shape], _base64(tensor_bytes(content))]}
-    raise ArgumentTypeError(
-        f"save {_written(place)}, a {type(value).__name__}, in a sharded checkpoint",
-        "the format has no place for it",
-        "tensors with values, dense or coalesced; plain data without classes of add_safe_globals, which need code to "
-        "be read; collections that do not hold themselves",
-        'plain tensors and data, or one file: checkpoint_io=FullCheckpoint(), or state_dict_type="full"',
-    )
+    if type(value) in (Tensor, nn.Parameter):
+        if value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
+            parts = [getattr(value.detach(), part)() for part in _SPARSE[value.layout]]
+            return {"$sparse": encode([value.layout, value.shape, parts])}
+        if value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+            return {"$values": encode([value.dtype, value.shape, bytes(tensor_bytes(value))])}
+    raise _refused(place, value, "a sharded checkpoint has no place for it")
 
 
 def _read_values(content: Any) -> Tensor:
-    dtype, shape, text = content
-    values = bytearray(base64.b64decode(text))
-    empty = torch.empty(shape, dtype=_constant(dtype, torch.dtype))
-    return torch.frombuffer(values, dtype=torch.uint8).view(empty.dtype).view(shape) if values else empty
+    dtype, shape, values = unflatten_state(content)
+    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
 
 
 def _read_sparse(content: Any) -> Tensor:
-    name, shape, parts = content
-    layout, tensors = _constant(name, torch.layout), list(map(_read_values, parts))
+    layout, shape, parts = unflatten_state(content)
     with torch.sparse.check_sparse_tensor_invariants():
         if layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(*tensors, size=shape, is_coalesced=True)
-        return torch.sparse_compressed_tensor(*tensors, size=shape, layout=layout)
+            return torch.sparse_coo_tensor(*parts, size=shape, is_coalesced=True)
+        return torch.sparse_compressed_tensor(*parts, size=shape, layout=layout)
 
 
-def _base64(content: bytes | memoryview) -> str:
-    return base64.b64encode(content).decode()
-
-
-def _read_complex(parts: Any) -> complex:
-    return complex(*map(unflatten_state, parts))
-
-
-def _constant(name: str, kind: type) -> Any:
+def _constant(name: str) -> Any:
     value = vars(torch)[name.removeprefix("torch.")]
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is no {kind.__name__}")
+    if not isinstance(value, torch.dtype | torch.layout):
+        raise ValueError(f"{name} is neither a dtype nor a layout")
     return value
 
 
-# By type: the tag, what is written behind it, and how that is read.
-_ATOMS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: ("$int", hex, lambda text: int(text, 16)),
-    float: (
-        "$float",
-        lambda value: struct.pack("<d", value).hex(),
-        lambda text: struct.unpack("<d", bytes.fromhex(text))[0],
+# By type: how it is written behind its tag, and how that is read.
+_ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    int: (hex, lambda text: int(text, 16)),
+    float: (lambda value: struct.pack("<d", value).hex(), lambda text: struct.unpack("<d", bytes.fromhex(text))[0]),
+    complex: (
+        lambda value: struct.pack("<2d", value.real, value.imag).hex(),
+        lambda text: complex(*struct.unpack("<2d", bytes.fromhex(text))),
     ),
-    complex: ("$complex", lambda value: [encode(value.real), encode(value.imag)], _read_complex),
     str: (
-        "$str",
         lambda value: value.encode("utf-8", "surrogatepass").hex(),
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     ),
-    bytes: ("$bytes", _base64, base64.b64decode),
-    bytearray: ("$bytearray", _base64, lambda text: bytearray(base64.b64decode(text))),
-    torch.dtype: ("$dtype", str, lambda name: _constant(name, torch.dtype)),
-    torch.layout: ("$layout", str, lambda name: _constant(name, torch.layout)),
-    torch.device: ("$device", str, torch.device),
-    torch.Size: ("$size", list, torch.Size),
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    bytearray: (lambda value: base64.b64encode(value).decode(), lambda text: bytearray(base64.b64decode(text))),
+    torch.dtype: (str, _constant),
+    torch.layout: (str, _constant),
+    torch.device: (str, torch.device),
+    torch.Size: (list, torch.Size),
 }
-_READERS = {tag: read for tag, _, read in _ATOMS.values()} | {"$values": _read_values, "$sparse": _read_sparse}
+_READERS = {f"${kind.__name__}": read for kind, (_, read) in _ATOMS.items()}
+_READERS |= {"$values": _read_values, "$sparse": _read_sparse}
 
 
 def _memory(tensor: Any) -> Any:
@@ -395,42 +421,22 @@ def _memory(tensor: Any) -> Any:
     return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape, bits
 
 
-def _written(place: _Place) -> str:
-    return "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
-
-
 def _allowed_classes() -> set[Any]:
     return {entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()}
 
 
-def _not_plain(place: _Place, value: Any) -> ArgumentTypeError:
-    kind, written = type(value), _written(place)
+def _refused(
+    place: _Place, value: Any, problem: str = "it could not be loaded again without running code"
+) -> Exception:
+    kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
-        "it could not be loaded again without running code",
-        "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
-        f"{written} = {_replacement(value)}",
+        problem,
+        "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these, by exact type",
+        f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), dict(value), enum.name, "
+        "dataclasses.asdict(value), value.state_dict(), or its own entry for what has load_state_dict(). Classes "
+        "that torch.serialization.add_safe_globals allows fit into one file: checkpoint_io=FullCheckpoint()",
     )
-
-
-def _replacement(value: Any) -> str:
-    kind = type(value)
-    if hasattr(value, "full_tensor"):
-        return "tensor.full_tensor(), on every rank"
-    if hasattr(value, "load_state_dict"):
-        return "value.state_dict(), or give it an entry of its own: only entries are restored as objects"
-    if kind.__module__ == "numpy":
-        return "torch.from_numpy(array)" if kind.__name__ == "ndarray" else "value.item()"
-    for base, replacement in _REPLACEMENTS:
-        if isinstance(value, base):
-            return replacement
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return "dataclasses.asdict(value)"
-    if hasattr(value, "__fspath__"):
-        return "str(value)"
-    if callable(value):
-        return "a name as a string, by which the function or class is found after loading"
-    return f"plain data, or give {kind.__name__} state_dict() and load_state_dict()"
 
 
 def _content(value: Any, access: Access) -> Any:
@@ -439,14 +445,3 @@ def _content(value: Any, access: Access) -> Any:
     if isinstance(value, Optimizer):
         return access.optimizer_state(value)
     return value.state_dict() if is_stateful(value) else value
-
-
-def _filtered(name: str, content: Any, keep: Callable[[str, Any], bool]) -> Any:
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"filter={{{name!r}: ...}}", f"its state is a {type(content).__name__}", "a dict")
-    # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
-    kept = copy.copy(content)
-    for key, value in content.items():
-        if not keep(key, value):
-            del kept[key]
-    return kept

@@ -1,23 +1,20 @@
 """Compares the content of a checkpoint with the objects that it is meant for, before anything is changed."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.base import listed
-from fabric.checkpoint.state import METADATA_KEY, check_entries, is_stateful, read_metadata
-from fabric.errors import ArgumentTypeError, CheckpointError
+from fabric.checkpoint.state import METADATA_KEY, ModuleState, check_entries, listed, read_metadata
+from fabric.errors import CheckpointError
 
-__all__ = ["check_fits", "check_fits_raw", "mismatches"]
-
-ModuleState = Callable[[nn.Module], Mapping[str, Any]]
+__all__ = ["check_fits"]
 
 
 def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state: ModuleState, strict: bool) -> None:
-    """Raise unless ``loaded`` can be restored into ``state``, as far as that can be known without changing anything.
+    """Raise unless ``loaded`` can be restored into ``state``, as far as names and shapes can tell; changes nothing.
 
     Args:
         loaded: the entries of a checkpoint; meta tensors will do.
@@ -35,42 +32,29 @@ def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state
     problems: list[str] = []
     for name, value in state.items():
         if name in entries:
-            found = mismatches(value, loaded[name], module_state, strict)
+            found = _mismatches(value, loaded[name], module_state, strict)
             problems += [f"state[{name!r}]: {problem}" for problem in found]
         elif strict:
             problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, entries))}")
-    _raise(f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}", problems)
-
-
-def check_fits_raw(loaded: Mapping[str, Any], target: Any, module_state: ModuleState, strict: bool) -> None:
-    """Raise unless the content of a file is the state dict of one object, as :func:`check_fits` does."""
-    request = f"load a state dict into a {type(target).__name__}"
-    if not is_stateful(target):
-        raise ArgumentTypeError(
-            request,
-            "it has no state_dict() and load_state_dict()",
-            "a module, an optimizer, or an object with these two methods",
-            "fabric.load(path, state) for a checkpoint with entries of several kinds",
+    if problems:
+        raise CheckpointError(
+            f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}",
+            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
+            "a checkpoint of the same modules and optimizers",
+            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
         )
-    problems = list(mismatches(target, loaded, module_state, strict))
-    holds_entries = METADATA_KEY in loaded or any(isinstance(value, Mapping) for value in loaded.values())
-    if problems and holds_entries and not isinstance(target, Optimizer):
-        entries = f"the file is a checkpoint with the entries {listed(map(repr, loaded))}"
-        raise CheckpointError(request, entries, "a state dict itself", "fabric.load(path, {'model': model})")
-    _raise(request, problems)
 
 
-def mismatches(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
-    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand.
-
-    Only names and shapes are looked at. The arguments are those of :func:`check_fits`, for one entry.
-    """
-    if isinstance(target, nn.Module | Optimizer) and not isinstance(content, Mapping):
+def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
+    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
+    if not isinstance(target, nn.Module | Optimizer):
+        return
+    if not isinstance(content, Mapping):
         yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
-    elif isinstance(target, nn.Module):
-        yield from _module_mismatches(module_state(target), content, strict)
     elif isinstance(target, Optimizer):
         yield from _optimizer_mismatches(target, content)
+    else:
+        yield from _module_mismatches(module_state(target), content, strict)
 
 
 def _module_mismatches(expected: Mapping[str, Any], content: Mapping[str, Any], strict: bool) -> Iterator[str]:
@@ -108,14 +92,4 @@ def _optimizer_mismatches(optimizer: Optimizer, content: Mapping[str, Any]) -> I
         yield (
             f"the groups of the {type(optimizer).__name__} hold {listed(present)} parameters, "
             f"those of the file {listed(saved)}"
-        )
-
-
-def _raise(request: str, problems: list[str]) -> None:
-    if problems:
-        raise CheckpointError(
-            request,
-            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
-            "a checkpoint of the same modules and optimizers",
-            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
         )
