@@ -55,6 +55,34 @@ own_versions = torch._C._AutoDispatchBelowADInplaceOrView
 operations_recorded: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
+# Collective: write a tensor of every rank into an output of ``(size * n,)``, or sum one of that shape over ranks and
+# write this rank's part into an output; all 1-D and contiguous. Called as ``(output, tensor, group=group)``. Both
+# functions were renamed in torch 2.13, where the old names warn.
+all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# The kernels behind ``torch.amp.GradScaler``, which have no public names. With gradients of one device and dtype, and
+# ``found_inf`` and ``inverse_scale`` float32 tensors of one element there: multiply the gradients by the latter in
+# place, and note in the former any that is not finite.
+unscale_and_check = torch._amp_foreach_non_finite_check_and_unscale_
+
+# With the scale, an int32 count of good steps, ``found_inf``, and three numbers: after an overflow the scale is
+# multiplied by the second number, after as many good steps as the third says by the first.
+backoff_or_grow = torch._amp_update_scale_
+
+# Multiply tensors in place by one of shape ``()``, in one kernel where the device has one: torch documents its foreach
+# operations under names with an underscore only.
+foreach_multiply = torch.ops.aten._foreach_mul_.Tensor
+
+
+# Close the default process group without waiting for its other ranks.
+abort_process_group = dist.distributed_c10d._abort_process_group
+
+# The store through which the default process group was made.
+default_store = dist.distributed_c10d._get_default_store
+
+
 @dataclass(frozen=True, slots=True)
 class OneLevel:
     """The children of one registered collection and the way to build it again from as many."""
@@ -83,52 +111,6 @@ def hook_place(handle: RemovableHandle) -> tuple[OrderedDict[int, Any], int, Any
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "its module is alive"
     return hooks, handle.id, hooks[handle.id]
-
-
-def all_gather_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Collective. Write ``tensor`` of every rank into ``output`` of shape ``(size * n,)``; both 1-D and contiguous.
-
-    ``all_gather_into_tensor`` was renamed ``all_gather_single`` in torch 2.13, and the old name warns there.
-    """
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, tensor, group=group)
-
-
-def reduce_scatter_into(output: Tensor, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Collective. Sum ``tensor`` of shape ``(size * n,)`` over ranks and write this rank's part into ``output``.
-
-    ``reduce_scatter_tensor`` was renamed ``reduce_scatter_single`` in torch 2.13, and the old name warns there.
-    """
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(output, tensor, group=group)
-
-
-def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    """Multiply ``grads`` of one device and dtype by ``inverse_scale`` in place; ``found_inf`` notes any not finite.
-
-    The fused kernel behind ``torch.amp.GradScaler``; it has no public name. ``found_inf`` and ``inverse_scale`` are
-    float32 tensors of one element on the same device.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
-
-
-def backoff_or_grow(
-    scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, growth: float, backoff: float, interval: int
-) -> None:
-    """Update a loss scale in place: times ``backoff`` after an overflow, ``growth`` after ``interval`` good steps.
-
-    The kernel behind ``torch.amp.GradScaler.update``; it has no public name. ``scale`` and ``found_inf`` are float32
-    tensors of one element, ``growth_tracker`` is int32.
-    """
-    torch._amp_update_scale_(scale, growth_tracker, found_inf, growth, backoff, interval)
-
-
-def foreach_multiply(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply every tensor in place by a tensor of shape ``()``, in one kernel where the device has one.
-
-    torch documents its foreach operations under names with an underscore only.
-    """
-    torch.ops.aten._foreach_mul_.Tensor(tensors, factor)
 
 
 def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -208,11 +190,6 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
         waiting += [before for before, _ in node.next_functions]
 
 
-def abort_process_group() -> None:
-    """Close the default process group without waiting for its other ranks; torch has no public name for it."""
-    dist.distributed_c10d._abort_process_group()
-
-
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
     inner = module._modules.get("_orig_mod")
@@ -240,11 +217,6 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
             if record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None:
                 found.append(record.sharded_param)
     return found
-
-
-def default_store() -> dist.Store:
-    """The store through which the default process group was made; torch has no public name for it."""
-    return dist.distributed_c10d._get_default_store()
 
 
 def allocates_outputs(operator: Any) -> bool:

@@ -67,9 +67,9 @@ def test_torchs_own_return_types_are_registered():
 def gathers_and_scatters(fabric):
     rank = fabric.global_rank
     gathered = torch.empty(4)
-    _torch.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]), None)
+    _torch.all_gather_into(gathered, torch.tensor([rank, rank + 0.5]))
     part = torch.empty(2)
-    _torch.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1), None)
+    _torch.reduce_scatter_into(part, torch.arange(4.0) * (rank + 1))
     return gathered.tolist(), part.tolist()
 
 
@@ -82,8 +82,8 @@ def test_renamed_collectives_fill_the_output_without_a_warning():
 
 def test_renamed_collectives_do_not_warn_in_this_release(group):
     output = torch.empty(2)
-    _torch.all_gather_into(output, torch.ones(2), None)
-    _torch.reduce_scatter_into(output, torch.full((2,), 3.0), None)
+    _torch.all_gather_into(output, torch.ones(2))
+    _torch.reduce_scatter_into(output, torch.full((2,), 3.0))
     assert output.tolist() == [3.0, 3.0]
 
 

@@ -45,7 +45,7 @@ class ProcessGroupCommunicator(Communicator):
                 return self._all_reduce(buffer, collective.reduce)
             case Operation.ALL_GATHER:
                 output = buffer.new_empty(self.size * buffer.numel())
-                all_gather_into(output, buffer.reshape(-1), group)
+                all_gather_into(output, buffer.reshape(-1), group=group)
                 return output.view(self.size, *buffer.shape)
             case Operation.REDUCE_SCATTER:
                 return self._reduce_scatter(buffer, collective.reduce)
@@ -85,7 +85,7 @@ class ProcessGroupCommunicator(Communicator):
         if op not in (Reduce.SUM, Reduce.MEAN):
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
-        reduce_scatter_into(output.view(-1), buffer.view(-1), self._group)
+        reduce_scatter_into(output.view(-1), buffer.view(-1), group=self._group)
         return output.div_(self.size) if op is Reduce.MEAN else output
 
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
