@@ -218,7 +218,7 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
         root: the model.
         has_values: whether the values of all ranks are this rank's, so that meta tensors cannot be set up.
     """
-    named = dict(root.named_parameters())
+    named: dict[str, torch.Tensor] = dict(root.named_parameters())
     lazy = [name for name, each in named.items() if is_lazy(each)]
     numbers = [name for name, each in named.items() if not is_lazy(each) and each.dim() == 0]
     sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
