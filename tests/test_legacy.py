@@ -69,19 +69,30 @@ def expected_step(ranks: int = 2) -> torch.Tensor:
     return parameters_of(net)
 
 
-def train(strategy: DDPSpawnPlugin, trainer: Any) -> torch.Tensor:
-    result = step_of_trainer(strategy, trainer)
-    trainer.callback_metrics = {"rank": torch.tensor(strategy.global_rank), "nested": [torch.ones(3)[1:]], "epoch": 3}
-    strategy.add_to_queue(trainer, strategy.mp_queue)
-    return result
+class Model:
+    """What a ported script spawns: a method of an object that holds its strategy."""
+
+    def __init__(self, strategy: DDPSpawnPlugin) -> None:
+        self.strategy = strategy
+
+    def fit(self, trainer: Any, offset: int, *, scale: int) -> dict[str, torch.Tensor]:
+        rank = self.strategy.global_rank
+        mine = torch.tensor(float(rank + offset) * scale, requires_grad=True)
+        result = {"step": step_of_trainer(self.strategy, trainer), "mine": mine}
+        trainer.callback_metrics = {"rank": torch.tensor(rank), "nested": [torch.ones(3)[1:]], "epoch": 3}
+        self.strategy.add_to_queue(trainer, self.strategy.mp_queue)
+        return {**result, "sum": self.strategy.all_reduce(mine, reduce_op="sum")}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_spawned_trainer_takes_the_step_of_the_plain_loop_and_sends_its_metrics_back(ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "total"), [(1, 10.0), (2, 30.0)])
+def test_a_spawned_trainer_takes_the_step_of_the_plain_loop_and_sends_its_metrics_back(
+    ranks: int, total: float
+) -> None:
     torch.manual_seed(0)
     strategy, trainer = plugin(ranks), trainer_of(Net())
-    result = strategy.spawn(train, strategy, trainer)
-    assert torch.allclose(result, expected_step(ranks), atol=1e-6)
+    result = strategy.spawn(Model(strategy).fit, trainer, 1, scale=10)
+    assert torch.allclose(result["step"], expected_step(ranks), atol=1e-6)
+    assert (result["sum"].item(), result["mine"].item(), result["mine"].requires_grad) == (total, 10.0, ranks == 1)
     trainer.callback_metrics = dict[str, Any](kept=1)
     strategy.post_dispatch(trainer)
     assert torch.equal(trainer.callback_metrics.pop("nested")[0], torch.ones(2))
@@ -113,26 +124,6 @@ def test_fabric_takes_both_as_strategies() -> None:
 # -- spawn ------------------------------------------------------------------------------------------------------------
 
 
-class Model:
-    """What a ported script spawns: a method of an object that holds its strategy."""
-
-    def __init__(self, strategy: DDPSpawnPlugin) -> None:
-        self.strategy = strategy
-
-    def fit(self, offset: int, *, scale: int) -> Any:
-        mine = torch.tensor(float(self.strategy.global_rank + offset) * scale, requires_grad=True)
-        return {"sum": self.strategy.all_reduce(mine, reduce_op="sum"), "mine": mine}
-
-
-def test_spawn_connects_the_copy_of_the_strategy_that_travels_with_the_function() -> None:
-    strategy = plugin()
-    result = strategy.spawn(Model(strategy).fit, 1, scale=10)
-    assert {name: value.item() for name, value in result.items()} == {"sum": 30.0, "mine": 10.0}
-    assert not result["mine"].requires_grad
-    alone = plugin(ranks=1)
-    assert alone.spawn(Model(alone).fit, 1, scale=10, return_result=False) is None
-
-
 def fail_on_rank_one(strategy: DDPSpawnPlugin) -> None:
     if strategy.global_rank == 1:
         try:
@@ -149,14 +140,15 @@ def test_reconciled_processes_end_with_the_rank_and_the_trace_of_the_failure() -
     assert caught.value.rank == 1
 
 
-def raise_in_loop(strategy: DDPSpawnPlugin) -> None:
+def raise_in_loop(strategy: DDPSpawnPlugin) -> str:
     strategy.reconciliate_processes("a trace")
     strategy.on_exception(exception=ValueError("of the loop"))
+    return "a result that nobody asked for"
 
 
 def test_a_single_process_has_nothing_to_reconcile() -> None:
     strategy = plugin(ranks=1)
-    assert strategy.spawn(raise_in_loop, strategy) is None
+    assert strategy.spawn(raise_in_loop, strategy, return_result=False) is None
 
 
 # -- gradients stay local ---------------------------------------------------------------------------------------------
