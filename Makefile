@@ -22,8 +22,9 @@ install: .venv/installed ## create .venv and install everything
 demo: .venv/installed ## train a small GPT on two CPU processes, in under two minutes
 	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
+# Two workers, since most tests wait for processes more than they compute; a file's tests share its ranks and fixtures.
 test: .venv/installed ## everything but the slow and gpu marks
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
 	$(BIN)/python -m pytest -m "slow and not soak and not gpu" --timeout 600 --session-timeout 2400

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import psutil
 import pytest
 import torch
@@ -16,6 +17,9 @@ import torch
 from tests.ranks import close_shared_ranks
 
 pytest_plugins = ["fabric.testing.plugin"]
+# Examples start processes and write files: how long one takes says nothing.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 MARK = "FABRIC_TESTS_RUN"  # inherited by every process that a test starts, also by one that lost its parent

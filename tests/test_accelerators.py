@@ -116,7 +116,7 @@ def test_a_string_that_names_no_devices_is_refused(accelerator, devices) -> None
 
 
 @pytest.mark.parametrize("accelerator", [Cards(4), CPUAccelerator()], ids=["cards", "cpu"])
-@pytest.mark.parametrize("devices", WRONG_TYPES, ids=repr)
+@pytest.mark.parametrize("devices", WRONG_TYPES, ids=lambda value: repr(value).partition(" at ")[0])
 def test_a_value_of_another_type_is_refused(accelerator, devices) -> None:
     with pytest.raises(ArgumentTypeError) as caught:
         accelerator.parse_devices(devices)

@@ -76,26 +76,6 @@ def test_the_number_of_python_calls_is_that_of_the_python_functions_called() -> 
     assert count_calls(lambda: (inner(), inner(), len("no Python function"))) == 2
 
 
-def test_the_import_brings_neither_fsdp_nor_anything_that_torch_has_not_loaded() -> None:
-    script = """
-import sys, torch
-before = set(sys.modules)
-import fabric
-from fabric import Fabric
-print(*sorted(set(sys.modules) - before))
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    modules = done.stdout.split()
-    late = ("torch.", "fabric.strategies.fs", "fabric.checkpoint.sh")
-    assert not [name for name in modules if name.startswith(late)]
-    assert {name.split(".")[0] for name in modules} <= {"fabric", *sys.stdlib_module_names}
-
-
-def test_importing_the_package_alone_does_not_import_torch() -> None:
-    script = "import sys, fabric; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
-
-
 def test_a_tree_costs_one_collective_for_each_dtype() -> None:
     tree = {
         "floats": [float(number) for number in range(100)],

@@ -152,8 +152,8 @@ def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
         pytest.param(("crash",), 128 + 11, "rank 1 of 2 was killed by SIGSEGV", marks=pytest.mark.slow),
         pytest.param(("fail_in_teardown",), 1, "rank 1 of 2 failed", marks=pytest.mark.slow),
         (("leave_early",), 1, "rank 1 of 2 exited with exit code 0"),
-        (("fork_a_child",), 128 + 9, "rank 1 of 2 was killed by SIGKILL"),
-        (("leave_slowly",), 3, "rank 1 of 2 exited with exit code 3"),
+        pytest.param(("fork_a_child",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow),
+        pytest.param(("leave_slowly",), 3, "rank 1 of 2 exited with exit code 3", marks=pytest.mark.slow),
     ],
 )
 def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):

@@ -5,7 +5,6 @@ import csv
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, RankFailedError
 from fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 
 
@@ -51,13 +50,16 @@ def test_a_later_metric_gets_a_column(tmp_path):
     assert os.listdir(tmp_path / "run" / "v") == ["metrics.csv"]
 
 
-def test_a_crash_loses_no_row(tmp_path):
-    script = (
-        "import os, sys; from fabric.loggers import CSVLogger; logger = CSVLogger(sys.argv[1], version=0);"
-        "[logger.log_metrics({'loss': float(i)}, i) for i in range(3)]; os._exit(9)"
-    )
-    run = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60, check=False)
-    assert run.returncode == 9
+def log_and_exit(fabric, folder):
+    logger = CSVLogger(folder, version=0)
+    for step in range(3):
+        logger.log_metrics({"loss": float(step)}, step)
+    os._exit(9)
+
+
+def test_a_crash_loses_no_row(tmp_path, rank_pool):
+    with pytest.raises(RankFailedError, match="exit code 9"):
+        rank_pool(1).run(log_and_exit, tmp_path)
     assert [row["loss"] for row in table(tmp_path / "run" / "version_0")] == ["0.0", "1.0", "2.0"]
 
 
@@ -151,14 +153,14 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     logger.close()
 
 
-def test_a_missing_tensorboard_names_the_install_line(tmp_path):
-    script = (
-        "import sys; sys.modules['tensorboard'] = None; from fabric.loggers import TensorBoardLogger\n"
-        "try: TensorBoardLogger(sys.argv[1]).log_metrics({'a': 1})\n"
-        "except ImportError as error: print(error)"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert 'pip install "torch-fabric[tensorboard]"' in run.stdout
+def log_without_tensorboard(fabric, folder):
+    sys.modules["tensorboard"] = None
+    TensorBoardLogger(folder).log_metrics({"a": 1})
+
+
+def test_a_missing_tensorboard_names_the_install_line(tmp_path, rank_pool):
+    with pytest.raises(
+        RankFailedError, match=r'MissingDependencyError[\s\S]*pip install "torch-fabric\[tensorboard\]"'
+    ):
+        rank_pool(1).run(log_without_tensorboard, tmp_path)
     assert os.listdir(tmp_path) == []

@@ -116,11 +116,11 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
         fabric.load(folder, weights_only=False)
 
 
-# The slow ones add nothing to what popen shows of fresh processes and forkserver of functions.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fabric run", "spawn", "fork")]
+# The slow ones connect their ranks by the same code.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fabric run", "spawn", "fork", "forkserver")]
 
 
-@pytest.mark.parametrize("launcher", ["popen", "forkserver", *SLOW])
+@pytest.mark.parametrize("launcher", ["popen", *SLOW])
 def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(tmp_path, launcher):
     command = ["-m", "fabric", "run", "--devices", "2", "--accelerator", "cpu", str(SCRIPT)]
     done = subprocess.run(

@@ -2,8 +2,6 @@
 
 import functools
 import operator
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -91,14 +89,3 @@ def test_lengths_differ_where_asked() -> None:
 def test_what_is_printed_shows_the_strides() -> None:
     assert repr(PerRank([torch.zeros(4)[::2]])) == "PerRank([tensor([0., 0.]) of strides (2,)])"
     assert repr(PerRank([{"a": 1}, torch.zeros(1)])) == "PerRank([{'a': 1}, tensor([0.])])"
-
-
-def test_without_hypothesis_the_worlds_work_and_generators_say_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['hypothesis'] = None\n"
-        "import fabric.testing\n"
-        "assert fabric.testing.oracles.all_reduce([1, 2], 'sum') == [3, 3]\n"
-        "import fabric.testing.generators"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert 'pip install "torch-fabric[testing]"' in done.stderr
