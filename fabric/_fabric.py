@@ -436,14 +436,14 @@ class Fabric:
         if session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
         try:
-            for call in session.before_backward:
+            for call in session.backward.before:
                 call()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
-            for call in session.after_backward:
+            for call in session.backward.after:
                 call(tensor, error)
             raise
-        for call in session.after_backward:
+        for call in session.backward.after:
             call(tensor, None)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -18,7 +18,8 @@ from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.training_checks import JoinOrderCheck, TrainingChecks
+from fabric.diagnostics.recorder import Hooks
+from fabric.diagnostics.training_checks import TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers import StopRequest
@@ -79,16 +80,11 @@ class Session:
         self._loader_numbers = count()
         recorder, store = self.runtime.recorder, self.runtime.store
         self._recorder = recorder
-        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, world.neighbours)
-        self._bypass = self._parts.enter_context(closing(BypassChecks(world.rank, self._uneven)))
-        checks = TrainingChecks(
-            lambda: [model._fabric_contract for model in self.modules],
-            self._bypass.left_local,
-            store,
-            self._arrange_backward,
-        )
+        self.backward = Hooks() if recorder is None else recorder.hooks("backward")
+        self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward)))
+        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, self._bypass)
+        checks = TrainingChecks(lambda: [model._fabric_contract for model in self.modules], store, self.backward)
         self._training = self._parts.enter_context(closing(checks))
-        self._arrange_backward()
         if self._uneven is not None:
             self._parts.callback(self._uneven.finish)
         if self.strategy.checkpoint_io is not None:
@@ -123,10 +119,9 @@ class Session:
             prepared = self.strategy.setup_module(module)
         contract = self.strategy.gradient_contract(prepared)
         self._gradients_differ |= contract.gradients_differ
-        guard, layer = self._bypass.watch(contract, prepared)
-        layers = [layer] if self._recorder is None else [self._recorder.hooks(contract.title), layer]
-        model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, contract, layers, guard)
-        self._arrange_backward()
+        hooks = Hooks() if self._recorder is None else self._recorder.hooks(f"forward of {contract.title}")
+        guard = self._bypass.watch(contract, prepared, hooks)
+        model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, contract, hooks, guard)
         self.originals.add(uncompiled(module))
         self.modules[model] = None
         return model
@@ -178,13 +173,6 @@ class Session:
             problem = "none of the optimizer's parameters belongs to this module"
         raise UsageError(f"clip_gradients({type(module.module).__name__}, {type(optimizer).__name__})", problem)
 
-    def _arrange_backward(self) -> None:
-        """Bind what is called around backward passes; see ``[Note: Hooks]``."""
-        recorder = [] if self._recorder is None else [self._recorder.hooks()]
-        layers = [*recorder, self._bypass.hooks, self._training.hooks]
-        self.before_backward = tuple(layer.before_backward for layer in layers if layer.before_backward is not None)
-        self.after_backward = tuple(layer.after_backward for layer in layers if layer.after_backward is not None)
-
     @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
         """``Fabric.join``: within, ranks without batches are answered for; afterwards all are in the same state."""
@@ -194,12 +182,10 @@ class Session:
             yield
             return
         self._training.close()  # ranks no longer step together
-        guards = [model._fabric_guard for model in models]
-        check = JoinOrderCheck(guards, self.runtime.world.rank)
         assert self._uneven is not None, "there are other ranks"
-        with self._uneven.suspended("fabric.join"), closing(check), context:
+        with self._uneven.joined([model._fabric_guard for model in models]), context:
             yield
-        self._follow_last(models, check.rounds)
+        self._follow_last(models, self._uneven.passes)
 
     def _follow_last(self, models: Sequence[FabricModule], rounds: int) -> None:
         """Give every rank the optimizers and the loss scale of the one that stepped last, as torch does the modules."""

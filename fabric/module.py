@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -46,7 +46,7 @@ class FabricModule(nn.Module):
         precision: dtypes of the forward pass.
         device: device of this process.
         contract: how its gradients are synchronized; None for a copy or a loaded pickle.
-        layers: diagnostics that are called around a forward pass.
+        hooks: what is called around a forward pass.
         guard: watches methods that bypass the forward pass, under a strategy that needs it.
     """
 
@@ -57,7 +57,7 @@ class FabricModule(nn.Module):
         precision: Precision,
         device: torch.device,
         contract: GradientContract | None = None,
-        layers: Sequence[Hooks] = (),
+        hooks: Hooks | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
@@ -76,8 +76,8 @@ class FabricModule(nn.Module):
             _fabric_guard=guard,
             _fabric_marked=set(),
             _fabric_forward=_cast_forward(original, prepared, precision, device) if casts else prepared,
-            _fabric_before=tuple(layer.before_forward for layer in layers if layer.before_forward is not None),
-            _fabric_after=tuple(layer.after_forward for layer in layers if layer.after_forward is not None),
+            _fabric_before=[] if hooks is None else hooks.before,
+            _fabric_after=[] if hooks is None else hooks.after,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

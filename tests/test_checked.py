@@ -20,7 +20,7 @@ from fabric._torch import default_store
 from fabric.collectives import all_reduce
 from fabric.communicators import CallDescription, Collective, Operation, Reduce
 from fabric.diagnostics.checker import Call, CollectiveChecker, difference
-from fabric.diagnostics.recorder import Entry, FlightRecorder, RecordedCommunicator
+from fabric.diagnostics.recorder import CallSite, Entry, FlightRecorder, RecordedCommunicator
 from fabric.errors import CollectiveMismatchError, ConfigurationError, RankFailedError
 from tests.ranks import outcome, run_in_ranks
 from tests.test_communicators import every_collective
@@ -69,7 +69,7 @@ class Rank:
 
     def barrier(self, group, members, name="x"):
         self.counts[group] += 1
-        entry = Entry(group, members, self.counts[group], "barrier", name, (sys._getframe(1).f_code, 0))
+        entry = Entry(group, members, self.counts[group], "barrier", name, CallSite(sys._getframe(1).f_code, 0))
         self.checker.check(entry, Collective(Operation.BARRIER, name=name))
 
 

@@ -103,7 +103,7 @@ def unfrozen_module(fabric: Fabric) -> None:
 RAISE = {
     changed_on_one_rank: "ranks 0 and 1 differ after it: head.weight",
     other_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
-    step_on_local_gradients: "the last backward pass was inside no_backward_sync",
+    step_on_local_gradients: "a backward pass outside of no_backward_sync",
     foreign_parameter: "parameter 1 of group 0, of shape (3,)",
     unused_parameter: "no gradient has arrived at left_out.weight, left_out.bias of TwoParts",
     unfrozen_parameter: "frozen when it was set up, and their gradients would not be synchronized: encoder.weight",

@@ -1,8 +1,10 @@
 """Ranks with different numbers of batches: an error that says so, or ``fabric.join``; never a hang."""
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice, repeat
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
-from fabric.diagnostics.recorder import FlightRecorder
+from fabric.diagnostics.bypass import BypassChecks
+from fabric.diagnostics.recorder import FlightRecorder, Hooks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import RankFailedError
 from fabric.launchers.base import single_node_worlds
@@ -256,8 +259,13 @@ def detectors(number: int) -> list[UnevenInputDetector]:
     store = dist.HashStore()
     worlds = single_node_worlds(number)
     return [
-        UnevenInputDetector(FlightRecorder(), JobStore(store, world.rank, number), world.neighbours) for world in worlds
+        UnevenInputDetector(FlightRecorder(), JobStore(store, world.rank, number), BypassChecks(world, Hooks()))
+        for world in worlds
     ]
+
+
+def take_step(detector: UnevenInputDetector) -> None:
+    detector.on_forward(cast(Any, SimpleNamespace(prepares_sync=True)))
 
 
 @pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])
@@ -268,9 +276,9 @@ def test_the_second_of_two_ranks_raises(first: str) -> None:
         detector.on_epoch("0/0", own, length)
     for detector, own in zip((early, late), progress, strict=True):
         own.received = 1
-        detector.on_step()
+        take_step(detector)
     progress[0].finished, progress[1].received = True, 2
-    actions = [early.finish, late.on_step]
+    actions = [early.finish, partial(take_step, late)]
     actions = actions if first == "the one that finishes" else actions[::-1]
     assert outcome(actions[0]) == "fine"
     assert "rank 0 ran out of batches: its loader ended after 1" in outcome(actions[1])
@@ -286,12 +294,14 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
         def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
             return {rank: [0, 9] for rank in ranks if topic == "batches/0"}
 
-    detector = UnevenInputDetector(FlightRecorder(), Listening(dist.HashStore(), 0, 2), [1])
+    detector = UnevenInputDetector(
+        FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(single_node_worlds(2)[0], Hooks())
+    )
     progress = Progress()
     detector.on_epoch("0/0", progress, 9)
     for _ in range(9):
         progress.received += 1
-        detector.on_step()
+        take_step(detector)
     progress.finished = True
     detector.finish()
     assert written == ["batches/0", "step/0"]

@@ -35,9 +35,9 @@ from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, operations_behind, operations_recorded
 from fabric.diagnostics.recorder import Hooks
-from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import UsageError
 from fabric.tree import map_tensors
+from fabric.world import World
 
 __all__ = ["BypassChecks", "BypassGuard", "GradientContract", "callable_parts"]
 
@@ -84,31 +84,30 @@ class BypassChecks:
     """The checks of all modules that were set up.
 
     Args:
-        rank: rank of this process, for errors.
-        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
+        world: place of this process.
+        backward: what is called around backward passes.
+
+    Attributes:
+        on_forward: what is called at the start of each wrapped forward whose gradients need it.
     """
 
-    def __init__(self, rank: int, uneven: UnevenInputDetector | None) -> None:
-        self._rank, self._uneven = rank, uneven
+    def __init__(self, world: World, backward: Hooks) -> None:
+        self.world, self._backward = world, backward
+        self.on_forward: list[Callable[[BypassGuard], None]] = []
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
 
-    @property
-    def hooks(self) -> Hooks:
-        """The layer around backward passes."""
-        return Hooks(after_backward=self._after_backward) if self._guards else Hooks()
-
-    def watch(self, contract: GradientContract, prepared: nn.Module) -> "tuple[BypassGuard | None, Hooks]":
-        """Watch a prepared module: the guard, where gradients need a wrapped forward, and hooks for forward passes."""
+    def watch(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> "BypassGuard | None":
+        """Watch a prepared module by hooks around its forward pass; the guard, where gradients need that pass."""
         if not contract.needs_forward:
-            return None, Hooks()
-        guard = BypassGuard(contract, prepared, self._rank, self._uneven)
+            return None
+        if not self._guards:
+            self._backward.after.append(self._after_backward)
+        guard = BypassGuard(contract, prepared, self)
         self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
-        return guard, Hooks(before_forward=guard.before_forward, after_forward=guard.after_forward)
-
-    def left_local(self) -> bool:
-        """Whether the last backward pass left gradients of this rank alone, as one under ``no_backward_sync`` does."""
-        return any(guard.left_local for each in self._guards if (guard := each()) is not None)
+        forward.before.append(guard.before_forward)
+        forward.after.append(guard.after_forward)
+        return guard
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -128,23 +127,22 @@ class BypassGuard:
     Args:
         contract: how its gradients are synchronized.
         prepared: what the strategy made of it.
-        rank: rank of this process, for errors.
-        uneven: notified of each forward pass that prepares a synchronization, where there are other ranks.
+        checks: what it is one of.
+
+    Attributes:
+        prepares_sync: whether the latest wrapped forward prepares a synchronization.
     """
 
-    def __init__(
-        self, contract: GradientContract, prepared: nn.Module, rank: int, uneven: UnevenInputDetector | None
-    ) -> None:
-        self.contract, self.prepared, self._rank, self._uneven = contract, prepared, rank, uneven
-        self.left_local = False
-        self._synchronizes = contract.synchronizes
+    def __init__(self, contract: GradientContract, prepared: nn.Module, checks: BypassChecks) -> None:
+        self.contract, self._synchronizes = contract, contract.synchronizes
+        self._rank, self._on_forward = checks.world.rank, checks.on_forward
         self._depth = self._begin = 0
-        self._trains = self._prepares = False
+        self._trains = self.prepares_sync = False
         # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
-        parameters = contract.parameters()
         # Without other ranks there is nothing to synchronize.
-        self._frozen = {} if uneven is None else {name: p for name, p in parameters.items() if not p.requires_grad}
+        parameters = contract.parameters() if checks.world.world_size > 1 else {}
+        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
@@ -167,14 +165,14 @@ class BypassGuard:
         if self._depth > 1:
             return
         self._trains = torch.is_grad_enabled()
-        self._prepares = self._trains and self._synchronizes()
+        self.prepares_sync = self._trains and self._synchronizes()
         self._begin = operations_recorded()
         for hooks, number, _ in self._places:
             hooks.pop(number, None)
         if self._trains and self._frozen:
             self._check_frozen()
-        if self._prepares and self._uneven is not None and self._uneven.is_active:
-            self._uneven.on_step()
+        for call in self._on_forward:
+            call(self)
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""
@@ -186,8 +184,8 @@ class BypassGuard:
         if error is not None:
             self.contract.explain(error)
         elif self._trains:
-            self._passes.append((self._begin, operations_recorded(), not self._prepares))
-            self._sync_prepared |= self._prepares
+            self._passes.append((self._begin, operations_recorded(), not self.prepares_sync))
+            self._sync_prepared |= self.prepares_sync
             if self.contract.expects_unused:
                 _watch(output, self._hook)
 
@@ -224,9 +222,9 @@ class BypassGuard:
     def _on_gradient(self) -> None:
         synchronizes = self._synchronizes()
         if not self._sync_prepared:
-            self._sync_missed, self.left_local = synchronizes, self.left_local or not synchronizes
+            self._sync_missed = synchronizes
         elif synchronizes:
-            self._sync_used, self.left_local = True, False
+            self._sync_used = True
         else:
             raise UsageError(
                 f"backward through {self.contract.title} inside of no_backward_sync on rank {self._rank}",
@@ -236,10 +234,8 @@ class BypassGuard:
             )
 
     def _on_gradient_of_bypass(self, call: str, grad: Tensor) -> None:
-        if not self._sync_prepared:
-            if self._synchronizes():
-                self._refuse_bypass(call)
-            self.left_local = True
+        if not self._sync_prepared and self._synchronizes():
+            self._refuse_bypass(call)
 
     def _check_passes(self, loss: Tensor) -> None:
         # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.

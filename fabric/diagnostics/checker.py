@@ -24,7 +24,7 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 
 from fabric.communicators import Collective, Operation
-from fabric.diagnostics.recorder import Entry, in_words, location
+from fabric.diagnostics.recorder import Entry, in_words
 from fabric.diagnostics.stacks import exit_reason, has_ended, node
 from fabric.errors import CollectiveMismatchError
 from fabric.store import JobStore
@@ -70,7 +70,7 @@ class Call(NamedTuple):
         if collective.operation in (Operation.SEND, Operation.RECV):  # two ranks, and two operations
             ends = {"from": str(entry.members[0]), "to": str(entry.members[1])}
             facts = ends | {name: facts[name] for name in ("dtype", "shape")}
-        return cls(entry.group, tuple(entry.members), entry.operation, location(entry.place), facts, data)
+        return cls(entry.group, tuple(entry.members), entry.operation, entry.location, facts, data)
 
     def __str__(self) -> str:
         passed = _window(self.data, 0, _SHOWN)

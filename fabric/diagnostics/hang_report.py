@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from fabric.diagnostics.recorder import CLOSURE, HEADING, STEP, FlightRecorder, in_words, location, user_call
+from fabric.diagnostics.recorder import HEADING, FlightRecorder, in_words, user_call
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
 from fabric.launchers import ControlThread
@@ -103,15 +103,11 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
     try:
         own = dist.PrefixStore("watchdog", store.clone())  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
     except RuntimeError as error:
-        if isinstance(error, dist.DistError):
-            raise
         if not is_required:
             return None
-        raise ConfigurationError(
-            "a process group that was there before, made with a store of your own",
-            f"the watchdog needs a second connection to it, and its clone() does not work: {error}",
-            suggestion="Fabric(..., watchdog=0), without a report when ranks wait for each other",
-        ) from error
+        problem = f"the watchdog needs a second connection to its store, and the clone() of that does not work: {error}"
+        suggestion = "Fabric(..., watchdog=0), without a report when ranks wait for each other"
+        raise ConfigurationError("a process group that was there before", problem, suggestion=suggestion) from error
     own.set_timeout(_STORE_TIMEOUT)
     return own
 
@@ -266,24 +262,16 @@ class HangReporter:
         recorder = self.recorder
         phase, counts = recorder.phase, dict(recorder.counts)
         call = recorder.calls.get(recorder.thread) or next(iter(list(recorder.calls.values())), None)
-        steps = counts.get(STEP, 0) + counts.get(CLOSURE, 0)
-        more = f", step {steps if phase in (STEP, CLOSURE) else steps + 1}"
         key, latest = call.group if call else phase or recorder.newest, call or recorder.latest
         members = latest.members if latest and latest.group == key else ()
+        more = f", step {recorder.step}"
         if call:
             place = f"in {call}"
         else:
             user = user_call(sys._current_frames().get(recorder.thread))
-            place = f"in {phase or 'no collective'}{f' at {location(user)}' if user else ''}"
+            place = f"in {phase or 'no collective'}{f' at {user}' if user else ''}"
             more += f"; its latest collective was {latest}" if latest else ""
             more += f"; its latest phase was {key}" if not phase and key and not members else ""
-        return RankState(
-            place,
-            more,
-            bool(call or phase),
-            self._waited(time.monotonic()),
-            key,
-            () if len(members) == self._store.size else tuple(members),
-            counts,
-            self._stacks.own(),
-        )
+        members = () if len(members) == self._store.size else tuple(members)
+        waited = self._waited(time.monotonic())
+        return RankState(place, more, bool(call or phase), waited, key, members, counts, self._stacks.own())

@@ -1,9 +1,8 @@
 """The flight recorder: what this process is doing, as notes that checks and hang reports read.
 
-[Note: Hooks] Each diagnostic is a layer: functions that are called around forward and backward passes. Setup lists the
-layers once, and before and after each part they are called in the order of that list. The flight recorder is first, so
-that what another layer raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the
-same order.
+[Note: Hooks] Each diagnostic adds functions to those that are called before and after each forward pass of a module and
+each backward pass. They are called in the order in which they were added. The flight recorder is first, so that what
+another one raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the same order.
 """
 
 import contextlib
@@ -12,31 +11,18 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
 
-__all__ = [
-    "CLOSURE",
-    "HEADING",
-    "JOB",
-    "STEP",
-    "Entry",
-    "FlightRecorder",
-    "Hooks",
-    "RecordedCommunicator",
-    "in_words",
-    "location",
-    "user_call",
-]
+__all__ = ["CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "in_words", "user_call"]
 
 JOB = "job"
 STEP, CLOSURE = "optimizer step", "optimizer step with a closure"
@@ -50,8 +36,17 @@ _NOT_USERS = (
     contextlib.__file__,
 )
 
-CodePlace = tuple[CodeType, int]
-"""An instruction: the code that has it, and its offset there."""
+
+class CallSite(NamedTuple):
+    """An instruction: the code that has it, and its offset there. A file and line are made of it when somebody asks."""
+
+    code: CodeType
+    offset: int
+
+    def __str__(self) -> str:
+        lines = (line for start, end, line in self.code.co_lines() if start <= self.offset < end)
+        file = self.code.co_filename.removeprefix(os.getcwd() + os.sep)
+        return f"{file}:{next(lines, None) or self.code.co_firstlineno}"
 
 
 class Entry(NamedTuple):
@@ -63,7 +58,7 @@ class Entry(NamedTuple):
         number: of this collective among those of the group, from 1.
         operation: its name, as the user called it.
         name: of a barrier, else empty.
-        place: the user's call. A file and line are made of it only when somebody asks.
+        place: the user's call; None in a backward pass, whose threads are autograd's own.
     """
 
     group: str
@@ -71,26 +66,22 @@ class Entry(NamedTuple):
     number: int
     operation: str
     name: str
-    place: CodePlace | None
+    place: CallSite | None
+
+    @property
+    def location(self) -> str:
+        """File and line of the user's call."""
+        return str(self.place or "a backward pass")
 
     def __str__(self) -> str:
-        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {location(self.place)}"
+        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.location}"
 
 
-def user_call(frame: FrameType | None) -> CodePlace | None:
+def user_call(frame: FrameType | None) -> CallSite | None:
     """The innermost call from here outwards in code that is neither fabric's nor torch's; None when there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    return None if frame is None else (frame.f_code, frame.f_lasti)
-
-
-def location(place: CodePlace | None) -> str:
-    """File and line of an instruction; None is in a backward pass, whose threads are autograd's own."""
-    if place is None:
-        return "a backward pass"
-    code, offset = place
-    lines = (line for start, end, line in code.co_lines() if start <= offset < end)
-    return f"{code.co_filename.removeprefix(os.getcwd() + os.sep)}:{next(lines, None) or code.co_firstlineno}"
+    return None if frame is None else CallSite(frame.f_code, frame.f_lasti)
 
 
 def in_words(ranks: Collection[int]) -> str:
@@ -101,21 +92,18 @@ def in_words(ranks: Collection[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Hooks:
-    """One layer of ``[Note: Hooks]``. A function after a part is also called when the part raised.
+    """What is called around a part of the program; see ``[Note: Hooks]``.
 
     Attributes:
-        before_forward: called as ``before_forward()``.
-        after_forward: called as ``after_forward(output, error)``, one of which is None.
-        before_backward: called as ``before_backward()``.
-        after_backward: called as ``after_backward(loss, error)``; the error is None if there was none.
+        before: called without arguments.
+        after: called as ``after(result, error)``, also when the part raised. The result is the output of a forward
+            pass, None after an error, or the loss of a backward pass.
     """
 
-    before_forward: Callable[[], object] | None = None
-    after_forward: Callable[[Any, BaseException | None], object] | None = None
-    before_backward: Callable[[], object] | None = None
-    after_backward: Callable[[Tensor, BaseException | None], object] | None = None
+    before: list[Callable[[], object]] = field(default_factory=list)
+    after: list[Callable[[Any, BaseException | None], object]] = field(default_factory=list)
 
 
 class FlightRecorder:
@@ -151,14 +139,9 @@ class FlightRecorder:
         self.latest: Entry | None = None
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
 
-    def hooks(self, title: str = "") -> Hooks:
-        """The layer that notes phases: forward passes of the module ``title``, and backward passes."""
-        return Hooks(
-            before_forward=partial(self.enter, f"forward of {title}"),
-            after_forward=self.exit,
-            before_backward=partial(self.enter, "backward"),
-            after_backward=self.exit,
-        )
+    def hooks(self, phase: str) -> Hooks:
+        """Hooks that note a phase."""
+        return Hooks([partial(self.enter, phase)], [self.exit])
 
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""
@@ -172,6 +155,11 @@ class FlightRecorder:
         if error is not None:
             self.annotate(error)
         self.phase = self._outer.pop()
+
+    @property
+    def step(self) -> int:
+        """The number of the present step of an optimizer, or of the next one, from 1."""
+        return self.counts.get(STEP, 0) + self.counts.get(CLOSURE, 0) + (self.phase not in (STEP, CLOSURE))
 
     def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note that an optimizer begins a step; a hook before it."""

@@ -26,6 +26,7 @@ _LAUNCH = re.compile(
     rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/(launchers/|'
     r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
+_SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]
@@ -48,11 +49,10 @@ class Stacks:
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
-        self._signal = _signal()
         # What a user has installed stays, be it from C, of which Python knows nothing.
-        self._answers = self._signal != 0 and not _catches(os.getpid(), self._signal)
+        self._answers = _SIGNAL != 0 and not _catches(os.getpid())
         if self._answers:
-            faulthandler.register(self._signal, file=self._file, all_threads=True)
+            faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
 
     @property
     def address(self) -> Address:
@@ -68,7 +68,7 @@ class Stacks:
     def close(self) -> None:
         """Answer no more, and restore the handler of the signal."""
         if self._answers:
-            faulthandler.unregister(self._signal)
+            faulthandler.unregister(_SIGNAL)
         self._answers = False
         self._file.close()
 
@@ -80,12 +80,11 @@ def read_stack(address: Address) -> str:
         return "it does not answer, on another node"
     if has_ended(there, pid):
         return f"its process (pid {pid}) has ended"
-    number = _signal()
     with contextlib.suppress(OSError):  # it may end meanwhile
-        if fd >= 0 and _catches(pid, number):
+        if fd >= 0 and _catches(pid):
             with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
                 size = file.seek(0, os.SEEK_END)
-                os.kill(pid, number)
+                os.kill(pid, _SIGNAL)
                 if text := _written(file.fileno(), size):
                     held = "it does not answer: C++ code, or the system, holds its interpreter"
                     return f"{held}\n{_of_thread(text, thread)}"
@@ -112,14 +111,10 @@ def node() -> str:
         return os.uname().nodename
 
 
-def _signal() -> int:
-    return signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") and os.path.exists("/proc/self/status") else 0
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
+def _catches(pid: int) -> bool:
+    """Whether a process has a handler for the signal."""
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-    return bool(caught and int(caught[1], 16) >> (number - 1) & 1)
+    return bool(caught and int(caught[1], 16) >> (_SIGNAL - 1) & 1)
 
 
 def _written(fd: int, start: int) -> bytes:

@@ -1,4 +1,4 @@
-"""Checks of the first steps of each optimizer, for training that does not train, and of the order in ``Fabric.join``.
+"""Checks of the first steps of each optimizer, for training that does not train.
 
 [Note: Training checks] Some mistakes cost nothing but the result: parameters that no set-up module has, gradients that
 never arrive or are not reduced yet, replicas that drift apart. Hooks around an optimizer's first steps look for them
@@ -14,22 +14,21 @@ a warning, after the last of these steps.
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric._torch import local_tensor
-from fabric.diagnostics.bypass import BypassGuard, GradientContract
+from fabric.diagnostics.bypass import GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["JoinOrderCheck", "TrainingChecks", "fingerprint"]
+__all__ = ["TrainingChecks", "fingerprint"]
 
 _STEPS = 2
 _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
@@ -45,46 +44,37 @@ class TrainingChecks:
 
     Args:
         contracts: those of the modules that are set up.
-        left_local: whether the last backward pass left gradients of this rank alone.
         store: where ranks leave fingerprints for each other.
-        changed: called when there is something to watch again, or nothing any more.
+        backward: what is called around backward passes.
     """
 
-    def __init__(
-        self,
-        contracts: Callable[[], Sequence[GradientContract]],
-        left_local: Callable[[], bool],
-        store: JobStore,
-        changed: Callable[[], None],
-    ) -> None:
-        self.contracts, self.left_local, self.store, self._changed = contracts, left_local, store, changed
+    def __init__(self, contracts: Callable[[], Sequence[GradientContract]], store: JobStore, backward: Hooks) -> None:
+        self.contracts, self.store, self._backward = contracts, store, backward
         self._watched: list[_OptimizerChecks] = []
         self._numbers = count()
 
-    @property
-    def hooks(self) -> Hooks:
-        """The layer around backward passes; empty when no optimizer is watched."""
-        return Hooks(after_backward=self._after_backward) if self._watched else Hooks()
-
     def watch(self, optimizer: Optimizer) -> None:
         """Watch an optimizer from its next step on."""
+        if not self._watched:
+            self._backward.after.append(self._after_backward)
         self._watched.append(_OptimizerChecks(optimizer, next(self._numbers), self))
-        self._changed()
 
     def close(self) -> None:
         """Watch no optimizer any more; never from within a hook of one."""
-        for checks in self._watched:
-            checks.close()
-        self._watched = []
-        self._changed()
+        while self._watched:
+            self._forget(self._watched[0])
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         for checks in self._watched.copy() if error is None else ():
             checks.after_backward()
             if checks.is_finished:
-                checks.close()
-                self._watched.remove(checks)
-                self._changed()
+                self._forget(checks)
+
+    def _forget(self, checks: "_OptimizerChecks") -> None:
+        checks.close()
+        self._watched.remove(checks)
+        if not self._watched:
+            self._backward.after.remove(self._after_backward)
 
 
 class _OptimizerChecks:
@@ -227,60 +217,12 @@ class _OptimizerChecks:
         own, (other, theirs) = self._store.rank, json.loads(published)
         pairs = zip(self._names, self._fingerprint, theirs, strict=False)
         different = _some([name for name, mine, its in pairs if mine != its])
-        cause = "the same hyperparameters, closures, and changes of parameters outside of the optimizer"
-        if self._checks.left_local():
-            cause = "the last backward pass was inside no_backward_sync, and these gradients are this rank's own"
         raise UsageError(
             f"step {self._steps} of {self._kind} on rank {own}",
             f"the replicas of ranks {min(own, other)} and {max(own, other)} differ after it: {different}",
-            f"the same gradients and the same step on all ranks; {cause}",
-            f"forward and backward through model, and a step after a backward pass with synchronization; {_OFF}",
-        )
-
-
-class JoinOrderCheck:
-    """Checks that joined modules run in the order in which ranks without batches shadow them.
-
-    Those ranks make, module by module, the collectives of one forward pass and of the backward pass after it. In
-    another order the collectives of different modules would meet.
-
-    Args:
-        guards: those of the joined modules, in order.
-        rank: rank of this process.
-    """
-
-    def __init__(self, guards: Sequence[BypassGuard], rank: int) -> None:
-        self._guards, self._rank, self._passes = guards, rank, 0
-        self._handles = [guard.prepared.register_forward_pre_hook(partial(self._check, guard)) for guard in guards]
-
-    @property
-    def rounds(self) -> int:
-        """How often the first of them has run."""
-        return -(-self._passes // len(self._guards))
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _check(self, guard: BypassGuard, module: nn.Module, args: Any) -> None:
-        turn = self._passes % len(self._guards)
-        previous, next_one = self._guards[turn - 1], self._guards[turn]
-        if not torch.is_grad_enabled():
-            problem = "it is without gradients, and ranks that have no batches would wait for them"
-        elif previous.awaits_backward:
-            problem = f"the backward pass of {previous.contract.title} has not been made"
-        elif guard is not next_one:
-            problem = f"the next one is {next_one.contract.title}"
-        else:
-            self._passes += 1
-            return
-        raise UsageError(
-            f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
-            problem,
-            "for each batch a forward and a backward pass of each joined module, in the order of fabric.join",
-            "with fabric.join([first, second]): fabric.backward(loss(first(x))); fabric.backward(loss(second(x))); "
-            "and model.module(x), or the end of the with block, for a pass without gradients",
+            "the same hyperparameters and closures on all ranks, no other changes of parameters, and gradients that a "
+            "backward pass outside of no_backward_sync has synchronized",
+            f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
         )
 
 

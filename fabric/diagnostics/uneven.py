@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks with different numbers of batches end in an error and not in a hang.
+"""Uneven inputs: ranks with different numbers of batches end in an error and not in a hang, or join.
 
 [Note: Uneven inputs] A *step* is a forward pass after which the ranks synchronize gradients; all ranks have to take the
 same steps and, in between, the same collectives. A rank that has run out of batches goes on to a collective or to the
@@ -14,9 +14,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 
 from fabric.communicators import Collective
+from fabric.diagnostics.bypass import BypassChecks, BypassGuard
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.errors import UsageError
 from fabric.store import JobStore
@@ -39,8 +41,8 @@ class _Iteration:
     length: int | None
     unseen: list[int]
     """Neighbors whose length is not known yet."""
-    ended: bool = False
-    """Whether its end has been checked."""
+    is_checked: bool = False
+    """Whether its end has been."""
 
 
 class UnevenInputDetector:
@@ -49,18 +51,20 @@ class UnevenInputDetector:
     Args:
         recorder: of this process, which counts the collectives.
         store: where the ranks publish how far they are.
-        neighbors: the ranks that this one compares with.
+        bypass: calls :meth:`on_forward`, once that may matter.
 
     Attributes:
-        is_active: whether :meth:`on_step` has to be called, since an iteration over a loader has begun.
+        passes: forward passes of joined modules, in the latest ``fabric.join``.
     """
 
-    def __init__(self, recorder: FlightRecorder, store: JobStore, neighbors: Sequence[int]) -> None:
-        self.is_active = False
-        self._joined, self._generation = "", 0
-        self._recorder, self._store, self._rank, self._neighbors = recorder, store, store.rank, neighbors
+    def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
+        self._recorder, self._store, self._rank = recorder, store, store.rank
+        self._bypass, self._neighbors = bypass, bypass.world.neighbours
+        self._joined: list[BypassGuard] = []
+        self.passes = 0
+        self._generation = 0  # how often fabric.join has ended
         self._steps = self._counted = 0  # steps taken, and collectives of the job before the latest one
-        self._suspects = False
+        self._lengths_differ = False
         # The iteration that began last, and the one whose batches the last step was for.
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
@@ -77,26 +81,30 @@ class UnevenInputDetector:
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
         self._store.publish(f"batches/{loader}", [int(number), length])
         self._latest = _Iteration(loader, int(number), progress, length, list(self._neighbors))
-        self.is_active = not self._joined
-        self._set_checked(True)
+        self._watch()
 
-    def on_step(self) -> None:
-        """Note that a step begins, before anything waits for other ranks.
+    def on_forward(self, guard: BypassGuard) -> None:
+        """Note that a wrapped forward begins: that of a step, if it prepares a synchronization.
 
         Raises:
-            UsageError: another rank has run out of batches, and will not take it.
+            UsageError: another rank has run out of batches, and will not take it; or it is another joined module's
+                turn.
         """
+        if self._joined:
+            self._check_order(guard)
+        if self._joined or not guard.prepares_sync:
+            return
         between, self._counted = self._recorder.counts[JOB] - self._counted, self._recorder.counts[JOB]
         self._steps += 1
         latest = self._latest
-        if latest is None or self._joined:
+        if latest is None:
             return
         is_first = latest is not self._trained and latest.progress.received > 0 and not latest.progress.finished
         if is_first:
             self._trained = latest
-        if self._trained is not None and self._trained.unseen:
-            self._compare(self._trained)
-        if not is_first and not self._suspects:
+        if self._trained is not None:
+            self._compare_lengths(self._trained)
+        if not is_first and not self._lengths_differ:
             return
         self._store.publish(f"step/{self._generation}", [self._steps, between])
         ends = self._store.read(f"end/{self._generation}", self._neighbors)
@@ -105,16 +113,22 @@ class UnevenInputDetector:
                 self._refuse(f"step {self._steps} of rank {self._rank}", other, batches, self._rank)
 
     def check(self, entry: Entry, collective: Collective) -> None:
-        """Compare before a collective over all ranks; a check of the flight recorder, while an iteration is going on.
+        """Compare before a collective over all ranks; a check of the flight recorder.
 
         Raises:
             UsageError: this rank has run out of batches while another takes one more step; or ranks go on without each
                 other.
         """
-        if entry.group == JOB:
-            if self._joined:
-                self._refuse_in_join()
-            self._check_ends(self._recorder.counts[JOB] - self._counted)
+        if entry.group != JOB:
+            return
+        if self._joined:
+            raise UsageError(
+                f"a collective over all ranks inside of fabric.join on rank {self._rank}",
+                "a rank that has run out of batches takes no part in it",
+                "forward and backward passes of the joined modules, and steps of their optimizers",
+                "the collective, be it a checkpoint or a metric, after the with block",
+            )
+        self._check_ends(self._recorder.counts[JOB] - self._counted)
 
     def finish(self) -> None:
         """Compare at the end of the job, as :meth:`check` does."""
@@ -123,66 +137,89 @@ class UnevenInputDetector:
             self._check_ends(self._recorder.counts[JOB] - self._counted + 1)
 
     @contextmanager
-    def suspended(self, request: str) -> Iterator[None]:
+    def joined(self, guards: Sequence[BypassGuard]) -> Iterator[None]:
         """Within, ranks take different numbers of steps, and no collectives; afterward they start to count anew.
 
         Args:
-            request: what the user called.
+            guards: those of the joined modules, in order.
 
         Raises:
             UsageError: inside of another one.
         """
         if self._joined:
             raise UsageError(
-                f"{request} inside of {self._joined} on rank {self._rank}",
+                f"fabric.join inside of fabric.join on rank {self._rank}",
                 "a rank that has run out of batches can answer for one of them only",
-                "one at a time",
-                "with fabric.join([first, second]): for several modules",
+                suggestion="with fabric.join([first, second]): for several modules",
             )
-        self._joined, self.is_active = request, False
-        self._set_checked(True)
+        self._joined, self.passes = [*guards], 0
+        self._watch()
         try:
             yield
         finally:
-            self._joined, self._generation = "", self._generation + 1
+            self._joined, self._generation = [], self._generation + 1
             self._steps, self._counted = 0, self._recorder.counts[JOB]
             self._latest = self._trained = None
-            self._set_checked(False)
+
+    def _watch(self) -> None:
+        if not self._bypass.on_forward:
+            self._bypass.on_forward.append(self.on_forward)
+            self._recorder.checks = (self.check, *self._recorder.checks)
+
+    def _check_order(self, guard: BypassGuard) -> None:
+        """Raise unless joined modules run in the order in which ranks without batches shadow them.
+
+        Those ranks make, module by module, the collectives of one forward pass and of the backward pass after it. In
+        another order the collectives of different modules would meet.
+        """
+        turn = self.passes % len(self._joined)
+        previous, expected = self._joined[turn - 1], self._joined[turn]
+        if guard not in self._joined:
+            return
+        if not torch.is_grad_enabled():
+            problem = "it is without gradients, and ranks that have no batches would wait for them"
+        elif previous.awaits_backward:
+            problem = f"the backward pass of {previous.contract.title} has not been made"
+        elif guard is not expected:
+            problem = f"the next one is {expected.contract.title}"
+        else:
+            self.passes += 1
+            return
+        raise UsageError(
+            f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
+            problem,
+            "for each batch a forward and a backward pass of each joined module, in the order of fabric.join",
+            "with fabric.join([first, second]): fabric.backward(loss(first(x))); fabric.backward(loss(second(x))); "
+            "and model.module(x), or the end of the with block, for a pass without gradients",
+        )
 
     def _check_ends(self, collectives: int) -> None:
         """Compare for the iterations that have ended since; ``collectives`` is how many followed the latest step."""
-        iterations = [each for each in (self._latest, self._trained) if each is not None and not each.ended]
-        for iteration in iterations:
-            if iteration.progress.finished and not iteration.ended:
-                iteration.ended = True
-                self._compare(iteration)
-                # A neighbor that has published nothing yet may find that it has more.
-                if self._suspects or iteration.unseen:
-                    self._publish_end(iteration.progress.received, collectives)
-        self._set_checked(not all(each.ended for each in iterations))
+        for iteration in (self._latest, self._trained):
+            if iteration is None or iteration.is_checked or not iteration.progress.finished:
+                continue
+            iteration.is_checked = True
+            self._compare_lengths(iteration)
+            # A neighbor that has published nothing yet may find that it has more.
+            if not self._lengths_differ and not iteration.unseen:
+                continue
+            batches = iteration.progress.received
+            self._store.publish(f"end/{self._generation}", [self._steps, collectives, batches])
+            for other, (steps, between) in self._store.read(f"step/{self._generation}", self._neighbors).items():
+                if steps == self._steps + 1 and between < collectives:
+                    request = f"a collective, or the end of the job, after step {self._steps} of rank {self._rank}"
+                    self._refuse(request, self._rank, batches, other)
 
-    def _publish_end(self, batches: int, collectives: int) -> None:
-        self._store.publish(f"end/{self._generation}", [self._steps, collectives, batches])
-        for other, (steps, between) in self._store.read(f"step/{self._generation}", self._neighbors).items():
-            if steps == self._steps + 1 and between < collectives:
-                request = f"a collective, or the end of the job, after step {self._steps} of rank {self._rank}"
-                self._refuse(request, self._rank, batches, other)
-
-    def _compare(self, iteration: _Iteration) -> None:
-        if iteration.length is None:
-            self._suspects = True
+    def _compare_lengths(self, iteration: _Iteration) -> None:
+        self._lengths_differ |= iteration.length is None
         for other, (number, length) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
             if number >= iteration.number:
                 iteration.unseen.remove(other)
                 # One that is further ended this iteration earlier, after nobody knows how many batches.
-                self._suspects |= number > iteration.number or length != iteration.length
-
-    def _set_checked(self, checked: bool) -> None:
-        others = tuple(check for check in self._recorder.checks if check != self.check)
-        self._recorder.checks = (self.check, *others) if checked else others
+                self._lengths_differ |= number > iteration.number or length != iteration.length
 
     def _refuse(self, request: str, early: int, batches: int, late: int) -> NoReturn:
-        step = self._steps if early != self._rank else self._steps + 1
+        step = self._steps + (early == self._rank)
         raise UsageError(
             request,
             f"rank {early} ran out of batches: its loader ended after {batches}, and it takes no part in step {step}, "
@@ -190,12 +227,4 @@ class UnevenInputDetector:
             "equally many batches on all ranks, or a loop within fabric.join, which goes on with the others",
             'fabric.setup_dataloaders(loader, uneven="drop") or "pad", which shards them; or '
             "with fabric.join(model): for batch in loader: ...",
-        )
-
-    def _refuse_in_join(self) -> NoReturn:
-        raise UsageError(
-            f"a collective over all ranks inside of {self._joined} on rank {self._rank}",
-            "a rank that has run out of batches takes no part in it",
-            "forward and backward passes of the joined modules, and steps of their optimizers",
-            "the collective, be it a checkpoint or a metric, after the with block",
         )
