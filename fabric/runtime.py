@@ -1,7 +1,7 @@
 """The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -63,7 +63,7 @@ class Runtime:
         self.recorder: FlightRecorder | None = None
         self._is_started = self._owns_group = False
         self._background: Communicator | None = None
-        self._closers: list[Callable[[], None]] = []
+        self._closers = ExitStack()
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
@@ -144,12 +144,10 @@ class Runtime:
 
     def _disconnect(self) -> bool:
         """Close all but the process group; whether that is still to be closed."""
-        for close in self._closers:
-            close()
+        self._closers.close()
         closes_group = self._owns_group and dist.is_initialized()
         self._is_started = self._owns_group = False
         self._background = None
-        self._closers.clear()
         self._meshes.clear()
         self.store.close()
         return closes_group
@@ -161,7 +159,7 @@ class Runtime:
             is_asynchronous = self.communicator.device.type != "cpu"
             reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
             self.recorder = reporter.recorder
-            self._closers.append(reporter.close)
+            self._closers.callback(reporter.close)
             reporter.start()
         if self.check_collectives:
             # A file that few programs need.
@@ -169,7 +167,7 @@ class Runtime:
 
             checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
             self.recorder.checks = (checker.check,)
-            self._closers.append(checker.close)
+            self._closers.callback(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
     def _connect(self) -> dist.Store:

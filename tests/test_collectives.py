@@ -376,7 +376,7 @@ def refused(communicator):
         try:
             all_reduce(communicator, tree, Reduce(op))
         except ConfigurationError as error:
-            parts = (error.request, error.problem, error.expected, error.suggestion)
+            parts = (error.request, error.problem, error.suggestion)
             if not all(parts) or not re.search(pattern, " ".join(parts)):
                 missed.append((place, str(error)))
         else:

@@ -39,11 +39,7 @@ WIRE_DTYPES = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    torch.float8_e8m0fnu: torch.float32,
+    **{getattr(torch, name): torch.float32 for name in dir(torch) if name.startswith("float8_")},
 }
 MEAN_WIRE_DTYPES = {
     **WIRE_DTYPES,
@@ -52,12 +48,6 @@ MEAN_WIRE_DTYPES = {
     torch.complex32: torch.complex64,
 }
 _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
-# The numbers of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
-_OTHER_NUMBERS: tuple[tuple[type, type[int] | type[float] | type[complex]], ...] = (
-    (Integral, int),
-    (Real, float),
-    (Complex, complex),
-)
 _ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
 _PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _dtype_of = attrgetter("dtype")
@@ -231,7 +221,8 @@ def as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
     """A leaf as a Python number, and the dtype in which it travels; None when it is no number."""
     if type(leaf) in _NUMBERS:
         return leaf, _NUMBERS[type(leaf)]
-    for abstract, kind in _OTHER_NUMBERS:
+    # The numbers of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
+    for abstract, kind in ((Integral, int), (Real, float), (Complex, complex)):
         if isinstance(leaf, abstract):
             return None if isinstance(leaf, Enum) else (kind(leaf), _NUMBERS[kind])
     return None

@@ -73,7 +73,8 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    return _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves, structure)
+    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves)
+    return unflatten(structure, leaves)
 
 
 def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False) -> Any:
@@ -134,27 +135,21 @@ def _exchange(
     if op is not None:
         _check_reduction(op, buckets, structure, operation)
     collective = Collective(operation, reduce=op, call=CallDescription(operation.value, arguments))
-    return _run(communicator, collective, buckets, leaves, structure, detach=not sync_grads)
+    _run(communicator, collective, buckets, leaves, detach=not sync_grads)
+    return unflatten(structure, leaves)
 
 
 def _run(
-    communicator: Communicator,
-    template: Collective,
-    buckets: Sequence[Bucket],
-    leaves: list[Any],
-    structure: Structure,
-    *,
-    detach: bool = False,
-) -> Any:
-    """One collective for each bucket; the collection of the results."""
+    communicator: Communicator, template: Collective, buckets: Sequence[Bucket], leaves: list[Any], detach: bool = False
+) -> None:
+    """Make one collective for each bucket, and put the results in the places of the leaves."""
     by_rank = template.operation is Operation.ALL_GATHER or template.operation is Operation.ALL_TO_ALL
     for bucket in buckets:
         buffer = bucket.buffer(communicator.device, detach, template.reduce is Reduce.MEAN)
-        collective = replace(template, buffer=buffer)
+        collective = Collective(template.operation, buffer, template.reduce, template.peer, call=template.call)
         tracked = buffer.requires_grad and torch.is_grad_enabled()
         result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
         bucket.unpack(result, leaves, communicator.size if by_rank else None)
-    return unflatten(structure, leaves)
 
 
 def _signature(tree: Any, grads: bool, numbers: bool = True, ragged: bool = False) -> list[str]:
@@ -212,31 +207,28 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
             trained = [place for place, leaf in zip(bucket.places, bucket.tensors, strict=True) if leaf.requires_grad]
             place = min(trained or [*bucket.places, *bucket.number_places], default=0)
             leaf = leaf_paths(structure)[place] or "the tensor or number"
-            raise ConfigurationError(
-                f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})", *problem
-            )
+            request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})"
+            raise ConfigurationError(request, problem[0], suggestion=problem[1])
 
 
-def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str, str] | None:
-    """Why a reduction has no meaning for a dtype, what has, and what to write instead; None where it has one."""
+def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str] | None:
+    """Why a reduction has no meaning for a dtype, and what to write instead; None where it has one."""
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
-        expected = '"min" (true on all ranks), "max" (true on any rank), and the bitwise reductions'
-        return f"booleans have no {op.value}", expected, "x.long() for a count, x.float() for a mean"
+        return (
+            f"booleans have no {op.value}",
+            'reduce_op="min" for all, "max" for any; x.long() or x.float() for a count',
+        )
     if op is Reduce.MEAN and not is_inexact:
-        expected = '"sum", "min", "max", "product" for integers'
-        return "the mean of integers is not an integer", expected, 'reduce_op="sum", or float(x) for a mean'
+        return "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
     if op in _BITWISE and is_inexact:
-        return f"{op.value} is over bits", "integers and booleans for bitwise reductions", "x.long(), or x > 0"
+        return f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
     if dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
-        problem = f"no backend carries uint64, and as int64 its {op.value} is another"
-        return problem, '"sum" and "product" for uint64', "x.long(), for values below 2**63"
+        return f"no backend carries uint64, and as int64 its {op.value} is another", "x.long(), for values below 2**63"
     if dtype.is_complex and op in _ORDERED:
-        problem = f"complex numbers have no {op.value} over ranks"
-        return problem, '"mean" and "sum" for complex numbers', "fabric.all_gather(x).prod(0), or x.abs()"
-    if tracked and op in _ORDERED:
-        problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
-        return problem, '"mean" and "sum" for tensors that require a gradient', "x.detach()"
+        return f"complex numbers have no {op.value} over ranks", "fabric.all_gather(x).prod(0), or x.abs()"
+    if tracked:
+        return f"the {op.value} over ranks has no gradient, and this tensor requires one", "x.detach()"
     return None
 
 
