@@ -648,8 +648,7 @@ class Fabric:
         process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on gives the ranks 30 s
         instead of 3. ``teardown`` changes it back.
         """
-        received = self._running("should_stop").stop_request.received()
-        return self.strategy.reduce_boolean_decision(received, all=False)
+        return self.reduce_boolean_decision(self._running("should_stop").stop_request.received(), all=False)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """A context in which the first process goes first and the others wait until it is done; for downloads.
@@ -797,8 +796,8 @@ class Fabric:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
-        plan = replace(self._plan, launcher=InlineLauncher())
-        return {**self.__dict__, "_plan": plan, "_session": None, "_closed": False}
+        own = {"_plan": replace(self._plan, launcher=InlineLauncher()), "_session": None, "_closed": False}
+        return {**vars(self), **own}
 
     def _enter_rank(self, world: World | None) -> None:
         """Join the job, in a process that was just started for it."""

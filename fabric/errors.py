@@ -51,9 +51,8 @@ class FabricError(Exception):
         Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
-        expected = self.expected and f"Valid: {self.expected}"
-        suggestion = self.suggestion and f"Write: {self.suggestion}"
-        return "\n  ".join(filter(None, (self.request, self.problem, expected, suggestion)))
+        advice = (self.expected and f"Valid: {self.expected}", self.suggestion and f"Write: {self.suggestion}")
+        return "\n  ".join(filter(None, (self.request, self.problem, *advice)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The third part carries the notes that were added on the way.
