@@ -121,8 +121,12 @@ class DDPStrategy(ParallelStrategy):
                 for tensor in (*module.parameters(), *module.buffers()):
                     tensor.copy_(self.broadcast(tensor.detach()))
             return module
-        if self.sync_batchnorm:
-            self._cleanup += _sync_batchnorms(module)
+        for layer in module.modules() if self.sync_batchnorm else ():
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                self._cleanup.append(partial(_set_class, ref(layer), type(layer)))
+                # The same object, with its parameters, buffers and hooks: torch's own conversion makes another one.
+                vars(layer)["process_group"] = None
+                layer.__class__ = nn.SyncBatchNorm
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
         if self.ddp_comm_hook is not None:
@@ -216,35 +220,11 @@ class DDPStrategy(ParallelStrategy):
         return self.ddp_comm_state
 
 
-def _sync_batchnorms(module: nn.Module) -> Sequence[Callable[[], None]]:
-    """Replace BatchNorm layers by torch's SyncBatchNorm, which shares their parameters and buffers.
-
-    Returns:
-        A function for each layer that puts it back.
-    """
-    if isinstance(module, _BatchNorm):
-        problem = f"this {type(module).__name__} has no parent, inside of which its replacement would be"
-        raise ConfigurationError("setup with sync_batchnorm=True", problem, suggestion="nn.Sequential(batch_norm)")
-    found = [
-        (parent, name, layer)
-        for parent in module.modules()
-        for name, layer in parent.named_children()
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
-    ]
-    for parent, name, layer in found:
-        setattr(parent, name, nn.SyncBatchNorm.convert_sync_batchnorm(layer))
-    # Weak, so that a model that the user drops is freed.
-    return [partial(_revert_batchnorm, ref(parent), name, layer) for parent, name, layer in found]
-
-
-def _revert_batchnorm(parent: ref[nn.Module], name: str, original: nn.Module) -> None:
-    """Put a layer back, with the values that its replacement has now."""
-    module = parent()
-    synced = None if module is None else module._modules.get(name)
-    if isinstance(synced, nn.SyncBatchNorm):
-        original._parameters, original._buffers = synced._parameters, synced._buffers
-        original.training = synced.training
-        setattr(module, name, original)
+def _set_class(layer: ref[nn.Module], kind: type[nn.Module]) -> None:
+    """Give a layer its class back, unless the user has dropped it."""
+    found = layer()
+    if found is not None:
+        found.__class__ = kind
 
 
 class _Packed(NamedTuple):
