@@ -93,29 +93,29 @@ def measure(job: Job) -> Peak:
 
 def run_job(job: Job) -> Peak:
     """Train in ``job.ranks`` processes; a single rank is this one."""
-    strategy, deferred = KINDS[job.kind]
+    strategy, in_init_module = KINDS[job.kind]
     with Fabric(accelerator="cpu", devices=job.ranks, strategy=strategy, launcher="forkserver") as fabric:
-        results = fabric.launch(train_and_weigh, deferred, (job.layers, job.width), return_all=True)
+        results = fabric.launch(train_and_weigh, in_init_module, (job.layers, job.width), return_all=True)
     return Peak(*(max(values) for values in zip(*results, strict=True)))
 
 
-def train_and_weigh(fabric: Fabric, deferred: bool, size: tuple[int, int]) -> tuple[int, int, int]:
+def train_and_weigh(fabric: Fabric, in_init_module: bool, size: tuple[int, int]) -> tuple[int, int, int]:
     """Runs in every rank; returns the three numbers of a :class:`Peak`."""
-    for _ in train(fabric, deferred, *WARM_UP):
+    for _ in train(fabric, in_init_module, *WARM_UP):
         pass
     gc.collect()
     before = reset_peak()
-    phases = train(fabric, deferred, *size)
+    phases = train(fabric, in_init_module, *size)
     parameters = next(phases)
     set_up = peak() - before
     next(phases)
     return parameters, set_up, peak() - before
 
 
-def train(fabric: Fabric, deferred: bool, layers: int, width: int) -> Iterator[int]:
+def train(fabric: Fabric, in_init_module: bool, layers: int, width: int) -> Iterator[int]:
     """Yield the bytes of the parameters twice: once the model is set up, and once it is trained."""
     torch.manual_seed(0)
-    with fabric.init_module() if deferred else nullcontext():
+    with fabric.init_module() if in_init_module else nullcontext():
         model: nn.Module = gpt()(VOCABULARY, BLOCK_SIZE, layers=layers, width=width)
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters())
