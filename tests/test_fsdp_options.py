@@ -149,8 +149,6 @@ def test_every_tensor_has_the_dtype_of_the_precision(
         ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
         ({"sharding_strategy": "ZERO"}, ConfigurationError, ["'ZERO'", "'SHARD_GRAD_OP'"]),
         ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ConfigurationError, ["NO_SHARD", "DDP"]),
-        ({"device_mesh": (2, 2)}, ConfigurationError, ["FULL_SHARD", "(2, 2)"]),
-        ({"device_mesh": 4}, ConfigurationError, ["device_mesh=4"]),
         ({"state_dict_type": "shards"}, ConfigurationError, ["'shards'", "'sharded' or 'full'"]),
     ],
 )
@@ -163,12 +161,18 @@ def test_wrong_options_are_refused_at_construction(
     assert caught.value.expected
 
 
-@pytest.mark.parametrize("mesh", [(2, 2), (0, 2)])
-def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(mesh: tuple[int, int]) -> None:
+@pytest.mark.parametrize("mesh", [(2, 2), (0, 2), (6,), (1, 1, 6)])
+def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(mesh: tuple[int, ...]) -> None:
     strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
         resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
     assert "(3, 2)" in caught.value.expected
+
+
+def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
+    with pytest.raises(ConfigurationError, match="FULL_SHARD") as caught:
+        resolve(accelerator="cpu", devices=4, strategy=FSDPStrategy(device_mesh=(2, 2)), env={})
+    assert "device_mesh=(4,)" in caught.value.expected
 
 
 @pytest.mark.parametrize(

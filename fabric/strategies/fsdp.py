@@ -31,7 +31,7 @@ from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
-from fabric.strategies.init_module import MappedMemory, created_on, is_mapped, receive_values, registered_on_meta
+from fabric.strategies.init_module import built_for_shards, created_on, is_mapped, receive_values
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]
@@ -114,7 +114,7 @@ class FSDPStrategy(ParallelStrategy):
         self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies, instead)
         self.state_dict_type = options.parse_name("state_dict_type", state_dict_type, ("sharded", "full"))
         self.saves_shards = self.state_dict_type == "sharded"
-        self.device_mesh = options.check_device_mesh(device_mesh, self.sharding_strategy)
+        self.device_mesh = device_mesh
         self.cpu_offload = options.parse_cpu_offload(cpu_offload)
         self.backward_prefetch = options.parse_backward_prefetch(backward_prefetch)
         self.mixed_precision, self._buffer_dtype = options.parse_mixed_precision(mixed_precision)
@@ -128,20 +128,19 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
-        options.check_world(self.device_mesh, len(devices) * num_nodes)
+        options.check_mesh(self.device_mesh, self.sharding_strategy, len(devices) * num_nodes)
 
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
-        options.check_world(self.device_mesh, self.world_size)
+        options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
         if not self.is_global_zero:
             return
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
-        has_no_mesh = self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None
-        if has_no_mesh and self.runtime.world.num_nodes == 1:
+        if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:
             warnings.warn(
                 "HYBRID_SHARD without device_mesh has a replica for each node, and there is one node: it shards like "
                 f"FULL_SHARD. For replicas within the node: device_mesh=(2, {max(1, self.world_size // 2)})",
@@ -150,8 +149,6 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for forward in list(self._forwards.values()):
-            forward.close()
         self._forwards = {}
         super().teardown()
 
@@ -166,7 +163,7 @@ class FSDPStrategy(ParallelStrategy):
         that rank 0's is in.
         """
         before, receives = torch.get_rng_state(), source == "rank0" and not self.is_global_zero
-        memory = registered_on_meta(empty) if empty or receives else MappedMemory(warn=self.local_rank == 0)
+        memory = built_for_shards(empty, receives, warn=self.local_rank == 0)
         with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
             yield
         if source == "rank0" and not empty:
@@ -226,7 +223,7 @@ class FSDPStrategy(ParallelStrategy):
         _shard(communicator, root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
             _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        self._forwards[id(root)] = ShardedForward(root, self.global_rank)
+        self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank)
         return module
 
     def _recomputed(self, root: nn.Module) -> list[nn.Module]:
@@ -234,8 +231,8 @@ class FSDPStrategy(ParallelStrategy):
 
     def _check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:
         own = set() if module is None else set(module.parameters())
-        models = [forward.root for forward in self._forwards.values()]
-        gathered = {p for root in models for p in root.parameters() if local_tensor(p) is p}
+        roots = [forward.root for forward in self._forwards.values()]
+        gathered = {each for root in roots for each in root.parameters() if local_tensor(each) is each}
         for optimizer in optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if any(hasattr(parameter, options.SHARD) for parameter in parameters):
@@ -321,7 +318,7 @@ class FSDPStrategy(ParallelStrategy):
         return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
 
     def _mesh(self) -> DeviceMesh:
-        if self.device_mesh is not None and not isinstance(self.device_mesh, tuple):
+        if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
         if self.sharding_strategy != "HYBRID_SHARD":
             return self.runtime.mesh(shards=self.world_size)
@@ -335,23 +332,20 @@ class ShardedForward:
 
     Args:
         root: the user's module, sharded already.
+        fsdp_modules: its parts that gather their parameters themselves.
         rank: rank of this process, for errors.
 
     Attributes:
         synchronizes: whether a backward pass reduces gradients; torch has a setter for it, but no getter.
     """
 
-    def __init__(self, root: Any, rank: int) -> None:
-        from torch.distributed.fsdp import FSDPModule  # takes a second to import; here it has been
-
+    def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int) -> None:
         self.root, self.synchronizes, self._rank = root, True, rank
-        self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
+        self._sharded: list[Any] = [*fsdp_modules, root]
         self._depth, self._finished = 0, True
-        self._handles = [
-            root.register_forward_pre_hook(self._enter, prepend=True),
-            root.register_forward_hook(self._finish),
-            root.register_forward_hook(self._leave, always_call=True),
-        ]
+        root.register_forward_pre_hook(self._enter, prepend=True)
+        root.register_forward_hook(self._finish)
+        root.register_forward_hook(self._leave, always_call=True)
         # First, before FSDP's own hooks take a part for the root of a model. Off within a forward pass, to save time.
         self._places = [
             hook_place(part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True))
@@ -368,13 +362,6 @@ class ShardedForward:
         finally:
             self.synchronizes = before
             self.root.set_requires_gradient_sync(before)
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-        for hooks, number, _ in self._places:
-            hooks.pop(number, None)
 
     def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
         # In the backward pass the user's own activation checkpointing calls parts again.
@@ -413,8 +400,8 @@ class ShardedForward:
             hooks.move_to_end(number, last=False)
         if not self._finished:
             if hasattr(root, "reset_iter_state"):  # added after torch 2.11
-                self.root.reset_iter_state()
                 self._finished = True
+                self.root.reset_iter_state()
         elif not torch.is_grad_enabled():
             # No backward pass will do it, and a change of whole parameters would be lost.
             for part in self._sharded:

@@ -8,7 +8,6 @@ at a time. A parameter that several modules share has to belong to one FSDP modu
 
 import hashlib
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -28,10 +27,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SHARD",
-    "check_device_mesh",
+    "check_mesh",
     "check_same_model",
     "check_shardable",
-    "check_world",
     "choose_modules",
     "find_fsdp_modules",
     "parse_backward_prefetch",
@@ -55,31 +53,16 @@ def parse_name(option: str, value: Any, names: Sequence[str], suggestion: str = 
     raise ConfigurationError(f"FSDPStrategy({option}={value!r})", "", " or ".join(map(repr, names)), suggestion)
 
 
-def check_device_mesh(mesh: Any, sharding_strategy: str) -> tuple[int, ...] | DeviceMesh | None:
-    """A mesh with as many dimensions as the sharding strategy uses: two (replicas, shards) for ``HYBRID_SHARD``."""
-    if mesh is None:
-        return None
-    sizes = tuple(mesh) if isinstance(mesh, tuple | list) else getattr(mesh, "shape", ())
-    dimensions = 2 if sharding_strategy == "HYBRID_SHARD" else 1
-    if len(sizes) != dimensions:
+def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int) -> None:
+    """Raise a ConfigurationError unless a mesh has the strategy's dimensions, and a place for each process."""
+    sizes = [(world_size,)]
+    if sharding_strategy == "HYBRID_SHARD":
+        sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
+    if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
         raise ConfigurationError(
-            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={mesh!r})",
-            f"{sharding_strategy} takes a mesh of {dimensions} dimension(s)",
-            "(replicas, shards) for HYBRID_SHARD, (shards,) for the others; or a DeviceMesh, or None",
-            'FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))',
-        )
-    return mesh if isinstance(mesh, DeviceMesh) else sizes
-
-
-def check_world(mesh: Any, world_size: int) -> None:
-    """Raise a ConfigurationError unless the sizes of the mesh multiply to the number of processes."""
-    sizes = (world_size,) if mesh is None else tuple(getattr(mesh, "shape", mesh))
-    if math.prod(sizes) != world_size:
-        pairs = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
-        raise ConfigurationError(
-            f"FSDPStrategy(device_mesh={sizes}) in a job of {world_size} processes",
-            f"a mesh of these sizes has {math.prod(sizes)} places",
-            ", ".join(map(str, pairs if len(sizes) == 2 else [(world_size,)])),
+            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={mesh!r}) in a job of {world_size} "
+            "processes",
+            expected=f"device_mesh={' or '.join(map(str, sizes))}, or a DeviceMesh of these sizes",
         )
 
 
@@ -117,12 +100,8 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
             expected="MixedPrecisionPolicy, or MixedPrecision with keep_low_precision_grads=False",
             suggestion='Fabric(precision="bf16-mixed"), or precision="bf16-true" for gradients in low precision',
         )
-    policy = MixedPrecisionPolicy(
-        param_dtype=value.param_dtype,
-        reduce_dtype=value.reduce_dtype,
-        cast_forward_inputs=value.cast_forward_inputs or value.cast_root_forward_inputs,
-    )
-    return policy, value.buffer_dtype
+    casts = value.cast_forward_inputs or value.cast_root_forward_inputs
+    return MixedPrecisionPolicy(value.param_dtype, value.reduce_dtype, cast_forward_inputs=casts), value.buffer_dtype
 
 
 def parse_backward_prefetch(value: Any) -> int | None:
@@ -269,24 +248,23 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: FabricE
 
 def _layout(root: nn.Module) -> str:
     """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
+    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
     numbers: dict[int, int] = {}
     layout = []
-    for named in (root.named_parameters, root.named_buffers):
-        for name, each in named(remove_duplicate=False):
-            number = numbers.setdefault(id(each), len(numbers))
-            is_empty = isinstance(each, EmptyParameter)
-            layout.append((name, number, each.shape, each.dtype, each.requires_grad, is_empty))
+    for name, each in tensors:
+        number = numbers.setdefault(id(each), len(numbers))
+        layout.append((name, number, each.shape, each.dtype, each.requires_grad, isinstance(each, EmptyParameter)))
     return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
+    containers = [module for module in root.modules() if isinstance(module, (*_LISTS, nn.Sequential))]
     in_containers = [
         child
-        for parent in root.modules()
-        if isinstance(parent, (*_LISTS, nn.Sequential))
+        for parent in containers
         for child in parent.children()
         # A layer without parts in a sequence is too small for a collective of its own.
-        if _has_parts(child) or not isinstance(parent, nn.Sequential)
+        if _has_parts(child) or isinstance(parent, _LISTS)
     ]
     with_parts = [module for module in root.modules() if _has_parts(module) and module is not root]
     for candidates in (in_containers, with_parts):
@@ -307,12 +285,11 @@ def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
         numel = sum(parameter.numel() for parameter in module.parameters())
         recurses = policy(module=module, recurse=True, nonwrapped_numel=numel)
         inner = sum(map(held, module.children())) if recurses else 0
-        if module in (root, *found) or not _can_be_sharded(module):
-            return inner
-        if not policy(module=module, recurse=False, nonwrapped_numel=numel - inner):
-            return inner
-        found.append(module)
-        return numel
+        is_candidate = module not in (root, *found) and _can_be_sharded(module)
+        if is_candidate and policy(module=module, recurse=False, nonwrapped_numel=numel - inner):
+            found.append(module)
+            return numel
+        return inner
 
     held(root)
     return found

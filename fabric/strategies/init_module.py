@@ -7,8 +7,8 @@ has no name, in the folder for temporary files: disk in place of memory, one mod
 Nothing is left however the process ends. ``setup`` shards one FSDP module after another, and frees the files of each.
 
 Where no values are needed, parameters of 64 KB or more become meta tensors when a module registers them: in an empty
-build, and on ranks that receive those of rank 0. In an empty build everything else is real, such as tables in buffers,
-which no checkpoint may hold.
+build, and on ranks that receive those of rank 0. Everything else is real, such as tables in buffers, which no
+checkpoint may hold.
 """
 
 import ctypes
@@ -17,23 +17,24 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as registration
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+from typing_extensions import TypeIs
 
 from fabric._torch import DispatchMode, allocates_outputs
 from fabric.communicators import Communicator
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "created_on", "is_mapped", "receive_values", "registered_on_meta"]
+__all__ = ["EmptyParameter", "MappedMemory", "built_for_shards", "created_on", "is_mapped", "receive_values"]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -122,40 +123,41 @@ class EmptyParameter(nn.Parameter):
     """A meta parameter that a checkpoint is to fill. A class, since that survives ``deepcopy``."""
 
 
-@contextmanager
-def registered_on_meta(empty: bool) -> Iterator[None]:
-    """Within this context, tensors of 64 KB or more become meta tensors when a module registers them.
+def built_for_shards(empty: bool, receives: bool, warn: bool) -> AbstractContextManager[Any]:
+    """A context in which modules are built as ``[Note: Building for shards]`` says.
 
     Args:
-        empty: whether parameters become an :class:`EmptyParameter`, and buffers stay; else both are to be received.
+        empty: the values of parameters are left to a checkpoint.
+        receives: this rank receives all values from rank 0.
+        warn: see :class:`MappedMemory`, and the errors there.
     """
-    parameter = EmptyParameter if empty else nn.Parameter
+    if empty or receives:
+        return _registered_on_meta(EmptyParameter if empty else nn.Parameter)
+    return MappedMemory(warn)
+
+
+@contextmanager
+def _registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
+    """Within this context, parameters of 64 KB or more become meta parameters when a module registers them."""
     replacements = WeakTensorKeyDictionary()
 
-    def replace(module: nn.Module, name: str, tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not _is_large(tensor):
+    def replace(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
+        if not _is_large(tensor):
             return None
         if tensor not in replacements:
-            replacement = tensor.detach().to("meta")
-            if isinstance(tensor, nn.Parameter):
-                replacement = parameter(replacement, requires_grad=tensor.requires_grad)
-            vars(replacement).update(vars(tensor))
-            replacements[tensor] = replacement
+            replacements[tensor] = parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+            vars(replacements[tensor]).update(vars(tensor))
         return replacements[tensor]
 
-    hook: Any = replace  # may return a replacement; torch annotates that it returns nothing
-    handles = [registration.register_module_parameter_registration_hook(hook)]
-    if not empty:
-        handles.append(registration.register_module_buffer_registration_hook(hook))
+    handle = register_module_parameter_registration_hook(replace)
     try:
         yield
     except Exception as error:
-        where = "With empty_init=True" if empty else 'With source="rank0", on the other ranks'
-        error.add_note(f"{where}, parameters of 64 KB or more are meta tensors, which have no values.")
+        where = 'With empty_init=True, and with source="rank0" on the other ranks,'
+        error.add_note(f"{where} parameters of 64 KB or more are meta tensors, which have no values.")
         raise
     finally:
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -213,7 +215,7 @@ class _WithoutInit(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_large(value: Any) -> bool:
+def _is_large(value: Any) -> TypeIs[Tensor]:
     """Whether this is a plain tensor of 64 KB or more in the memory of the CPU."""
     is_plain = type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided
     return is_plain and value.device.type == "cpu" and value.nbytes >= SMALLEST
