@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "COMPILED_MODULE",
     "DispatchMode",
     "OneLevel",
     "abort_process_group",
@@ -190,9 +191,13 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
         waiting += [before for before, _ in node.next_functions]
 
 
+# The name under which a ``torch.compile(module)`` holds the module.
+COMPILED_MODULE = "_orig_mod"
+
+
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
-    inner = module._modules.get("_orig_mod")
+    inner = module._modules.get(COMPILED_MODULE)
     return module if inner is None else inner
 
 

@@ -674,7 +674,7 @@ def several_failures(fabric: Fabric, path: Path) -> list[str]:
 def test_what_fails_on_one_rank_raises_on_all_and_leaves_the_old_data(path):
     first, second = run_in_ranks(several_failures, path, **FSDP)
     assert second[0].startswith("ArgumentTypeError")
-    assert "only on rank 1: more" in second[1]
+    assert "not both rank 0 and rank 1 have these tensors: more" in second[1]
     assert "untouched" in second[2]
     assert all(text.startswith("CheckpointError") and "failed on rank 1 of 2" in text for text in first)
     assert_same(io.load(path), {"x": torch.ones(3), "step": 1})
@@ -782,30 +782,6 @@ def test_a_rank_may_hold_several_pieces_of_a_tensor(path):
     assert_same(io.load(path)["table"], expected)
     assert len(shards(path)) == 4
     read_by_torch(path, {"table": expected})
-
-
-def entered_files(fabric: Fabric, path: Path) -> dict[str, set[str]]:
-    """The files of fabric in which a save calls something, on this rank, by format."""
-    state = {**parts(fabric, seed=1), "step": 1}
-    found: dict[str, set[str]] = {}
-    for form in (FullCheckpoint(), ShardedCheckpoint()):
-        fabric.strategy.checkpoint_io = form
-        kind = type(form).__name__
-        fabric.save(path / kind, state)
-        seen: set[str] = set()
-        sys.setprofile(lambda frame, event, argument, seen=seen: seen.add(frame.f_code.co_filename))
-        try:
-            fabric.save(path / kind, state)
-        finally:
-            sys.setprofile(None)
-        found[kind] = {name.rpartition("/fabric/")[2] for name in seen if "/fabric/" in name and "/tests/" not in name}
-    return found
-
-
-def test_a_save_passes_through_few_files(path):
-    for found in run_in_ranks(entered_files, path):
-        assert len(found["FullCheckpoint"]) <= 12, sorted(found["FullCheckpoint"])
-        assert len(found["ShardedCheckpoint"]) <= 12, sorted(found["ShardedCheckpoint"])
 
 
 class Counting(Communicator):

@@ -168,6 +168,13 @@ def test_safetensors_are_written_without_the_library(path, state):
     assert set(load_file(path.parent / "w.safetensors")) == {"encoder", "decoder", "half"}
 
 
+def test_a_parameter_whose_name_safetensors_keeps_for_itself_is_an_error(path):
+    save({"model": {"__metadata__": torch.ones(2)}}, path)
+    with pytest.raises(ConfigurationError, match="__metadata__"):
+        consolidate(path, path.parent / "weights.safetensors")
+    assert os.listdir(path.parent) == ["step-100"]
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -64,7 +64,6 @@ from fabric.errors import CheckpointError, CheckpointNotFoundError, Configuratio
 
 __all__ = ["ShardedCheckpoint", "consolidate"]
 
-T = TypeVar("T")
 # By name, the checksum of a data file, and its chunks by tensor: where it begins, its shape, and its place in the file.
 _Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
 
@@ -111,8 +110,8 @@ class ShardedCheckpoint:
         communicator = communicator or LocalCommunicator(torch.device("cpu"))
         rank = communicator.rank
 
-        def agreed(action: Callable[[], T]) -> T:
-            def writing() -> T:
+        def agreed(action: Callable[[], Any]) -> Any:
+            def writing() -> Any:
                 with write_errors(request):
                     return action()
 
@@ -121,17 +120,14 @@ class ShardedCheckpoint:
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         tree, own_names, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
-            target: Any = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
+            target = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
             folder, save, names = communicator.broadcast_object((*target[:2], own_names) if target else None, 0)
 
             def write() -> _Files:
-                if names.keys() != tensors.keys():
-                    here, there = (
-                        listed(sorted(map(fqn, places))) for places in (tensors.keys() - names, names.keys() - tensors)
-                    )
+                if different := names.keys() ^ tensors.keys():
                     raise CheckpointError(
                         request,
-                        f"tensors only on rank {rank}: {here}; only on rank 0: {there}",
+                        f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(map(fqn, different)))}",
                         "a state of the same structure on every rank, also with what only one rank needs",
                     )
                 by_name = {name: tensors[place] for place, name in names.items()}
@@ -268,24 +264,18 @@ def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
 
 
 def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> str:
-    """The name of the entry that holds a model's weights."""
-    models = [name for name, entry in content.items() if _is_model(entry)]
-    if key is None and len(models) == 1:
-        return models[0]
-    if key not in models:
-        problem = f"of its entries, {len(models) or 'none'} can be a model; --key names none of them"
-        raise ConfigurationError(request, problem, listed(map(repr, models)))
-    return key
-
-
-def _is_model(entry: Any) -> bool:
-    """Whether names stand for tensors in it; beside them a module's state may hold extra values of its own."""
-    return (
-        isinstance(entry, Mapping)
-        and all(isinstance(name, str) for name in entry)
-        and any(isinstance(value, Tensor) for value in entry.values())
-        and not any(isinstance(value, Mapping | list | tuple) for value in entry.values())
-    )
+    """The name of the entry that is a model's state: names of tensors and, beside them, extra values that are plain."""
+    models = []
+    for name, entry in content.items():
+        values = list(entry.values()) if isinstance(entry, Mapping) and all(isinstance(at, str) for at in entry) else []
+        if any(isinstance(each, Tensor) for each in values) and not any(
+            isinstance(each, Mapping | list | tuple) for each in values
+        ):
+            models.append(name)
+    if key in models or (key is None and len(models) == 1):
+        return key or models[0]
+    problem = f"of its entries, {len(models) or 'none'} can be a model; --key names none of them"
+    raise ConfigurationError(request, problem, listed(map(repr, models)))
 
 
 def _save_weights(request: str, weights: Mapping[str, Any], output: Path) -> None:

@@ -8,8 +8,8 @@ code. Anything else is refused when it is saved, not when it is loaded, when the
 [Note: JSON with type tags]
 What JSON has no type for is an object with one key that begins with ``$``, the *tag*, which is the name of the type:
 ``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept
-elsewhere under that name. Every plain value is restored with its type and every bit. A dict is a JSON object where its
-keys are strings that no tag could be, and else, as subclasses of dict, a list of pairs.
+elsewhere under that name. Every plain value is restored with its type and every bit. A dict, whose keys may be of any
+type, is a list of pairs behind its tag.
 
 A *place* is the tuple of keys and indices that leads from a state to one of its values, such as
 ``("model", "layer.weight")``.
@@ -25,7 +25,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -286,13 +286,13 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
         place = (*place, ...) if kind is set else place
         items = [encode(item, take, (*place, index), above) for index, item in enumerate(value)]
         return items if kind is list else {tag: items}
-    if kind is dict and all(type(key) is str and not key.startswith("$") and _is_json(key, str) for key in value):
-        return {key: encode(item, take, (*place, key), above) for key, item in value.items()}
     pairs = [
         [encode(key, take, (*place, ..., key)), encode(item, take, (*place, key), above)] for key, item in value.items()
     ]
-    attributes = encode(dict(getattr(value, "__dict__", {})), take, (*place, ..., "__dict__"), above)
-    return {tag: pairs, **({"attributes": attributes} if attributes else {})}
+    written: dict[str, Any] = {tag: pairs}
+    if attributes := getattr(value, "__dict__", None):
+        written["attributes"] = encode(attributes, take, (*place, ..., "__dict__"), above)
+    return written
 
 
 def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = None, present: Any = None) -> Any:
@@ -307,19 +307,21 @@ def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = N
         return [unflatten_state(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
-    tag, content = next(iter(value.items()), ("", cast(Any, None)))
+    tag, content = next(iter(value.items()))
     if tag == "$tensor" and tensors is not None:
         return tensors(content, present)
     if tag in _READERS:
         return _READERS[tag](content)
-    kind: Any = _COLLECTIONS[tag] if tag.startswith("$") else dict
-    if kind in (tuple, set):
-        return kind(unflatten_state(content, tensors))
-    mapping, inside = kind(), present if isinstance(present, Mapping) else None
-    for key, item in [(unflatten_state(key), item) for key, item in content] if tag in _COLLECTIONS else value.items():
-        if inside is None or key in inside or not (isinstance(item, dict) and "$tensor" in item):
-            mapping[key] = unflatten_state(item, tensors, inside and inside.get(key))
-    if tag in _COLLECTIONS and "attributes" in value:
+    if tag in ("$tuple", "$set"):
+        return _COLLECTIONS[tag](unflatten_state(content, tensors))
+    mapping: Any = _COLLECTIONS[tag]()
+    for name, item in content:
+        key = unflatten_state(name)
+        if not isinstance(present, Mapping):
+            mapping[key] = unflatten_state(item, tensors)
+        elif key in present or not (isinstance(item, dict) and "$tensor" in item):
+            mapping[key] = unflatten_state(item, tensors, present.get(key))
+    if "attributes" in value:
         vars(mapping).update(unflatten_state(value["attributes"]))
     return mapping
 
