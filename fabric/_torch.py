@@ -31,7 +31,6 @@ __all__ = [
     "in_backward",
     "leave_join",
     "local_tensor",
-    "max_over_shards",
     "operations_behind",
     "operations_recorded",
     "own_versions",
@@ -159,19 +158,6 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """
     if {"gloo", "nccl"} & set(dist.get_backend_config(group).replace(",", ":").split(":")):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def max_over_shards(value: Tensor, sharded: Tensor) -> Tensor:
-    """Collective for a DTensor: the largest ``value`` of shape ``()`` over the ranks that ``sharded`` is sharded over.
-
-    Like :func:`local_tensor` it takes a tensor for a DTensor by its attributes.
-    """
-    mesh = getattr(sharded, "device_mesh", None)
-    if mesh is None:
-        return value
-    from torch.distributed.tensor import DTensor, Partial  # takes a second to import; here it has been
-
-    return DTensor.from_local(value, mesh, [Partial("max")] * mesh.ndim, run_check=False).full_tensor()
 
 
 def in_backward() -> bool:

@@ -5,9 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from fabric._torch import full_tensor, local_tensor, max_over_shards
+from fabric._torch import full_tensor, local_tensor
 from fabric.errors import ConfigurationError, NonFiniteGradientError
 
 __all__ = ["clip_gradients"]
@@ -57,17 +58,13 @@ def clip_gradients(
 
 
 def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    if not math.isinf(norm_type) or all(local_tensor(grad) is grad for grad in grads):
+    sharded: list[Any] = [grad for grad in grads if local_tensor(grad) is not grad]
+    if not sharded or not math.isinf(norm_type):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
     # A shard may be empty, which has no infinity norm; and a maximum over ranks may lose what is not a number.
-    by_mesh: dict[Any, list[Tensor]] = {}
-    for grad in grads:
-        by_mesh.setdefault(getattr(grad, "device_mesh", None), []).append(grad)
-    norms = [max_over_shards(_largest([local_tensor(grad) for grad in group]), group[0]) for group in by_mesh.values()]
-    return _largest(norms)
-
-
-def _largest(tensors: list[Tensor]) -> Tensor:
-    maxima = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in tensors]
-    largest = torch.stack([maximum.to(maxima[0].device) for maximum in maxima]).max()
-    return largest.nan_to_num(nan=math.inf, posinf=math.inf)
+    local = [local_tensor(grad) for grad in grads]
+    maxima = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in local]
+    device = sharded[0].device_mesh.device_type  # not that of gradients that are kept on the CPU
+    largest = torch.stack([maximum.to(device) for maximum in maxima]).max().nan_to_num(nan=math.inf, posinf=math.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from fabric import Fabric, _torch
 
@@ -32,14 +31,6 @@ def test_a_backward_pass_is_noticed_from_inside():
     x.sum().backward()
     seen.append(_torch.in_backward())
     assert seen == [False, True, False]
-
-
-def test_the_largest_value_over_shards_is_a_plain_tensor(group):
-    value, mesh = torch.tensor(3.0), dist.init_device_mesh("cpu", (1,))
-    assert _torch.max_over_shards(value, torch.ones(2)) is value
-    sharded = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-    assert type(_torch.max_over_shards(value, sharded)) is torch.Tensor
-    assert _torch.max_over_shards(value, sharded) == 3
 
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():
