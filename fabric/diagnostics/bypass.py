@@ -136,7 +136,7 @@ class BypassGuard:
     def __init__(self, contract: GradientContract, prepared: nn.Module, checks: BypassChecks) -> None:
         self.contract, self._synchronizes = contract, contract.synchronizes
         self._rank, self._on_forward = checks.world.rank, checks.on_forward
-        self._depth = self._begin = 0
+        self._begin = 0
         self._trains = self.prepares_sync = False
         # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
@@ -161,9 +161,6 @@ class BypassGuard:
 
     def before_forward(self) -> None:
         """Note that a wrapped forward begins."""
-        self._depth += 1
-        if self._depth > 1:
-            return
         self._trains = torch.is_grad_enabled()
         self.prepares_sync = self._trains and self._synchronizes()
         self._begin = operations_recorded()
@@ -176,9 +173,6 @@ class BypassGuard:
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""
-        self._depth -= 1
-        if self._depth:
-            return
         for hooks, number, hook in self._places:
             hooks[number] = hook
         if error is not None:
@@ -199,7 +193,7 @@ class BypassGuard:
 
     def watch_output(self, output: Any, call: str) -> None:
         """Note that ``output`` is of a call that may have bypassed the wrapped forward."""
-        if not self._depth and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             _watch(output, partial(self._on_gradient_of_bypass, call))
 
     def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -70,7 +70,7 @@ class Call(NamedTuple):
         if collective.operation in (Operation.SEND, Operation.RECV):  # two ranks, and two operations
             ends = {"from": str(entry.members[0]), "to": str(entry.members[1])}
             facts = ends | {name: facts[name] for name in ("dtype", "shape")}
-        return cls(entry.group, tuple(entry.members), entry.operation, entry.location, facts, data)
+        return cls(entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data)
 
     def __str__(self) -> str:
         passed = _window(self.data, 0, _SHOWN)
@@ -143,8 +143,6 @@ class CollectiveChecker:
                 problem = f"this rank makes no further collectives: {own.end_reason}"
                 raise CollectiveMismatchError(f"{full} (rank {self._rank} of {self._size})", problem) from self._error
             self._own = own = own._replace(begun={**own.begun, entry.group: entry.number})
-            if len(entry.members) == 1:
-                return
             self._latest = call
             self._publish(own._replace(calls=(*own.calls, call)))
         try:
@@ -227,9 +225,13 @@ class CollectiveChecker:
         waits_for, pending = dict[int, list[int]](), [self._rank]
         while pending:
             rank = pending.pop()
-            if rank not in waits_for:
-                waits_for[rank] = _waits_for(records, rank)
-                pending += waits_for[rank]
+            record = records[rank]
+            # One that waits in several threads may go on in any of them.
+            calls = record.calls if len(record.calls) == 1 else ()
+            waits_for[rank] = [
+                r for call in calls for r in call.members if records[r].count(call.group) < record.count(call.group)
+            ]
+            pending += [r for r in waits_for[rank] if r not in waits_for]
         try:
             TopologicalSorter(waits_for).prepare()
         except CycleError as error:
@@ -311,15 +313,6 @@ def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int,
     """The calls of the ranks that are in call ``number`` of the group."""
     begun = ((r, call) for r, record in records.items() if record.count(group) == number for call in record.calls)
     return {r: call for r, call in begun if call.group == group}
-
-
-def _waits_for(records: Mapping[int, _Record], rank: int) -> list[int]:
-    """The members of the rank's call who have not begun it."""
-    record = records[rank]
-    if len(record.calls) != 1:
-        return []
-    group, number = record.calls[0].group, record.count(record.calls[0].group)
-    return [r for r in record.calls[0].members if records[r].count(group) < number]
 
 
 def _latest(record: _Record) -> str:

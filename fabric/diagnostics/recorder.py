@@ -58,7 +58,7 @@ class Entry(NamedTuple):
         number: of this collective among those of the group, from 1.
         operation: its name, as the user called it.
         name: of a barrier, else empty.
-        place: the user's call; None in a backward pass, whose threads are autograd's own.
+        place: of the user's call, as text or what becomes one.
     """
 
     group: str
@@ -66,15 +66,10 @@ class Entry(NamedTuple):
     number: int
     operation: str
     name: str
-    place: CallSite | None
-
-    @property
-    def location(self) -> str:
-        """File and line of the user's call."""
-        return str(self.place or "a backward pass")
+    place: object
 
     def __str__(self) -> str:
-        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.location}"
+        return f"{self.operation}{f'({self.name!r})' if self.name else ''} at {self.place}"
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:
@@ -230,7 +225,7 @@ class RecordedCommunicator(Communicator):
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
         operation = collective.operation.value if collective.call is None else collective.call.operation
-        place = user_call(sys._getframe(1))
+        place = user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
         entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry

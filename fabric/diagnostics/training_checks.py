@@ -115,17 +115,10 @@ class _OptimizerChecks:
         # A closure computes the gradients within the step.
         if self.is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
-        trained, with_gradient = _trained(optimizer), _ids(p for p in _trained(optimizer) if p.grad is not None)
-        self._check_reduced(_ids(trained))
-        # In a single process nothing has to be synchronized.
-        if self._store.size > 1:
-            self._check_set_up(optimizer, with_gradient)
-        self._had_gradient |= with_gradient
-        if self._backwards:
-            self._check_gradients(_ids(trained))
-
-    def _check_reduced(self, trained: set[int]) -> None:
-        for contract in self._checks.contracts():
+        trained = _ids(_trained(optimizer))
+        with_gradient = _ids(p for p in _trained(optimizer) if p.grad is not None)
+        foreign, contracts = with_gradient, self._checks.contracts()
+        for contract in contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
                     "the last backward pass did not reduce the gradients, so that the step would not see those of "
@@ -133,26 +126,29 @@ class _OptimizerChecks:
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
-
-    def _check_set_up(self, optimizer: Optimizer, with_gradient: set[int]) -> None:
-        for contract in self._checks.contracts():
             # Those that a sharded module held at setup count, and those that it holds now.
-            with_gradient = with_gradient - _ids([*contract.parameters().values(), *contract.module.parameters()])
-        foreign = [
+            foreign = foreign - _ids([*contract.parameters().values(), *contract.module.parameters()])
+        if foreign and self._store.size > 1:  # in a single process nothing has to be synchronized
+            self._refuse_foreign(optimizer, foreign)
+        self._had_gradient |= with_gradient
+        if self._backwards:
+            self._check_gradients(contracts, trained)
+
+    def _refuse_foreign(self, optimizer: Optimizer, foreign: set[int]) -> NoReturn:
+        names = [
             f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
             for number, group in enumerate(optimizer.param_groups)
             for index, parameter in enumerate(group["params"])
-            if id(parameter) in with_gradient
+            if id(parameter) in foreign
         ]
-        if foreign:
-            self._refuse(
-                f"these belong to no module that is set up, and their gradients differ between ranks: {_some(foreign)}",
-                "parameters of modules that went through setup()",
-                f"fabric.setup(module) for the module that has them, be it the loss function; {_OFF}",
-            )
+        self._refuse(
+            f"these belong to no module that is set up, and their gradients differ between ranks: {_some(names)}",
+            "parameters of modules that went through setup()",
+            f"fabric.setup(module) for the module that has them, be it the loss function; {_OFF}",
+        )
 
-    def _check_gradients(self, trained: set[int]) -> None:
-        for contract in self._checks.contracts():
+    def _check_gradients(self, contracts: Sequence[GradientContract], trained: set[int]) -> None:
+        for contract in contracts:
             missing = self._without_gradient(contract, trained)
             if missing and contract.needs_all_gradients:
                 self._refuse(

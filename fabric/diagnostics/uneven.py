@@ -90,7 +90,7 @@ class UnevenInputDetector:
             UsageError: another rank has run out of batches, and will not take it; or it is another joined module's
                 turn.
         """
-        if self._joined:
+        if guard in self._joined:
             self._check_order(guard)
         if self._joined or not guard.prepares_sync:
             return
@@ -174,8 +174,6 @@ class UnevenInputDetector:
         """
         turn = self.passes % len(self._joined)
         previous, expected = self._joined[turn - 1], self._joined[turn]
-        if guard not in self._joined:
-            return
         if not torch.is_grad_enabled():
             problem = "it is without gradients, and ranks that have no batches would wait for them"
         elif previous.awaits_backward:
