@@ -41,7 +41,7 @@ class Runtime:
         watchdog: how long a rank waits for others before a report is printed; zero for never.
         device: that of this process.
         communicator: the collectives over all processes of the job, from :meth:`start` on.
-        store: what the ranks leave for each other.
+        store: values that the ranks share.
         recorder: what this process is doing, where there are others that may wait for it; else None.
     """
 
@@ -73,7 +73,7 @@ class Runtime:
 
         Args:
             communicator: the collectives over all ranks, from a caller that has connected them.
-            store: where they leave values for each other, likewise.
+            store: through which they share values, likewise.
         """
         self.accelerator.activate(self.device)
         self._is_started = True

@@ -1,4 +1,4 @@
-"""The store of a job, where ranks leave values for each other: no collectives, and nobody waits but for rank 0."""
+"""The store of a job, through which ranks share values without a collective; the only wait is for rank 0."""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ __all__ = ["JobStore", "find_store"]
 
 
 class JobStore:
-    """What the ranks of a job leave for each other. A key is for one of the ways to write a value.
+    """Values that the ranks of a job share. A key is for one of the ways to write a value.
 
     Args:
         store: shared by the ranks; one of this process where there are no others.
@@ -33,8 +33,6 @@ class JobStore:
         Raises:
             UsageError: rank 0 wrote no value within the timeout.
         """
-        if self.size == 1:
-            return value
         if self.rank == 0:
             self.set(key, value)
             return value

@@ -9,16 +9,8 @@ from operator import itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from fabric.data.state import EpochState, LoaderSpec, State, length_of
 from fabric.errors import ConfigurationError
@@ -30,6 +22,7 @@ Uneven = Literal["pad", "drop"]
 Place = tuple[int, int]  # rank and number of replicas
 FromRank0 = Callable[[str, bytes], bytes]
 _T = TypeVar("_T")
+_RANDOM_SAMPLERS = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
 _DRAW = "draw"  # the phase in which the first entry is drawn
 
 
@@ -60,7 +53,7 @@ def shard(
             base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
     else:
         order, unit, batches = _find_order(loader)
-        streams, own_place = _streams_of(order, loader.generator), _place_of(order)
+        streams, own_place = _streams_of(order, own), _place_of(order)
         if enabled and own_place is not None and own_place != place:
             raise ConfigurationError(
                 f"setup_dataloaders(loader) with a {type(order).__name__} for rank {own_place[0]} of {own_place[1]}",
@@ -99,24 +92,22 @@ def _place_of(sampler: Any) -> Place | None:
     return None
 
 
-def _streams_of(sampler: Any, generator: torch.Generator | None) -> Streams:
+def _streams_of(sampler: Any, own: tuple[torch.Generator, ...]) -> Streams:
     """The random streams that a sampler may draw from.
 
     Args:
         sampler: torch's own samplers are known exactly; any other may draw from every stream the process shares, from
             the generators it holds, and from the loader's.
-        generator: the loader's.
+        own: the loader's generator, if it has one.
     """
     kind = type(sampler)
     if kind in (SequentialSampler, list, tuple, range) or _place_of(sampler):
         return Streams()
     if kind is BatchSampler:
-        return _streams_of(sampler.sampler, generator)
-    if kind in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
+        return _streams_of(sampler.sampler, own)
+    if kind in _RANDOM_SAMPLERS:
         return Streams(shared=("torch",)) if sampler.generator is None else Streams(generators=(sampler.generator,))
-    found = dict.fromkeys(_generators_in(sampler))
-    if generator is not None:
-        found[generator] = None
+    found = dict.fromkeys((*_generators_in(sampler), *own))
     return Streams(shared=("python", "numpy", "torch"), generators=tuple(found))
 
 
