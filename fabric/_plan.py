@@ -51,6 +51,12 @@ STRATEGIES: Mapping[str, Any] = {
 _ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS}
 CHECK = "FABRIC_CHECK"
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("accelerator", "strategy", "devices", "num_nodes"), "auto"),
+    **dict.fromkeys(("precision", "environment", "launcher", "timeout")),
+    "check_collectives": False,
+    "watchdog": DEFAULT_WATCHDOG,
+}
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
 _Found = tuple[Environment, World] | None  # what made this process, and its place
@@ -115,31 +121,12 @@ class Plan:
         return lines
 
 
-def resolve(
-    *,
-    accelerator: Accelerator | str = "auto",
-    strategy: Strategy | str = "auto",
-    devices: int | str | Sequence[int] = "auto",
-    num_nodes: int | str = "auto",
-    precision: Precision | str | int | None = None,
-    environment: Environment | str | None = None,
-    launcher: Launcher | str | None = None,
-    check_collectives: bool = False,
-    timeout: timedelta | float | None = None,
-    watchdog: timedelta | float = DEFAULT_WATCHDOG,
-    env: Mapping[str, str] | None = None,
-) -> Plan:
+def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     """The plan of one job. Arguments and errors are those of ``Fabric``; ``env`` replaces ``os.environ``."""
     env = os.environ if env is None else env
-    given: dict[str, Any] = {
-        "accelerator": accelerator,
-        "strategy": strategy,
-        "devices": devices,
-        "num_nodes": num_nodes,
-        "precision": precision,
-        "environment": environment,
-        "timeout": None if timeout is None else _parse_duration("timeout", timeout),
-    }
+    given: dict[str, Any] = {**_DEFAULTS, **arguments}
+    if given["timeout"] is not None:
+        given["timeout"] = _parse_duration("timeout", given["timeout"])
     for argument, variable in RUN_OPTIONS.items():
         if value := env.get(variable):
             source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
@@ -161,7 +148,8 @@ def resolve(
     if world is None and (one_process or len(where) * nodes == 1):
         world = World()
     spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
-    chosen_launcher = _choose_launcher(launcher, chosen, spec, world, found, by_name=isinstance(strategy, str))
+    by_name = isinstance(given["strategy"], str)
+    launcher = _choose_launcher(given["launcher"], chosen, spec, world, found, by_name)
     return Plan(
         accelerator=hardware,
         devices=where,
@@ -169,11 +157,11 @@ def resolve(
         precision=parse_precision(given["precision"]),
         strategy=chosen,
         world=world,
-        launcher=chosen_launcher,
-        started_by=found[0].name if found else chosen_launcher.name if world is None else "this script",
-        check_collectives=check_collectives or _parse_switch(CHECK, env.get(CHECK, "")),
+        launcher=launcher,
+        started_by=found[0].name if found else launcher.name if world is None else "this script",
+        check_collectives=given["check_collectives"] or _parse_switch(CHECK, env.get(CHECK, "")),
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
-        watchdog=_parse_duration("watchdog", watchdog),
+        watchdog=_parse_duration("watchdog", given["watchdog"]),
     )
 
 
