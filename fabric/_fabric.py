@@ -694,9 +694,8 @@ class Fabric:
             CheckpointError: this save, or an earlier one with ``async_``, failed on some process; or ``path`` is of the
                 other kind.
         """
-        session = self._running("save")
-        with session.phase("save"):
-            return session.checkpoint().save(Path(path), state, filter, trainable_only, async_)
+        with self._running("save").checkpoints("save") as checkpoints:
+            return checkpoints.save(Path(path), state, filter, trainable_only, async_)
 
     def load(
         self,
@@ -730,9 +729,8 @@ class Fabric:
             CheckpointError: it is damaged or does not fit, with all reasons.
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
-        session = self._running("load")
-        with session.phase("load"):
-            return session.checkpoint().load(Path(path), state, strict, rng, weights_only is not False)
+        with self._running("load").checkpoints("load") as checkpoints:
+            return checkpoints.load(Path(path), state, strict, rng, weights_only is not False)
 
     def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
@@ -742,9 +740,8 @@ class Fabric:
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
-        session = self._running("load_raw")
-        with session.phase("load_raw"):
-            session.checkpoint().load_raw(Path(path), obj, strict, weights_only is not False)
+        with self._running("load_raw").checkpoints("load_raw") as checkpoints:
+            checkpoints.load_raw(Path(path), obj, strict, weights_only is not False)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process only."""

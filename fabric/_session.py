@@ -198,8 +198,9 @@ class Session:
             for each, state in zip(stepped, states, strict=True):
                 each.load_state_dict(state)
 
-    def checkpoint(self) -> "CheckpointCoordinator":
-        """Saves and loads the checkpoints of this job."""
+    @contextmanager
+    def checkpoints(self, phase: str) -> Iterator["CheckpointCoordinator"]:
+        """Saves and loads the checkpoints of this job, in a phase of that name."""
         # A tenth of the package, which nothing needs before the first save.
         from fabric.checkpoint.save_load import CheckpointCoordinator, own_format
         from fabric.checkpoint.state import Access
@@ -212,14 +213,15 @@ class Session:
         def load(module: nn.Module, *content: Any, **options: Any) -> None:
             strategy.load_module_state_dict(prepared_module(module), *content, **options)
 
-        return CheckpointCoordinator(
-            self.runtime.communicator,
-            self._saves,
-            own_format(strategy.saves_shards) if strategy.checkpoint_io is None else strategy.checkpoint_io,
-            Access(state, load, strategy.get_optimizer_state_dict, strategy.load_optimizer_state_dict),
-            Access(partial(state, sharded=True), partial(load, sharded=True)),
-            self.scaler,
-        )
+        with self.phase(phase):
+            yield CheckpointCoordinator(
+                self.runtime.communicator,
+                self._saves,
+                own_format(strategy.saves_shards) if strategy.checkpoint_io is None else strategy.checkpoint_io,
+                Access(state, load, strategy.get_optimizer_state_dict, strategy.load_optimizer_state_dict),
+                Access(partial(state, sharded=True), partial(load, sharded=True)),
+                self.scaler,
+            )
 
     @contextmanager
     def rank_zero_first(self, local: bool) -> Iterator[None]:
