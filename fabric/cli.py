@@ -33,9 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, that of the script, 128 + n after signal n (130 for Ctrl-C), or 2 for wrong usage, which is
         explained on standard error before any process starts. The environment is as it was before.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        options, unknown = _parser().parse_known_args(arguments)
+        options, unknown = _parser().parse_known_args(argv)
         if unknown:
             options.parser.error(f"there is no option {unknown[0]!r}")
         return options.command(options)
@@ -121,8 +120,8 @@ def _run(options: argparse.Namespace) -> int:
     from fabric._plan import RUN_OPTIONS
     from fabric.launchers.script import Script, run_script
 
-    given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
-    variables = {variable: str(value) for variable, value in given.items() if value is not None}
+    given = vars(options)
+    variables = {variable: str(given[name]) for name, variable in RUN_OPTIONS.items() if given[name] is not None}
     script = Script(
         name=options.script,
         is_module=options.module,
@@ -169,7 +168,7 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     from fabric.launchers.base import single_node_worlds
 
     names = ("accelerator", "strategy", "devices", "precision")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     # This command starts the processes, however it was started itself.
     processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
     nodes, node = options.num_nodes or 1, options.node_rank

@@ -128,18 +128,17 @@ def read_integer(env: Mapping[str, str], *names: str) -> int | None:
     Raises:
         ConfigurationError: it is not one; the variable is named.
     """
-    name = next((name for name in names if read(env, name)), None)
-    if name is None:
-        return None
-    try:
-        return int(env[name])
-    except ValueError:
-        raise ConfigurationError(
-            f"{name}={env[name]!r} in the environment",
-            "it is not an integer, and fabric reads this process's place in the job from it",
-            "what the launcher sets",
-            f"unset {name}, or start the job anew with its launcher",
-        ) from None
+    for name in names:
+        if read(env, name):
+            try:
+                return int(env[name])
+            except ValueError:
+                raise ConfigurationError(
+                    f"{name}={env[name]!r} in the environment",
+                    "it is not an integer, and fabric reads this process's place in the job from it",
+                    suggestion=f"unset {name}, or start the job anew with its launcher",
+                ) from None
+    return None
 
 
 def read_port(env: Mapping[str, str]) -> int | None:
@@ -151,12 +150,7 @@ def read_port(env: Mapping[str, str]) -> int | None:
     port = read_integer(env, "MASTER_PORT")
     if port is None or 1 <= port <= 65535:
         return port
-    raise ConfigurationError(
-        f"MASTER_PORT={port} in the environment",
-        "there is no such port",
-        "1 to 65535, the same in every process",
-        "export MASTER_PORT=29511",
-    )
+    raise ConfigurationError(f"MASTER_PORT={port} in the environment", expected="1 to 65535, the same in every process")
 
 
 def available_cores() -> int:

@@ -40,13 +40,15 @@ def module(file, spec=None):
     ids=["script", "module", "package", "zip"],
 )
 def test_the_script_of_a_process_is_found(main, name, is_module):
-    script = Script.of_this_process(main, arguments=["a", "--x"], interactive=False)
+    script = Script.of(main, ["a", "--x"])
     assert (script.name, script.is_module, script.arguments) == (name, is_module, ["a", "--x"])
 
 
-def test_prompts_and_notebooks_cannot_be_run_again():
+def test_prompts_and_notebooks_cannot_be_run_again(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    assert is_interactive()
     with pytest.raises(ConfigurationError, match="notebook or a prompt"):
-        Script.of_this_process(module("/w/a.py"), interactive=True)
+        Script.of(module("/w/a.py"))
 
 
 OPTIONS = """

@@ -1,7 +1,6 @@
 """Launchers: how the processes of a job are started and supervised."""
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.function import ProcessLauncher
@@ -24,11 +23,9 @@ __all__ = [
     "refuse_while_importing_main",
 ]
 
-LAUNCHERS: Mapping[str, Launcher] = MappingProxyType(
-    {
-        "popen": ScriptLauncher(),
-        "spawn": ProcessLauncher("spawn"),
-        "fork": ProcessLauncher("fork"),
-        "forkserver": ProcessLauncher("forkserver"),
-    }
-)
+LAUNCHERS: Mapping[str, Launcher] = {
+    "popen": ScriptLauncher(),
+    "spawn": ProcessLauncher("spawn"),
+    "fork": ProcessLauncher("fork"),
+    "forkserver": ProcessLauncher("forkserver"),
+}

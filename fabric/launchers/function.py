@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
-from fabric.launchers.notebook import initialized_backend, refuse_while_importing_main
+from fabric.launchers.notebook import initialized_backend, is_interactive, refuse_while_importing_main
 from fabric.launchers.rank import Payload, RankConfig, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
@@ -81,8 +81,7 @@ class ProcessLauncher(Launcher):
             raise ConfigurationError(
                 "the start method 'fork'",
                 f"{backend} is initialized in this process, and a forked copy of it cannot use {backend}",
-                "'forkserver', 'spawn', 'popen'; or a fork before anything touches the device",
-                'launcher="forkserver"',
+                suggestion='launcher="forkserver", or a fork before anything touches the device',
             )
 
     def launch(
@@ -127,8 +126,7 @@ class ProcessLauncher(Launcher):
                 raise SystemExit(128 + signal.SIGTERM) from None
             raise
         except RankFailedError:
-            is_prompt = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-            if sys.excepthook is sys.__excepthook__ and not is_prompt:  # a hook of the user stays
+            if sys.excepthook is sys.__excepthook__ and not is_interactive():  # a hook of the user stays
                 sys.excepthook = _exit_as_the_rank
             raise
         return {"all": results, "first": results[0], "none": None}[spec.results]
@@ -164,7 +162,7 @@ def pickled_call(call: Call) -> Payload:
     return partial(_load_call, dict(os.environ), state, packed)
 
 
-def _load_call(environment: Mapping[str, str], state: dict[str, Any], packed: bytes) -> Callable[[], Any]:
+def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes) -> Callable[[], Any]:
     """Give this rank the state of the launching process, and load the call."""
     os.environ.clear()
     os.environ.update(environment)
@@ -227,9 +225,7 @@ class _ForkServer:
         with theirs:
             socket.send_fds(self._requests, [b"!"], [control.fileno(), theirs.fileno(), 1, 2])
         if not status.poll(_START_DEADLINE):
-            raise UsageError(
-                f"the fork server has started no rank within {_START_DEADLINE:g} s", suggestion='launcher="spawn"'
-            )
+            raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
         return status.recv(), partial(_exit_code, status)
 
 

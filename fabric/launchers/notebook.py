@@ -69,6 +69,5 @@ def refuse_while_importing_main() -> None:
         raise UsageError(
             "launch() at the top level of a script",
             "another process imports the script to find the function it has to run, and so reaches launch() again",
-            "a launch that happens only when the file is run as a script",
-            "if __name__ == '__main__': above the lines that create Fabric and launch; or the start method 'fork'",
+            suggestion="if __name__ == '__main__': above the lines that create Fabric and launch; or launcher='fork'",
         )

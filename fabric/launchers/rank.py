@@ -42,7 +42,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from fabric.errors import CollectiveMismatchError
 from fabric.launchers.serialize import dump_result
@@ -67,11 +67,10 @@ Payload = Callable[[], Callable[[], Any]]
 """Prepares a process, and returns what to call once the environment is that of a rank."""
 
 _LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.01, 0.1  # seconds until the main thread is woken again; each is twice as long
-_PR_SET_PDEATHSIG = 1
-# How gloo, the stores and NCCL word it when another process has gone; they raise a plain RuntimeError.
+_PAUSE = 0.05  # seconds until the main thread is woken again
+# How gloo, the stores and NCCL word it when another process has gone; they raise a RuntimeError, plain or of torch's.
 _PEER_LOST = ("closed by peer", "reset by peer")
-_SECONDARY = (*_PEER_LOST, "broken pipe", "connection refused", "timed out", "timeout")
+_SECONDARY = (*_PEER_LOST, "broken pipe", "connection refused", "timed out", "timeout", "distnetwork", "diststore")
 _OUR_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
 
 
@@ -136,14 +135,10 @@ def is_secondary(error: BaseException) -> bool:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     origin = chain[-1]
-    if isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError):
-        return True
-    # Without torch.distributed in the process, none of its errors can be here.
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and isinstance(origin, (distributed.DistNetworkError, distributed.DistStoreError)):
-        return True
-    words = str(origin).lower()
-    return isinstance(origin, RuntimeError) and any(word in words for word in _SECONDARY)
+    words = f"{type(origin).__name__} {origin}".lower()
+    return isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError) or (
+        isinstance(origin, RuntimeError) and any(word in words for word in _SECONDARY)
+    )
 
 
 class ControlThread(threading.Thread):
@@ -238,7 +233,7 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     if sys.platform == "linux":
         # The kernel kills this process when its parent ends, even while C++ code holds the interpreter's lock. It means
         # the *thread* that made this process; a launch keeps that thread until its ranks have ended.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
@@ -306,10 +301,10 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
 
     def wake() -> None:
         while received := os.read(reading, 1):
-            time.sleep(pause := _FIRST_PAUSE)
+            time.sleep(_PAUSE)
             while signal.getsignal(received[0]) is _raise_once:
                 signal.pthread_kill(main, received[0])
-                time.sleep(pause := min(2 * pause, _LONGEST_PAUSE))
+                time.sleep(_PAUSE)
             if received[0] in (signal.SIGTERM, signal.SIGINT):  # others, as SIGCHLD, say nothing about the grace period
                 acted(received[0])
 
@@ -321,9 +316,8 @@ class StopRequest:
     """Notes SIGTERM from the first question on, instead of letting it raise. A handler of the user is still called."""
 
     def __init__(self) -> None:
-        self._received = False
+        self._received = self._installed = False
         self._previous: Any = None
-        self._installed = False
 
     def received(self) -> bool:
         """Whether SIGTERM was received since this was first asked.
@@ -385,21 +379,13 @@ def exit_with_late_error() -> None:
     An exception in an exit handler changes no exit code, and to leave at once would skip the other handlers. Python
     ends with 120 when it cannot flush a standard stream (see ``sys.exit``), which it tries last.
     """
-    if sys.stderr is not None:
-        sys.stderr = _FailingStream(sys.stderr)
+    stream: Any = sys.stderr
+    if stream is not None:
+        flush = stream.flush
 
+        def flush_or_fail() -> None:
+            flush()
+            if sys._getframe().f_back is None:  # no Python code has called this, so the interpreter itself did
+                raise OSError("an exit handler has failed")
 
-class _FailingStream:
-    """A stream that fails when the interpreter itself flushes it, at its very end."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        # No Python code has called this.
-        if sys._getframe().f_back is None:
-            raise OSError("an exit handler has failed")
+        stream.flush = flush_or_fail

@@ -1,6 +1,7 @@
 """The launcher that runs the script again, once for every rank, and the supervision of scripts for ``fabric run``."""
 
 import io
+import multiprocessing.process
 import os
 import runpy
 import subprocess
@@ -8,7 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import ORIGINAL_DIR
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
@@ -23,7 +23,8 @@ from fabric.world import World
 __all__ = ["Script", "ScriptLauncher", "run_script"]
 
 
-# Read before the script has a chance to change them, as ORIGINAL_DIR: they are those of the command line.
+# Read before the script has a chance to change them: they are those of the command line.
+_START_DIRECTORY: str | None = vars(multiprocessing.process)["ORIGINAL_DIR"]
 _START_ARGUMENTS = tuple(sys.argv)
 
 
@@ -42,34 +43,27 @@ class Script:
     name: str
     is_module: bool
     arguments: Sequence[str]
-    directory: str | None = ORIGINAL_DIR
+    directory: str | None = _START_DIRECTORY
     extends_path: bool = not sys.flags.safe_path
 
     @classmethod
-    def of_this_process(
-        cls, main: ModuleType | None = None, *, arguments: Sequence[str] | None = None, interactive: bool | None = None
-    ) -> "Script":
+    def of(cls, main: ModuleType, arguments: Sequence[str] = _START_ARGUMENTS) -> "Script":
         """The script that this process runs.
 
         Args:
             main: the module ``__main__``.
             arguments: as in ``sys.argv``.
-            interactive: whether this is a prompt or a notebook.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
         """
-        main = sys.modules["__main__"] if main is None else main
-        interactive = is_interactive() if interactive is None else interactive
-        arguments = _START_ARGUMENTS if arguments is None else arguments
+        interactive = is_interactive()
         file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if interactive or file in (None, "<stdin>"):
             raise ConfigurationError(
                 "the launcher 'popen', which runs the script again in every rank",
                 "this is a notebook or a prompt" if interactive else "the code came from `python -c` or standard input",
-                "popen: `python script.py`, `python -m module`; otherwise a function in launch(), with 'forkserver', "
-                "'spawn' or 'fork'",
-                'Fabric(..., launcher="forkserver").launch(train)',
+                suggestion='Fabric(..., launcher="forkserver").launch(train)',
             )
         name = file if spec is None else spec.name.removesuffix(".__main__")
         if name == "__main__":
@@ -118,10 +112,9 @@ class ScriptLauncher(Launcher):
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
                 f"this process is rank {os.environ.get('RANK')} of a job that fabric launched: it would never end",
-                "one launch per job",
-                "unset FABRIC_STORE, RANK and WORLD_SIZE to start a job of its own from within a rank",
+                suggestion="unset FABRIC_STORE, RANK and WORLD_SIZE to start a job of its own from within a rank",
             )
-        Script.of_this_process()
+        Script.of(sys.modules["__main__"])
 
     def launch(
         self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
@@ -134,7 +127,7 @@ class ScriptLauncher(Launcher):
             SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        code, _ = run_script(Script.of_this_process(), single_node_worlds(spec.num_processes))
+        code, _ = run_script(Script.of(sys.modules["__main__"]), single_node_worlds(spec.num_processes))
         raise SystemExit(code)
 
 

@@ -58,14 +58,12 @@ def dump_call(
         raise MissingDependencyError(
             request,
             "it is defined where another process cannot import it, and cloudpickle is not installed",
-            "functions and classes at the top level of a module, or any once cloudpickle is there",
-            'pip install "torch-fabric[notebook]"',
+            suggestion='pip install "torch-fabric[notebook]"',
         )
     raise ArgumentTypeError(
         request,
         f"{name.lstrip('.') or 'it'} is a {type(part).__qualname__}, which cannot be pickled: {error}",
-        "arguments that can be sent to another process",
-        "build it inside the function, or use the start method 'fork', which inherits it",
+        suggestion="build it inside the function, or use the start method 'fork', which inherits it",
     )
 
 

@@ -266,14 +266,19 @@ class Supervisor:
             The pickled result of each rank, in the order in which they were started.
 
         Raises:
-            RankFailedError: a rank failed; all of them have ended.
-            KeyboardInterrupt: SIGINT or SIGTERM was received, see ``signals``; all of them have ended.
+            RankFailedError: a rank failed; the others have had their grace period.
+            KeyboardInterrupt: SIGINT or SIGTERM was received, see ``signals``; all have had their grace period.
         """
         over = False
         while not over:
             over = self._collect(_POLL)
             if self.signals:
-                self._interrupt()
+                number, _ = self.signals[0]
+                saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
+                # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
+                self._end(
+                    number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT
+                )
                 raise KeyboardInterrupt
             if any(rank.has_failed() for rank in self.ranks):
                 self._conclude()
@@ -301,18 +306,13 @@ class Supervisor:
             self._report_requested = False
             for rank in self._alive():
                 rank.send("report")
-        pipes = {rank.control: rank for rank in self.ranks if not rank.control.closed}
-        if pipes:
-            for pipe in wait(list(pipes), timeout):
-                pipes[pipe].receive()  # type: ignore[index]: wait() returns what it was given
-        elif self._alive():
-            time.sleep(min(timeout, 0.005))
-        over = not self._alive()
-        # What a rank sent before it ended is in the pipe by now; whether it failed is asked next, of each that ended.
+        controls = [rank.control for rank in self.ranks if not rank.control.closed]
+        wait(controls, timeout if controls else min(timeout, 0.005))
         for rank in self.ranks:
-            if rank.exit_code is not None:
-                rank.receive()
-        return over
+            # In this order: what a rank sent before it ended is in the pipe by then.
+            rank.poll()
+            rank.receive()
+        return all(rank.exit_code is not None for rank in self.ranks)
 
     def _conclude(self) -> None:
         self.collect_until(COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive()))
@@ -325,14 +325,8 @@ class Supervisor:
         self._end(signal.SIGTERM, END)
         raise error
 
-    def _interrupt(self) -> None:
-        number, began = self.signals[0]
-        saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
-        # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
-        self._end(number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - began > REPEAT)
-
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
-        """End the ranks by a signal, and kill those that remain after the grace period."""
+        """Signal the ranks to end, and wait for a grace period; :meth:`close` kills those that remain."""
         for rank in self.ranks:
             # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. To one that is exiting a
             # signal would do no more than take the place of its exit code.
@@ -347,9 +341,6 @@ class Supervisor:
             responding = any("signal" in rank.messages or rank.is_exiting for rank in alive)
             if self._alive() == alive and worked < _IDLE * RESPOND and not responding:
                 break
-        for rank in self.ranks:
-            rank.kill()
-        self.collect_until(REAP)
 
     def _root_cause(self) -> RankFailedError:
         """The error of the rank that has ended the job."""

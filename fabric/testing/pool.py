@@ -12,11 +12,9 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import takewhile
-from types import ModuleType
 from typing import Any, Self
 
 from fabric._fabric import Fabric
@@ -95,8 +93,7 @@ class RankPool:
         message = pickle.dumps((sys.path, _dump(Call(fn, args, kwargs))))
         with self._lock:
             if self._closed:
-                request = f"{self!r}.run({name_of(fn)})"
-                raise UsageError(request, "the pool has been closed", "calls before close()", repr(self))
+                raise UsageError(f"{self!r}.run({name_of(fn)})", "the pool has been closed")
             try:
                 job = self._started()
                 for rank in job.ranks:
@@ -182,8 +179,8 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
     # The innermost frame is first.
     innermost = stack.partition("\n")[2].partition("\n")[0]
     waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
-    did, code = f"did not return within {limit:g} s", -signal.SIGKILL
-    return Report(rank=rank.rank, did=did, failed=True, secondary=int(waits), exit_code=code, text=stack)
+    did = f"did not return within {limit:g} s"
+    return Report(rank=rank.rank, did=did, failed=True, secondary=int(waits), exit_code=-signal.SIGKILL, text=stack)
 
 
 def _stack(job: Supervisor, rank: RankProcess) -> str:
@@ -214,8 +211,6 @@ def _serve(fabric: Fabric) -> None:
     stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     control.send("serving")
-    if has_cloudpickle():
-        import cloudpickle  # noqa: F401 (optional; here, so that the first call need not wait for it)
     fabric._enter_rank(world)
     control.send("reply", (Report(rank=world.rank), dump_result(None)))
     while (message := control.calls.get()) is not None:
@@ -251,18 +246,12 @@ def _dump(call: Call) -> bytes:
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
         return dump_call(call, main_is_importable=False)[0]
-    with _by_value(module):
-        return dump_call(call, main_is_importable=False, by_name=False)[0]
-
-
-@contextmanager
-def _by_value(module: ModuleType) -> Iterator[None]:
     import cloudpickle  # an optional dependency
 
     was_registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
     cloudpickle.register_pickle_by_value(module)
     try:
-        yield
+        return dump_call(call, main_is_importable=False, by_name=False)[0]
     finally:
         if not was_registered:
             cloudpickle.unregister_pickle_by_value(module)
