@@ -170,7 +170,7 @@ class ShardedCheckpoint:
         stored.read(copies)
         return content | metadata
 
-    def open(self, path: Path, communicator: Communicator | None = None) -> "StoredCheckpoint":
+    def open(self, path: Path, communicator: Communicator | None = None) -> StoredCheckpoint:
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
@@ -203,11 +203,7 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def consolidate(
-    directory: Path,
-    output: Path | None = None,
-    key: str | None = None,
-) -> Path:
+def consolidate(directory: Path, output: Path | None = None, key: str | None = None) -> Path:
     """Write the content of a sharded checkpoint to one file, in one process.
 
     Args:

@@ -131,7 +131,7 @@ class StoredCheckpoint:
         dtype, missing = self._tensors[name].dtype, 0
         for own_offsets, chunk in local_chunks(tensor):
             missing += chunk.numel()
-            for file, offsets, sizes, start in self._chunks[name]:
+            for file, offsets, sizes, start in self._chunks[name] if chunk.numel() else ():
                 dims = zip(own_offsets, chunk.shape, offsets, sizes, strict=True)
                 spans = [(max(own, other), min(own + n, other + m)) for own, n, other, m in dims]
                 if all(low < high for low, high in spans):
