@@ -34,9 +34,6 @@ from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
 __all__ = ["CopiedDataParallel", "DataParallelStrategy", "ThreadedDataParallel"]
 
-# Where torch's own DataParallel runs the module once, on the whole batch.
-_NOT_REPLICATED_BY_TORCH = ("cpu", "mps")
-
 
 class DataParallelStrategy(ParallelStrategy):
     """Data parallelism in one process by :class:`torch.nn.DataParallel`.
@@ -91,7 +88,8 @@ class DataParallelStrategy(ParallelStrategy):
         devices = self.runtime.devices
         if len(devices) > 1:
             _check_not_compiled(module)
-        if self.root_device.type in _NOT_REPLICATED_BY_TORCH:
+        # There torch's own runs the module once, on the whole batch.
+        if self.root_device.type in ("cpu", "mps"):
             return ThreadedDataParallel(module, devices)
         return CopiedDataParallel(module, device_ids=list(devices), output_device=self.root_device)
 
@@ -175,8 +173,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             raise ConfigurationError(
                 f"a forward pass under dp with tensors of shapes {', '.join(map(str, shapes))}",
                 "a batch is split over the replicas along dim 0, and these tensors differ in it",
-                "tensors of shape (batch, ...) with one batch size; 0-dim tensors, which every replica gets",
-                "mask.expand(batch, ...) for a tensor that belongs to every sample, or a buffer of the module",
+                suggestion="mask.expand(batch, ...) for what belongs to every sample, or a buffer of the module",
             )
         size = max(1, -(-batch // len(device_ids)))
         parts = [map_tensors(partial(_part, start, size), call) for start in range(0, max(1, batch), size)]
@@ -239,8 +236,7 @@ def _as_caller(device_type: str) -> Callable[..., Any]:
 
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
-            if inference:
-                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, dtype in dtypes.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
@@ -329,6 +325,5 @@ def _refuse_outputs(path: str, values: Sequence[Any]) -> None:
     raise ConfigurationError(
         f"gathering {path} of a forward pass under dp",
         f"it cannot be joined along dim 0: the replicas returned {', '.join(map(repr, values))}",
-        "collections of the same structure; tensors that differ in dim 0 alone; other objects that are equal",
-        "return tensors of shape (batch part, ...), or torch.tensor(number) for a vector with one entry a replica",
+        "collections of one structure, of tensors (torch.tensor(number) for numbers) or objects that are equal",
     )
