@@ -48,6 +48,8 @@ MEAN_WIRE_DTYPES = {
     torch.complex32: torch.complex64,
 }
 _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
+# Those of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
+_OTHER_NUMBERS: tuple[tuple[type, type], ...] = ((Integral, int), (Real, float), (Complex, complex))
 _ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
 _PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _dtype_of = attrgetter("dtype")
@@ -221,8 +223,7 @@ def as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
     """A leaf as a Python number, and the dtype in which it travels; None when it is no number."""
     if type(leaf) in _NUMBERS:
         return leaf, _NUMBERS[type(leaf)]
-    # The numbers of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
-    for abstract, kind in ((Integral, int), (Real, float), (Complex, complex)):
+    for abstract, kind in _OTHER_NUMBERS:
         if isinstance(leaf, abstract):
             return None if isinstance(leaf, Enum) else (kind(leaf), _NUMBERS[kind])
     return None
