@@ -5,6 +5,7 @@ import random
 import secrets
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ pytest_plugins = ["fabric.testing.plugin"]
 # Examples start processes and write files: how long one takes says nothing.
 hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
+# A worker of `make test` runs code of `python -c`, which no launcher could run again; pytest itself is a script.
+if not hasattr(sys.modules["__main__"], "__file__"):
+    sys.modules["__main__"].__file__ = str(Path(pytest.__file__).with_name("__main__.py"))
 
 
 MARK = "FABRIC_TESTS_RUN"  # inherited by every process that a test starts, also by one that lost its parent
