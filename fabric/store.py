@@ -42,8 +42,8 @@ class JobStore:
             raise UsageError(
                 f"rank {self.rank} waits for rank 0's {key!r}",
                 f"rank 0 has written none within the timeout: {error}",
-                "every rank iterates over the same loaders in the same order",
-                "check for a branch on the rank around the loop over the loader",
+                "every rank iterates over the same loaders, and builds the same models, in the same order",
+                "check for a branch on the rank around that loop or build",
             ) from error
 
     def set_if_absent(self, key: str, value: bytes) -> bytes:

@@ -350,6 +350,25 @@ def test_models_of_one_context_are_set_up_in_any_order() -> None:
         torch.testing.assert_close(found, [second, first], rtol=0, atol=0)
 
 
+def failing_on_rank_0(fabric: Fabric) -> list[str]:
+    def build() -> None:
+        with fabric.init_module(source="rank0"):
+            module = Tied()
+            if fabric.is_global_zero:
+                raise KeyError("no such file")
+        fabric.setup(module)
+
+    return [outcome(build), outcome(lambda: fabric.setup(Tied()))]
+
+
+def test_a_build_that_fails_on_rank_0_fails_on_all_ranks_and_nobody_waits() -> None:
+    first, second = in_ranks(failing_on_rank_0)
+    assert first[0].startswith("KeyError")
+    assert first[1] == "fine"
+    assert "rank 0 failed" in second[0]
+    assert second[1] == "fine"
+
+
 class FromNumpy(Tied):
     """Filled from what torch does not see, and shaped by what was drawn."""
 

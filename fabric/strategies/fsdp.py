@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -53,7 +54,7 @@ class FSDPStrategy(ParallelStrategy):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout:
             as for :class:`fabric.strategies.Strategy`, and so are ``start_method`` and ``num_nodes``.
         cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
-            ``CPUOffload``. Means nothing, and warns, where the device is the CPU.
+            ``CPUOffload``. Means nothing, and warns, on a CPU.
         backward_prefetch: how many FSDP modules are gathered ahead in the backward pass; or
             ``BackwardPrefetch.BACKWARD_PRE`` for one, ``BACKWARD_POST`` for none; None leaves it to torch.
         mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what ``precision`` says;
@@ -121,10 +122,9 @@ class FSDPStrategy(ParallelStrategy):
         self.activation_checkpointing = options.parse_choice("activation_checkpointing", activation_checkpointing)
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs = fsdp_kwargs
+        self._builds = count()
         # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
-
-    # -- the life of a process ------------------------------------------------------------------------------------
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
@@ -152,24 +152,32 @@ class FSDPStrategy(ParallelStrategy):
         self._forwards = {}
         super().teardown()
 
-    # -- modules and optimizers -----------------------------------------------------------------------------------
-
     @override
     @contextmanager
     def _building(self, empty: bool, source: str) -> Iterator[None]:
         """See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``.
 
-        With ``source="rank0"`` collective when it is left: a rank whose generator was in rank 0's state gets the state
-        that rank 0's is in.
+        With ``source="rank0"`` the other ranks wait for rank 0 when they leave it: one whose generator was in rank 0's
+        state gets the state that rank 0's is in.
         """
-        before, receives = torch.get_rng_state(), source == "rank0" and not self.is_global_zero
+        before, from_rank0 = torch.get_rng_state(), source == "rank0" and not empty
+        receives = from_rank0 and not self.is_global_zero
+        key, states = f"init_module/{next(self._builds)}", b""
         memory = built_for_shards(empty, receives, warn=self.local_rank == 0)
-        with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
-            yield
-        if source == "rank0" and not empty:
-            first, last = self.broadcast((before, torch.get_rng_state()))
+        try:
+            with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
+                yield
+            states = bytes((*before.tolist(), *torch.get_rng_state().tolist()))
+        finally:
+            if from_rank0 and self.is_global_zero:
+                self.runtime.store.set(key, states)
+        if receives:
+            states = self.runtime.store.from_rank0(key, states)
+            if not states:
+                raise UsageError(f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it")
+            first, last = torch.frombuffer(bytearray(states), dtype=torch.uint8).chunk(2)
             if torch.equal(first, before):
-                torch.set_rng_state(last)
+                torch.set_rng_state(last.clone())  # torch reads a view from its storage's begin
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Older name of :meth:`module_init_context`."""
@@ -183,13 +191,13 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        self._check_optimizers(optimizers, module)
+        options.check_optimizers(optimizers, module, [forward.root for forward in self._forwards.values()])
         if module is None:
             return
         root, error = uncompiled(module), None
         try:
             options.check_shardable(root, has_values=self.is_global_zero)
-            self._recomputed(root)
+            options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
             options.find_fsdp_modules(root, self.auto_wrap_policy)
         except FabricError as raised:
             error = raised
@@ -202,7 +210,8 @@ class FSDPStrategy(ParallelStrategy):
 
         root, communicator = uncompiled(module), self.runtime.communicator
         fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
-        for part in self._recomputed(root):
+        recomputed = self.activation_checkpointing
+        for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
             # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
         receive_values(communicator, root, list(root.buffers()))
@@ -225,31 +234,6 @@ class FSDPStrategy(ParallelStrategy):
             _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
         self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank)
         return module
-
-    def _recomputed(self, root: nn.Module) -> list[nn.Module]:
-        return options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
-
-    def _check_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> None:
-        own = set() if module is None else set(module.parameters())
-        roots = [forward.root for forward in self._forwards.values()]
-        gathered = {each for root in roots for each in root.parameters() if local_tensor(each) is each}
-        for optimizer in optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(hasattr(parameter, options.SHARD) for parameter in parameters):
-                problem = "it holds parameters from before the sharding: stepping changes nothing"
-            elif any(parameter in gathered or _is_freed(parameter) for parameter in parameters):
-                problem = "it holds parameters that a forward pass gathered, and that are freed again"
-            elif any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
-                problem = "it has state for whole parameters, and these are about to be sharded"
-            else:
-                continue
-            raise UsageError(
-                f"setup of {type(optimizer).__name__} with FSDP",
-                problem,
-                "an optimizer without state set up together with its module, or one made from the module that setup() "
-                "returned",
-                "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
-            )
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
@@ -444,9 +428,3 @@ def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: i
         # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
         module.set_modules_to_backward_prefetch(previous or [module])
-
-
-def _is_freed(parameter: torch.Tensor) -> bool:
-    """Whether a parameter was gathered for a forward pass, and its memory given back since."""
-    is_plain = local_tensor(parameter) is parameter
-    return is_plain and parameter.numel() > 0 and parameter.untyped_storage().size() == 0

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from fabric._torch import local_tensor
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
 from fabric.strategies.init_module import EmptyParameter
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SHARD",
     "check_mesh",
+    "check_optimizers",
     "check_same_model",
     "check_shardable",
     "choose_modules",
@@ -60,8 +63,7 @@ def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str
         sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
     if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
         raise ConfigurationError(
-            f"FSDPStrategy(sharding_strategy={sharding_strategy!r}, device_mesh={mesh!r}) in a job of {world_size} "
-            "processes",
+            f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} processes",
             expected=f"device_mesh={' or '.join(map(str, sizes))}, or a DeviceMesh of these sizes",
         )
 
@@ -216,6 +218,35 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
         if names:
             request, problem = f"setup({type(root).__name__}) with FSDP", f"these {problem}: {', '.join(names)}"
             raise ConfigurationError(request, problem, suggestion=suggestion)
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module | None, models: Iterable[nn.Module]) -> None:
+    """Raise a UsageError for an optimizer whose steps would change nothing, or that would lose its state.
+
+    Args:
+        optimizers: those that are about to be set up.
+        module: the model that is about to be sharded with them, if there is one.
+        models: those that are sharded.
+    """
+    own = set() if module is None else set(module.parameters())
+    gathered = {each for model in models for each in model.parameters() if local_tensor(each) is each}
+    for optimizer in optimizers:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        local = [local_tensor(parameter) for parameter in parameters]
+        if any(hasattr(parameter, SHARD) for parameter in parameters):
+            problem = "it holds parameters from before the sharding: stepping changes nothing"
+        elif any(each in gathered or (each.numel() and not each.untyped_storage().size()) for each in local):
+            problem = "it holds parameters that a forward pass gathered, and that are freed again"
+        elif any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
+            problem = "it has state for whole parameters, and these are about to be sharded"
+        else:
+            continue
+        raise UsageError(
+            f"setup of {type(optimizer).__name__} with FSDP",
+            problem,
+            "an optimizer without state set up together with its module, or one made from the module that setup() gave",
+            "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
+        )
 
 
 def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:

@@ -153,8 +153,7 @@ def _registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        where = 'With empty_init=True, and with source="rank0" on the other ranks,'
-        error.add_note(f"{where} parameters of 64 KB or more are meta tensors, which have no values.")
+        error.add_note('With empty_init=True, or with source="rank0" on other ranks, large parameters have no values.')
         raise
     finally:
         handle.remove()
@@ -230,8 +229,7 @@ def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             # The mapping outlives the descriptor.
-            name = f"/dev/fd/{file.fileno()}"
-            return torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8).untyped_storage()
+            return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
     except OSError as error:
         room = os.statvfs(folder)
         raise UsageError(
