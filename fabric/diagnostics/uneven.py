@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks with different numbers of batches end in an error and not in a hang, or join.
+"""Ranks with different numbers of batches: an error and not a hang, and the order of modules in ``fabric.join``.
 
 [Note: Uneven inputs] A *step* is a forward pass after which the ranks synchronize gradients; all ranks have to take the
 same steps and, in between, the same collectives. A rank that has run out of batches goes on to a collective or to the
@@ -102,7 +102,7 @@ class UnevenInputDetector:
         is_first = latest is not self._trained and latest.progress.received > 0 and not latest.progress.finished
         if is_first:
             self._trained = latest
-        if self._trained is not None:
+        if self._trained is not None and self._trained.unseen:
             self._compare_lengths(self._trained)
         if not is_first and not self._lengths_differ:
             return
