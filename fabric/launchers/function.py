@@ -202,31 +202,30 @@ class _ForkServer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._requests: socket.socket | None = None
-        self._stop: Callable[[], object] = bool
+        self._server: tuple[socket.socket, Callable[[], object]] | None = None
 
     def start_rank(self, control: Connection, config: RankConfig) -> Started:
         """Fork a rank, whose configuration is read from its end of the control pipe."""
         with self._lock:
-            try:
-                return self._request(control)
-            except (OSError, EOFError):  # it was killed since the last launch
-                self._stop()
-                self._requests = None
-                return self._request(control)
-
-    def _request(self, control: Connection) -> Started:
-        if self._requests is None:
-            self._requests, theirs = socket.socketpair()
+            if self._server is not None:
+                requests, stop = self._server
+                with contextlib.suppress(OSError, EOFError):  # it was killed since the last launch
+                    return _request(requests, control)
+                stop()
+            requests, theirs = socket.socketpair()
             with theirs:
                 process = start_interpreter(f"{__name__}:forkserver_main", theirs.fileno(), stdin=subprocess.DEVNULL)
-            self._stop = weakref.finalize(self, _stop, self._requests, process)
-        status, theirs = multiprocessing.Pipe(duplex=False)
-        with theirs:
-            socket.send_fds(self._requests, [b"!"], [control.fileno(), theirs.fileno(), 1, 2])
-        if not status.poll(_START_DEADLINE):
-            raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
-        return status.recv(), partial(_exit_code, status)
+            self._server = requests, weakref.finalize(self, _stop, requests, process)
+            return _request(requests, control)
+
+
+def _request(requests: socket.socket, control: Connection) -> Started:
+    status, theirs = multiprocessing.Pipe(duplex=False)
+    with theirs:
+        socket.send_fds(requests, [b"!"], [control.fileno(), theirs.fileno(), 1, 2])
+    if not status.poll(_START_DEADLINE):
+        raise UsageError("the fork server does not start", suggestion='launcher="spawn"')
+    return status.recv(), partial(_exit_code, status)
 
 
 def _stop(requests: socket.socket, process: "subprocess.Popen[bytes]") -> None:
