@@ -203,6 +203,27 @@ def test_fork_after_a_backward_can_run_a_backward():
     assert LAUNCHERS["fork"].launch(gradient, (), {}, TWO) == 600.0
 
 
+class Garbage:
+    """Reaches itself, and tells where it was collected."""
+
+    def __init__(self, path):
+        self.path, self.itself = path, self
+
+    def __del__(self):
+        self.path.write_text(str(os.getpid()))
+
+
+def test_a_forked_rank_does_not_collect_the_garbage_of_its_parent(tmp_path):
+    gc.collect()
+    gc.disable()
+    try:
+        Garbage(tmp_path / "collected")
+        LAUNCHERS["fork"].launch(gc.collect, (), {}, TWO)
+        assert not (tmp_path / "collected").exists()
+    finally:
+        gc.enable()
+
+
 def test_fork_needs_no_pickling():
     lock = threading.Lock()
     assert LAUNCHERS["fork"].launch(lambda: lock.locked(), (), {}, TWO) is False

@@ -187,6 +187,8 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
 
 
 def _forked_rank(call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
+    # What is garbage in the parent may wait for its threads, which are not here: collecting it can end in a crash.
+    gc.freeze()
     sys.exit(run(control, replace(config, threads=1), lambda: call))
 
 
