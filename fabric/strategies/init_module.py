@@ -220,8 +220,8 @@ def _is_large(value: Any) -> TypeIs[Tensor]:
     return is_plain and value.device.type == "cpu" and value.nbytes >= SMALLEST
 
 
-def _unnamed_file(nbytes: int) -> torch.UntypedStorage:
-    """Memory in a mapped file without a name in the folder for temporary files."""
+def _unnamed_file(nbytes: int) -> Any:
+    """A storage in a mapped file without a name in the folder for temporary files."""
     folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
