@@ -182,12 +182,13 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
 
 
 def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
-    """The object that a name stands for, in the table or among the entry points ``fabric.<argument>s``."""
+    """The object that a name stands for, in the table or among the entry points of installed packages."""
     if isinstance(value, kind):
         return value
     key = value.lower() if isinstance(value, str) else ""
     # Only for names that are not ours: looking through all installed packages takes milliseconds.
-    plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=f"fabric.{argument}s")}
+    group = "fabric.strategies" if kind is Strategy else "fabric.accelerators"
+    plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=group)}
     if key in table or key in plugins:
         found = table[key] if key in table else plugins[key]()
         return found if isinstance(found, kind) else found()
@@ -197,7 +198,7 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type)
     raise error(
         f"{argument}={value!r}",
         f"this {type(value).__name__} is no {argument}" + (f"; did you mean {near[0]!r}?" if near else ""),
-        f"{', '.join(map(repr, names))}, or an object of a subclass of fabric.{argument}s.{kind.__name__}",
+        f"{', '.join(map(repr, names))}, or an object of a subclass of {group}.{kind.__name__}",
         f'Fabric({argument}="{near[0] if near else "auto"}")',
     )
 
@@ -234,7 +235,8 @@ def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
     """The value of an argument that may be given to ``Fabric`` and in a second place; two that differ are an error."""
     if other is None or given in ("auto", None):
         return given if other is None else other
-    if _spelling(argument, given) == _spelling(argument, other):
+    same_count = isinstance(other, tuple) and _spelling(argument, given) == str(len(other))  # devices as a number
+    if same_count or _spelling(argument, given) == _spelling(argument, other):
         return given
     raise ConfigurationError(
         f"Fabric({argument}={given!r}) with {source}",

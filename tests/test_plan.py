@@ -2,6 +2,7 @@
 
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,8 +131,9 @@ def test_options_of_fabric_run_fill_what_is_left_open() -> None:
 def test_options_of_the_strategy_are_merged() -> None:
     cpu = torch.device("cpu")
     strategy = DDPStrategy(parallel_devices=[cpu, cpu], precision="64-true", accelerator="cpu")
-    made = plan(accelerator="auto", strategy=strategy)
-    assert (made.world_size, made.precision.name) == (2, "64-true")
+    for devices in ("auto", 2, "2"):
+        made = plan(accelerator="auto", devices=devices, strategy=strategy)
+        assert (made.world_size, made.precision.name) == (2, "64-true")
 
 
 # What the user wrote, in which environment, the error, and what its text has to name.
@@ -222,3 +224,21 @@ def test_a_plugin_accelerator_can_be_passed_as_an_object() -> None:
 
     board = Board()
     assert Fabric(accelerator=board, environment="none").accelerator is board
+
+
+@pytest.mark.parametrize("kind", ["strategy", "accelerator"])
+def test_d22_an_installed_package_adds_names_through_entry_points(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ours.py").write_text(
+        "from fabric.accelerators import CPUAccelerator\nfrom fabric.strategies import SingleDeviceStrategy\n"
+        "def strategy():\n    return SingleDeviceStrategy()\n"
+        "def accelerator():\n    return CPUAccelerator()\n"
+    )
+    group = {"strategy": "fabric.strategies", "accelerator": "fabric.accelerators"}[kind]
+    (tmp_path / "ours-1.0.dist-info").mkdir()
+    (tmp_path / "ours-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n")
+    (tmp_path / "ours-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\nours = ours:{kind}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    fabric = plan(**{kind: "ours"})
+    assert type(getattr(fabric, kind)) is {"strategy": SingleDeviceStrategy, "accelerator": CPUAccelerator}[kind]
