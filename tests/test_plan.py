@@ -24,6 +24,8 @@ no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA wh
 def plan(env: dict[str, str] | None = None, **arguments: object) -> Fabric:
     """What is decided in a process with these variables."""
     with pytest.MonkeyPatch.context() as patch:
+        # pytest itself may have been started by code that is in no file.
+        patch.setattr(sys.modules["__main__"], "__file__", __file__, raising=False)
         for name, value in (env or {}).items():
             patch.setenv(name, value)
         return Fabric(**{"accelerator": "cpu", **arguments})  # type: ignore[arg-type]
