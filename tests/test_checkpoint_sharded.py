@@ -32,8 +32,7 @@ from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.state import read_metadata, with_metadata
-from fabric.communicators import Collective, Communicator, Operation
-from fabric.communicators.local import LocalCommunicator
+from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
 from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, RankFailedError
 from fabric.testing import generators
 from fabric.tree import map_tensors

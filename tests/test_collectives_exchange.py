@@ -131,6 +131,7 @@ def disagreements(fabric: Fabric) -> list[str]:
         [torch.ones(1)] if first else [torch.ones(1), torch.ones(1)],
         [1] if first else [1.0],
         [torch.ones(1)] if first else [torch.ones(1).to_sparse()],
+        [1] if first else [2**63],
     ]
     texts = []
     for tree in trees:
@@ -152,6 +153,7 @@ def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
             "nothing more",
             "int.*float",
             "sparse",
+            "64 bits",
         ]
         for pattern, text in zip(patterns, texts, strict=False):
             assert re.search(pattern, text, re.DOTALL), text
@@ -238,6 +240,12 @@ def test_any_object_on_one_process() -> None:
         for call in (lambda: fabric.send(1, 0), lambda: fabric.recv(0), lambda: fabric.send(1, 1)):
             with pytest.raises(ConfigurationError, match=r"send to itself|no rank 1"):
                 call()
+        with pytest.raises(ArgumentTypeError, match="does not pickle"):
+            fabric.gather(lambda: 0)
+        with pytest.raises(ConfigurationError, match="sparse"):
+            fabric.all_gather(torch.ones(2).to_sparse(), ragged=True)
+        numbers = [-(2**63), 2**63 - 1]
+        assert fabric.all_reduce(numbers, reduce_op="sum") == numbers
 
 
 def unsendable(fabric: Fabric) -> Any:

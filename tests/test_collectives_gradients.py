@@ -109,6 +109,8 @@ def receiver_without_input(fabric):
     ((fabric.global_rank + 1.0) * result["x"].square()).sum().backward()
     with torch.no_grad():
         assert not fabric.broadcast(x).requires_grad
+    sparse = torch.eye(2).to_sparse().requires_grad_()  # as long as what arrives, but none to receive into
+    assert fabric.broadcast(torch.ones(2, 2, requires_grad=True) if mine else sparse).tolist() == [[1, 1], [1, 1]]
     return x.grad, result["n"].requires_grad
 
 

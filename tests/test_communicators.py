@@ -1,17 +1,22 @@
 """A communicator means the same over one process and over several."""
 
 import functools
+import importlib
+import pkgutil
 import traceback
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import fabric
 from fabric._torch import default_store
 from fabric.communicators import (
     CallDescription,
     Collective,
+    Communicator,
     LocalCommunicator,
     Operation,
     ProcessGroupCommunicator,
@@ -77,6 +82,41 @@ def test_one_process_means_the_same_with_and_without_a_group():
         torch.testing.assert_close(value, group[name], rtol=0, atol=0) if "object" not in name else None
     assert local["objects"] == group["objects"] == [{"rank": 0}]
     assert local["object"] == group["object"] == ["of 0"]
+
+
+class Forwarding(Communicator):
+    """Implements what a communicator has to, and nothing else."""
+
+    def __init__(self, inner):
+        self.rank, self.size, self.device, self._inner = inner.rank, inner.size, inner.device, inner
+
+    def run(self, collective):
+        return self._inner.run(collective)
+
+
+def test_run_is_all_that_a_communicator_implements():
+    assert (
+        every_collective(Forwarding(LocalCommunicator(CPU))).keys() == every_collective(LocalCommunicator(CPU)).keys()
+    )
+    for module in pkgutil.walk_packages(fabric.__path__, "fabric."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    found = [Communicator]
+    for kind in found:
+        found += kind.__subclasses__()
+    public = {name for name in vars(Communicator) if not name.startswith("_")}
+    for kind in found[1:]:
+        if kind.__module__.startswith("fabric."):
+            assert public & vars(kind).keys() <= {"run", "close"}, kind
+
+
+def test_an_error_in_place_of_an_object_is_raised_on_one_process():
+    def run(communicator):
+        for exchange in (communicator.gather_objects, partial(communicator.broadcast_object, src=0)):
+            with pytest.raises(ConfigurationError, match="not this one"):
+                exchange(None, error=ConfigurationError("exchange", "not this one"))
+
+    of_one_process(run)
 
 
 def test_a_call_is_not_described_where_nobody_reads_it():

@@ -29,7 +29,7 @@ LAYERS = [
 ORDER = {
     "checkpoint": "state validate file async_save stored sharded save_load",
     "collectives": "buckets objects ops",
-    "communicators": "base local process_group",
+    "communicators": "base process_group",
     "data": "prefetch state sharding loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
     "launchers": "serialize base notebook rank supervisor function script",

@@ -58,8 +58,7 @@ from fabric.checkpoint.state import (
     local_chunks,
 )  # fmt: skip
 from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
-from fabric.communicators import Communicator
-from fabric.communicators.local import LocalCommunicator
+from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
 
 __all__ = ["ShardedCheckpoint", "consolidate"]

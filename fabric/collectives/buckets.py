@@ -29,7 +29,7 @@ from fabric._torch import own_versions
 from fabric.errors import ConfigurationError
 from fabric.tree import Structure, leaf_paths
 
-__all__ = ["MEAN_WIRE_DTYPES", "WIRE_DTYPES", "Bucket", "as_number", "check_tensor", "pack", "pack_chunks"]
+__all__ = ["MEAN_WIRE_DTYPES", "PLAIN", "WIRE_DTYPES", "Bucket", "as_number", "check_tensor", "pack", "pack_chunks"]
 
 # In which dtype another travels; every value survives the way there and back. bool: min is all, max is any.
 # uint64 wraps around on both ways, as its sums and products do.
@@ -51,7 +51,7 @@ _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: t
 # Those of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
 _OTHER_NUMBERS: tuple[tuple[type, type], ...] = ((Integral, int), (Real, float), (Complex, complex))
 _ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
-_PLAIN = frozenset([Tensor, torch.nn.Parameter])
+PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _dtype_of = attrgetter("dtype")
 
 
@@ -170,8 +170,12 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: 
             bucket.places.append(place)
         elif (found := as_number(leaf)) is not None:
             if numbers:
-                bucket = buckets.setdefault(found[1], Bucket(found[1]))
-                bucket.numbers.append(found[0])
+                number, dtype = found
+                if dtype is torch.int64 and not -(2**63) <= number < 2**63:
+                    path = leaf_paths(structure)[place] or "a number"
+                    raise ConfigurationError(f"a collective over {path}", "it is beyond 64 bits", suggestion="float(x)")
+                bucket = buckets.setdefault(dtype, Bucket(dtype))
+                bucket.numbers.append(number)
                 bucket.number_places.append(place)
         elif not opaque:
             _check_opaque(leaf, structure, place)
@@ -207,7 +211,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         problem = "on the meta device and has no values" if tensor.is_meta else f"laid out as {tensor.layout}"
         suggestion = "module.to_empty(device=fabric.device)" if tensor.is_meta else "x.to_dense()"
-    elif type(tensor) not in _PLAIN and hasattr(tensor, "device_mesh"):
+    elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
         problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
     else:
         return

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from fabric.collectives.buckets import check_tensor
+from fabric.collectives.buckets import PLAIN, check_tensor
 from fabric.communicators import CallDescription, Communicator, Operation
 from fabric.communicators.base import to_pickle
 from fabric.communicators.process_group import to_bytes
@@ -44,8 +44,9 @@ class TensorMeta:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device(own), requires_grad=self.requires_grad)
 
     def describes(self, leaf: Any) -> bool:
-        """Whether this could have been made of ``leaf``."""
-        return isinstance(leaf, Tensor) and vars(self) == vars(TensorMeta(leaf))
+        """Whether this could have been made of ``leaf``, which is a dense tensor."""
+        is_dense = isinstance(leaf, Tensor) and type(leaf) in PLAIN and leaf.layout is torch.strided
+        return is_dense and vars(self) == vars(TensorMeta(leaf))
 
 
 def scatter(communicator: Communicator, parts: Any, src: int, device: torch.device) -> Any:

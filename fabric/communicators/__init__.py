@@ -1,7 +1,14 @@
 """The collectives of a group of processes, on buffers."""
 
-from fabric.communicators.base import CallDescription, Collective, Communicator, NonMember, Operation, Reduce
-from fabric.communicators.local import LocalCommunicator
+from fabric.communicators.base import (
+    CallDescription,
+    Collective,
+    Communicator,
+    LocalCommunicator,
+    NonMember,
+    Operation,
+    Reduce,
+)
 from fabric.communicators.process_group import ProcessGroupCommunicator
 
 __all__ = [

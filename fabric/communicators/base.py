@@ -1,4 +1,4 @@
-"""The collectives of a group of processes on buffers, and the description of one call."""
+"""The collectives of a group of processes on buffers, the description of one call, and a group of one process."""
 
 import functools
 import pickle
@@ -10,10 +10,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 
-__all__ = ["CallDescription", "Collective", "Communicator", "NonMember", "Operation", "Reduce", "to_pickle"]
+__all__ = [
+    "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation", "Reduce",
+    "to_pickle",
+]  # fmt: skip
 
 
 class Reduce(Enum):
@@ -299,6 +303,33 @@ class Communicator(ABC):
     def _run_with_peer(self, operation: Operation, buffer: Any, peer: int, **details: Any) -> Any:
         self.check_rank(operation, peer)
         return self.run(Collective(operation, buffer, peer=peer, **details))
+
+
+class LocalCommunicator(Communicator):
+    """The collectives of a single process: what they mean over a group of one, without a process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.size, self.device = 0, 1, device
+
+    @override
+    def run(self, collective: Collective) -> Any:
+        buffer = collective.buffer
+        match collective.operation:
+            case Operation.ALL_GATHER | Operation.GATHER:
+                return buffer.clone().unsqueeze(0)
+            case Operation.GATHER_OBJECTS:
+                return [buffer]
+            case Operation.REDUCE_SCATTER:
+                return buffer[0].clone()
+            case Operation.ALL_TO_ALL:
+                return buffer.clone()
+            case Operation.NEW_GROUP:
+                return LocalCommunicator(self.device)
+            case Operation.SCATTER:
+                assert collective.rows is not None, "this is rank src"
+                return buffer.copy_(collective.rows[0])
+            case _:
+                return buffer
 
 
 def to_pickle(value: Any) -> bytes:
