@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -207,19 +206,18 @@ class Session:
 
         strategy = self.strategy
 
-        def state(module: nn.Module, **options: Any) -> Mapping[str, Any]:
-            return strategy.get_module_state_dict(prepared_module(module), **options)
+        def state(module: nn.Module) -> Mapping[str, Any]:
+            return strategy.get_module_state_dict(prepared_module(module), sharded=True)
 
-        def load(module: nn.Module, *content: Any, **options: Any) -> None:
-            strategy.load_module_state_dict(prepared_module(module), *content, **options)
+        def load(module: nn.Module, *content: Any) -> None:
+            strategy.load_module_state_dict(prepared_module(module), *content)
 
         with self.phase(phase):
             yield CheckpointCoordinator(
                 self.runtime.communicator,
                 self._saves,
                 own_format(strategy.saves_shards) if strategy.checkpoint_io is None else strategy.checkpoint_io,
-                Access(state, load, strategy.get_optimizer_state_dict, strategy.load_optimizer_state_dict),
-                Access(partial(state, sharded=True), partial(load, sharded=True)),
+                Access(state, load, strategy.load_optimizer_state_dict, strategy.full_state),
                 self.scaler,
             )
 

@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric._torch import full_tensor
+from fabric._torch import full_tensor, local_tensor
 from fabric.checkpoint import FullCheckpoint
 from fabric.errors import CheckpointError
-from fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
@@ -156,6 +156,53 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_old_file_survives(tm
     assert second[0].startswith("LookupError")
     assert first[1] == second[1] == "1"
     assert [path.name for path in tmp_path.iterdir()] == ["state.pt"]
+
+
+class Fickle:
+    """An object whose state cannot be read, or loaded, on rank 1."""
+
+    def __init__(self, fabric: Fabric, fails: str = "") -> None:
+        self.fails = fails if fabric.global_rank == 1 else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails == "save":
+            raise LookupError("no state here")
+        return {"x": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.fails == "load":
+            raise LookupError("no such state")
+
+
+def failures_between_modules(fabric: Fabric, path: Path) -> tuple[list[str], bool]:
+    def keep(name: str, value: Any) -> bool:
+        if fabric.global_rank == 1:
+            raise LookupError("no such prefix")
+        return True
+
+    first, last = fabric.setup(Net()), fabric.setup(Net())
+    state = {"first": first, "between": Fickle(fabric), "last": last}
+    fabric.save(path, state)
+    with torch.no_grad():
+        for parameter in (*first.parameters(), *last.parameters()):
+            parameter.fill_(7)
+    texts = [
+        outcome(lambda: fabric.save(path, state, filter={"first": keep})),
+        outcome(lambda: fabric.save(path, {**state, "between": Fickle(fabric, "save")})),
+        outcome(lambda: fabric.load(path, {**state, "between": Fickle(fabric, "load")})),
+    ]
+    return texts, all(bool((local_tensor(each) == 7).all()) for each in (*first.parameters(), *last.parameters()))
+
+
+@pytest.mark.parametrize("options", [{"state_dict_type": "full"}, {}], ids=["full", "sharded"])
+def test_the_users_code_may_raise_on_one_rank_between_two_modules(options: dict[str, Any], tmp_path: Path) -> None:
+    # Where ranks gather full states none of them waits for one that raised, and no module is changed on either.
+    jobs = run_in_ranks(failures_between_modules, tmp_path / "s", strategy=FSDPStrategy(**options))
+    for rank, (texts, unchanged) in enumerate(jobs):
+        expected = "LookupError" if rank == 1 else "CheckpointError"
+        assert [text.partition(":")[0] for text in texts] == [expected] * 3
+        assert all("LookupError: no s" in text for text in texts)
+        assert unchanged
 
 
 def writer_that_fails(fabric: Fabric, path: Path) -> str:

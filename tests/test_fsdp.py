@@ -302,7 +302,7 @@ def test_the_strategy_works_without_fabric() -> None:
         strategy.check_setup(None, [optimizer])
         model(torch.ones(1, 4)).sum().backward()
         assert strategy.optimizer_step(optimizer, lambda: 5.0) == 5.0
-        state = strategy.get_optimizer_state_dict(optimizer)
+        state = strategy.full_state(optimizer.state_dict())
         assert all(type(slots["momentum_buffer"]) is Tensor for slots in state["state"].values())
         strategy.load_optimizer_state_dict(optimizer, state)
         strategy.load_module_state_dict(model, strategy.get_module_state_dict(model))

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,9 +34,7 @@ class CheckpointCoordinator:
         communicator: all ranks of the job.
         saver: its saves that run in the background.
         io: the format to save in. One of fabric's own also reads the other: on load, the path decides.
-        full: how full states are read and restored; may be collective.
-        shards: likewise for states of which this rank holds a part, maybe as DTensors; no collective. Of a module these
-            are its own tensors, so that it is loaded by writing into them.
+        access: how modules and optimizers are read and restored.
         scaler: the loss scaler of the job, or None.
     """
 
@@ -44,12 +43,11 @@ class CheckpointCoordinator:
         communicator: Communicator,
         saver: AsyncSaver,
         io: CheckpointIO,
-        full: Access,
-        shards: Access,
+        access: Access,
         scaler: Any = None,
     ) -> None:
-        self._communicator, self._saver, self._io, self._scaler = communicator, saver, io, scaler
-        self._full, self._shards = full, shards
+        self._communicator, self._saver, self._io = communicator, saver, io
+        self._access, self._scaler = access, scaler
 
     def save(
         self,
@@ -66,9 +64,10 @@ class CheckpointCoordinator:
         self._join_pending()
         request, io = f"fabric.save({str(path)!r}, ...)", self._io
         sharded, is_first = isinstance(io, ShardedCheckpoint), self._communicator.rank == 0
+        contents = self._agreed(request, lambda: self._access.read(state))
+        contents = contents if sharded else self._access.full(contents)
         # The format of shards checks the content itself, once it has taken the DTensors out.
-        access, checks_content = (self._shards, False) if sharded else (self._full, True)
-        entries = self._agreed(request, lambda: collect(state, access, filter, trainable_only, checks_content))
+        entries = self._agreed(request, lambda: collect(state, contents, filter, trainable_only, not sharded))
         metadata: dict[str, Any] = {
             "world_size": self._communicator.size,
             "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
@@ -103,18 +102,25 @@ class CheckpointCoordinator:
         """
         request = f"fabric.load({str(path)!r}, ...)"
         io = self._format_of(request, path, weights_only)
-        if isinstance(io, ShardedCheckpoint):
-            metadata, rest = self._load_shards(request, io.open(path, self._communicator), state, strict)
-        else:
+        stored = io.open(path, self._communicator) if isinstance(io, ShardedCheckpoint) else None
 
-            def read() -> dict[str, Any]:
-                loaded = _read(io, path, weights_only)
-                check_fits(loaded, state or {}, self._shards.module_state, strict)
-                return loaded
+        def prepare() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+            if stored is not None:
+                return self._prepare_shards(stored, state, strict)
+            loaded = _read(io, path, weights_only)
+            check_fits(loaded, state or {}, self._access.module_state, strict)
+            modules = {name: loaded.pop(name) for name in [*loaded] if isinstance((state or {}).get(name), nn.Module)}
+            return read_metadata(loaded), [(loaded, ()), (modules, ())]
 
-            loaded = self._agreed(request, read)
-            metadata = read_metadata(loaded)
-            rest = self._agreed(request, lambda: restore(loaded, state, self._full, strict))
+        def read(content: dict[str, Any], copies: Any) -> dict[str, Any]:
+            if stored is not None:
+                stored.read(copies)
+            return restore(content, state, self._access, strict)
+
+        metadata, parts = self._agreed(request, prepare)
+        # An object that refuses its state, on whichever rank, leaves the modules of all ranks alone.
+        others, modules = (self._agreed(request, partial(read, *part)) for part in parts)
+        rest = others | modules
         if state is None:
             return rest
         if self._scaler is not None and metadata.get("loss_scaler") is not None:
@@ -139,11 +145,11 @@ class CheckpointCoordinator:
             if METADATA_KEY in loaded[name]:
                 problem = "the file is a checkpoint with entries, no state dict itself"
                 raise CheckpointError(request, problem, suggestion="fabric.load(path, {'model': model})")
-            check_fits(loaded, {name: target}, self._shards.module_state, strict)
+            check_fits(loaded, {name: target}, self._access.module_state, strict)
             return loaded
 
         loaded = self._agreed(request, read)
-        self._agreed(request, lambda: restore(loaded, {name: target}, self._full, strict))
+        self._agreed(request, lambda: restore(loaded, {name: target}, self._access, strict))
 
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
         return raise_on_any_rank_error(self._communicator, request, action)
@@ -165,41 +171,28 @@ class CheckpointCoordinator:
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
         return io
 
-    def _load_shards(
-        self, request: str, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _prepare_shards(
+        self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
+    ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+        """Metadata, and the other entries and those of modules, each with what has to be copied into their tensors."""
         rank, content, modules = self._communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
-
-        def prepare() -> Any:
-            metadata = read_metadata({METADATA_KEY: stored.metadata} if stored.metadata else {})
-            if metadata.get("world_size") == self._communicator.size and stored.per_rank:
-                metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
-            if state is not None:
-                check_fits(content, state, self._shards.module_state, strict)
-                for name in content:
-                    value = state.get(name)
-                    if isinstance(value, nn.Module):
-                        del others[name]
-                        own = self._shards.module_state(value).items()
-                        modules[name] = {key: None if is_lazy(item) else item for key, item in own}
-                    elif name in state:
-                        others[name] = _targets(value, content[name])
-                    elif _tensors(content[name]):
-                        del others[name]  # nobody asks for it
-            return metadata, stored.prepare(others), stored.prepare(modules)
-
-        metadata, (other_content, other_copies), (module_content, module_copies) = self._agreed(request, prepare)
-
-        def read() -> dict[str, Any]:
-            stored.read(other_copies)
-            rest = restore(other_content, state, self._shards, strict)
-            # An object that refused its state has left the modules alone.
-            stored.read(module_copies)
-            restore(module_content, state, self._shards, strict)
-            return rest
-
-        return metadata, self._agreed(request, read)
+        metadata = read_metadata({METADATA_KEY: stored.metadata} if stored.metadata else {})
+        if metadata.get("world_size") == self._communicator.size and stored.per_rank:
+            metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
+        if state is not None:
+            check_fits(content, state, self._access.module_state, strict)
+            for name in content:
+                value = state.get(name)
+                if isinstance(value, nn.Module):
+                    del others[name]
+                    own = self._access.module_state(value).items()
+                    modules[name] = {key: None if is_lazy(item) else item for key, item in own}
+                elif name in state:
+                    others[name] = _targets(value, content[name])
+                elif _tensors(content[name]):
+                    del others[name]  # nobody asks for it
+        return metadata, [stored.prepare(others), stored.prepare(modules)]
 
 
 def restore(

@@ -24,7 +24,6 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -76,55 +75,64 @@ _SPARSE = {
 
 @dataclass(frozen=True)
 class Access:
-    """How the states of modules and optimizers are read and restored.
+    """How the states of modules and optimizers are read and restored. Only :attr:`full` is a collective.
 
     Attributes:
-        module_state: names and values of a module as they stand in a checkpoint.
-        load_module: ``load_module(module, content, strict)`` puts such a state into a module.
-        optimizer_state: the state of an optimizer for full parameters, as its own ``state_dict()`` has it.
-        load_optimizer: ``load_optimizer(optimizer, content)`` puts such a state into an optimizer.
+        module_state: names and values of a module as they stand in a checkpoint, but with shards as DTensors. The
+            tensors are the module's own, so that it is loaded by writing into them.
+        load_module: ``load_module(module, content, strict)`` puts such a state, or a full one, into a module.
+        load_optimizer: ``load_optimizer(optimizer, content)`` puts the state of an optimizer into it, likewise.
+        full: a state with full tensors in the place of its shards. Runs no code of the user's, so that it does not fail
+            on one rank alone.
     """
 
     module_state: ModuleState
     load_module: Callable[[nn.Module, dict[str, Any], bool], None]
-    optimizer_state: Callable[[Optimizer], Mapping[str, Any]] = methodcaller("state_dict")
-    load_optimizer: Callable[[Optimizer, dict[str, Any]], None] = lambda optimizer, content: optimizer.load_state_dict(
-        content
-    )
+    load_optimizer: Callable[[Optimizer, dict[str, Any]], None]
+    full: Callable[[dict[str, Any]], dict[str, Any]]
+
+    def read(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The states of objects that have one, and the other values as they are; no tensor is copied.
+
+        Raises:
+            ArgumentTypeError: an entry is not plain, or is a ``DataLoader`` that is not set up.
+            ConfigurationError: one is called ``"__fabric__"``.
+        """
+        check_entries(state)
+        return {name: self._read(value) for name, value in state.items()}
+
+    def _read(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.module_state(value)
+        return value.state_dict() if is_stateful(value) else value
 
 
 def collect(
     state: Mapping[str, Any],
-    access: Access,
+    contents: Mapping[str, Any],
     filter: Filter | None = None,
     trainable_only: bool = False,
     checks_content: bool = True,
 ) -> dict[str, Any]:
-    """Turn ``state`` into plain state, entry by entry. No tensor is copied.
-
-    Modules and optimizers are read through ``access``; another object with ``state_dict()`` and ``load_state_dict()``
-    becomes its ``state_dict()``; plain values stay as they are. Every entry that can be refused without these is looked
-    at first, since they may be collectives.
+    """The part of the contents that is to be saved, in full or as shards. Not a collective; no tensor is copied.
 
     Args:
         state: names and objects; not changed.
-        access: how modules and optimizers are read.
+        contents: their states, from :meth:`Access.read`.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
         trainable_only: leave out the parameters of modules that do not require a gradient.
         checks_content: whether the states of objects have to be plain.
 
     Raises:
-        ArgumentTypeError: an entry could not be loaded again without running code, or is a ``DataLoader`` that is not
-            set up.
-        ConfigurationError: ``filter`` names an entry that is missing or no dict, or one is called ``"__fabric__"``.
+        ArgumentTypeError: an entry could not be loaded again without running code.
+        ConfigurationError: ``filter`` names an entry that is missing or no dict.
     """
     keep = filter or {}
-    check_entries(state)
     if unknown := [name for name in keep if name not in state]:
         raise ConfigurationError(f"filter={{{unknown[0]!r}: ...}}", "no such entry in state", listed(map(repr, state)))
     collected: dict[str, Any] = {}
     for name, value in state.items():
-        content, dropped = _content(value, access), set()
+        content, dropped = contents[name], set()
         if trainable_only and isinstance(value, nn.Module):
             dropped = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
         if name in keep:
@@ -439,11 +447,3 @@ def _refused(
         "dataclasses.asdict(value), value.state_dict(), or its own entry for what has load_state_dict(). Classes "
         "that torch.serialization.add_safe_globals allows fit into one file: checkpoint_io=FullCheckpoint()",
     )
-
-
-def _content(value: Any, access: Access) -> Any:
-    if isinstance(value, nn.Module):
-        return access.module_state(value)
-    if isinstance(value, Optimizer):
-        return access.optimizer_state(value)
-    return value.state_dict() if is_stateful(value) else value

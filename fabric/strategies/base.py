@@ -246,10 +246,8 @@ class Strategy(ABC):
         """
         return self._users(module).state_dict()
 
-    def load_module_state_dict(
-        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, sharded: bool = False
-    ) -> None:
-        """Load what :meth:`get_module_state_dict` returned into a prepared or user's module."""
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load what :meth:`get_module_state_dict` returned, sharded or full, into a prepared or user's module."""
         self._users(module).load_state_dict(state_dict, strict=strict)
 
     def _users(self, module: nn.Module) -> nn.Module:
@@ -257,12 +255,12 @@ class Strategy(ABC):
         inner: Any = module.module if isinstance(module, self._wrapper) else module
         return inner._modules.get(COMPILED_MODULE, inner)
 
-    def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer with state for whole parameters, in torch's own format; may be collective."""
-        return optimizer.state_dict()
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """A state with full tensors in the place of sharded ones, complete on every rank; may be collective."""
+        return state
 
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load what :meth:`get_optimizer_state_dict` returned, under this strategy or another."""
+        """Load an optimizer's ``state_dict()``, or what :meth:`full_state` of any strategy makes of it."""
         optimizer.load_state_dict(dict(state_dict))
 
     def optimizer_step(

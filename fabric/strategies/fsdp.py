@@ -244,27 +244,22 @@ class FSDPStrategy(ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
         """The state dict under the user's own names. Collective, but with ``sharded``."""
         state = super().get_module_state_dict(module)
-        return state if sharded else map_tensors(self._full, state)
+        return state if sharded else self.full_state(state)
 
     @override
-    def load_module_state_dict(
-        self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, *, sharded: bool = False
-    ) -> None:
-        """Load a state dict; of a full one every rank takes its shards."""
-        if not sharded:
-            own = super().get_module_state_dict(module)
-            state_dict = {name: _shard_like(own.get(name), value) for name, value in state_dict.items()}
+    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a state dict; of full tensors every rank takes its shards."""
+        own = super().get_module_state_dict(module)
+        state_dict = {name: _shard_like(own.get(name), value) for name, value in state_dict.items()}
         super().load_module_state_dict(module, state_dict, strict)
 
     @override
-    def get_optimizer_state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict of an optimizer with full tensors, complete on every rank. Collective."""
-        state = optimizer.state_dict()
-        return {**state, "state": map_tensors(self._full, state["state"])}
+    def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        return map_tensors(self._full, state)
 
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict with full tensors, of which every rank takes its shards."""
+        """Load a state dict; of full tensors every rank takes its shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         by_number = dict(zip(numbers, parameters, strict=False))
@@ -410,7 +405,8 @@ def _shard(communicator: Communicator, module: nn.Module, **arguments: Any) -> N
 
 def _shard_like(like: Any, value: Any) -> Any:
     """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
-    if like is None or local_tensor(like) is like or getattr(value, "shape", None) != like.shape:
+    is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
+    if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
         return value
     from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
 
