@@ -346,14 +346,17 @@ def test_after_close_the_process_is_as_it_was(tmp_path):
 
 
 def test_a_process_that_is_gone_or_elsewhere_has_no_stack():
-    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone, zombie = [subprocess.Popen([sys.executable, "-c", ""]) for _ in range(2)]
     gone.wait(timeout=60)
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
     stacks = Stacks(threading.get_ident())
     node, _, fd, thread = stacks.address
     assert "in test_a_process_that_is_gone" in stacks.own()
     assert "in test_a_process_that_is_gone" in read_stack(stacks.address)
     stacks.close()
     assert "has ended" in read_stack((node, gone.pid, fd, thread))
+    assert "has ended" in read_stack((node, zombie.pid, fd, thread)) or sys.platform != "linux"
+    zombie.wait(timeout=60)
     assert "another node" in read_stack(("another", os.getpid(), fd, thread))
     assert "does not answer" in read_stack((node, os.getpid(), fd, thread))
 

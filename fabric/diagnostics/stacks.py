@@ -92,13 +92,14 @@ def read_stack(address: Address) -> str:
 
 
 def has_ended(there: str, pid: int) -> bool:
-    """Whether a process has ended; false if it is on another node, where nobody can know."""
-    if there == node():
-        try:
-            os.kill(pid, 0)  # sends nothing
-        except OSError as error:
-            return isinstance(error, ProcessLookupError)  # else it is another user's
-    return False
+    """Whether a process has ended, be it reaped or not; false if it is on another node, where nobody can know."""
+    if there != node():
+        return False
+    try:
+        os.kill(pid, 0)  # sends nothing
+    except OSError as error:
+        return isinstance(error, ProcessLookupError)  # else it is another user's
+    return "State:\tZ" in _status(pid)
 
 
 @cache
@@ -113,8 +114,15 @@ def node() -> str:
 
 def _catches(pid: int) -> bool:
     """Whether a process has a handler for the signal."""
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", _status(pid), re.MULTILINE)
     return bool(caught and int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+
+
+def _status(pid: int) -> str:
+    """What Linux says of a process; empty elsewhere, and once it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return ""
 
 
 def _written(fd: int, start: int) -> bytes:
