@@ -77,8 +77,8 @@ def step_on_local_gradients(fabric: Fabric) -> None:
 def foreign_parameter(fabric: Fabric) -> None:
     net, temperature = OneWeight(), nn.Parameter(torch.ones(3))
     model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
-    fabric.backward(model(X[0]) + temperature.sum())
-    optimizer.step()
+    fabric.backward(model(X[0]) + (fabric.global_rank + 1) * temperature.sum())
+    step_and_look_again(fabric, optimizer)
 
 
 def unused_parameter(fabric: Fabric) -> None:
@@ -103,8 +103,8 @@ def unfrozen_module(fabric: Fabric) -> None:
 RAISE = {
     changed_on_one_rank: "ranks 0 and 1 differ after it: head.weight",
     other_hyperparameters: "ranks 0 and 1 differ after it: encoder.weight, encoder.bias",
-    step_on_local_gradients: "a backward pass outside of no_backward_sync",
-    foreign_parameter: "parameter 1 of group 0, of shape (3,)",
+    step_on_local_gradients: "outside of no_backward_sync",
+    foreign_parameter: "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has",
     unused_parameter: "no gradient has arrived at left_out.weight, left_out.bias of TwoParts",
     unfrozen_parameter: "frozen when it was set up, and their gradients would not be synchronized: encoder.weight",
     unfrozen_module: "their gradients would not be synchronized: weight",
@@ -212,13 +212,37 @@ def step_in_backward(fabric: Fabric) -> None:
         model.zero_grad()
 
 
+def reduced_by_the_user(fabric: Fabric) -> None:
+    net, temperature = OneWeight(), nn.Parameter(torch.ones(3))
+    model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        fabric.backward(model(X[0]) + fabric.global_rank * temperature.sum())
+        temperature.grad = fabric.all_reduce(temperature.grad)
+        optimizer.step()
+
+
+def sharded_in_place(fabric: Fabric) -> None:
+    # Under DDP a forward pass of the user's own module raises.
+    if fabric.strategy.name != "fsdp":
+        return
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    fabric.setup(net, optimizer)  # sharded in place: what is returned may be dropped
+    before = fabric.strategy.get_module_state_dict(net)
+    step(fabric, net, optimizer, X + fabric.global_rank, times=3)
+    after = fabric.strategy.get_module_state_dict(net)
+    assert not torch.equal(before["head.bias"], after["head.bias"])
+
+
 def compiled(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     step(fabric, torch.compile(model, backend="eager"), optimizer, times=3)
 
 
 ALLOWED = (
-    adversaries, accumulation, frozen_part, gradients_dropped_on_purpose, closures, turns, step_in_backward, compiled,
+    adversaries, accumulation, frozen_part, gradients_dropped_on_purpose, closures, turns, step_in_backward,
+    reduced_by_the_user, sharded_in_place, compiled,
 )  # fmt: skip
 
 

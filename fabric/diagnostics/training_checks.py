@@ -1,14 +1,15 @@
 """Checks of the first steps of each optimizer, for training that does not train.
 
-[Note: Training checks] Some mistakes cost nothing but the result: parameters that no set-up module has, gradients that
-never arrive or are not reduced yet, replicas that drift apart. Hooks around an optimizer's first steps look for them
-and go away. Fingerprints of the replicas are compared through the store, never through a collective: the first rank
-writes its own, each other compares with that, and writes its own beside it if they differ. Those that saw no difference
-look for one again after the next backward pass, which needs every rank. So the store, which is in the memory of one
-node, holds two fingerprints at most, however many ranks there are.
+[Note: Training checks] Some mistakes cost nothing but the result: gradients that never arrive or are not reduced yet,
+replicas that drift apart. Hooks around an optimizer's first steps look for them and go away. Fingerprints of the
+replicas are compared through the store, never through a collective: the first rank writes its own, each other compares
+with that, and writes its own beside it if they differ. Those that saw no difference look for one again after the next
+backward pass, which needs every rank. So the store, which is in the memory of one node, holds two fingerprints at most,
+however many ranks there are.
 
 Only what is certainly wrong is an error. A gradient that is missing is one where the strategy needs it; elsewhere it is
-a warning, after the last of these steps.
+a warning, after the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
+synchronize them: they may not differ.
 """
 
 import json
@@ -117,7 +118,7 @@ class _OptimizerChecks:
             return
         trained = _ids(_trained(optimizer))
         with_gradient = _ids(p for p in _trained(optimizer) if p.grad is not None)
-        foreign, contracts = with_gradient, self._checks.contracts()
+        contracts = self._checks.contracts()
         for contract in contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
@@ -126,26 +127,9 @@ class _OptimizerChecks:
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
-            # Those that a sharded module held at setup count, and those that it holds now.
-            foreign = foreign - _ids([*contract.parameters().values(), *contract.module.parameters()])
-        if foreign and self._store.size > 1:  # in a single process nothing has to be synchronized
-            self._refuse_foreign(optimizer, foreign)
         self._had_gradient |= with_gradient
         if self._backwards:
             self._check_gradients(contracts, trained)
-
-    def _refuse_foreign(self, optimizer: Optimizer, foreign: set[int]) -> NoReturn:
-        names = [
-            f"parameter {index} of group {number}, of shape {tuple(parameter.shape)}"
-            for number, group in enumerate(optimizer.param_groups)
-            for index, parameter in enumerate(group["params"])
-            if id(parameter) in foreign
-        ]
-        self._refuse(
-            f"these belong to no module that is set up, and their gradients differ between ranks: {_some(names)}",
-            "parameters of modules that went through setup()",
-            f"fabric.setup(module) for the module that has them, be it the loss function; {_OFF}",
-        )
 
     def _check_gradients(self, contracts: Sequence[GradientContract], trained: set[int]) -> None:
         for contract in contracts:
@@ -184,6 +168,15 @@ class _OptimizerChecks:
         self._steps += 1
         own, contracts = _ids(trained), self._checks.contracts()
         replicated = [pair for each in contracts for pair in each.replicated().items() if id(pair[1]) in own]
+        if self._store.size > 1:  # in a single process nothing has to be synchronized
+            # Those that a sharded module held at setup are set up, and those that it holds now.
+            set_up = _ids(p for each in contracts for p in (*each.parameters().values(), *each.module.parameters()))
+            replicated += [
+                (f"parameter {number} of the optimizer, which no set-up module has", parameter)
+                for number, parameter in enumerate(trained)
+                # A sharded one reduces its gradients itself.
+                if id(parameter) not in set_up and parameter.grad is not None and local_tensor(parameter) is parameter
+            ]
         if replicated:
             self._names = [name for name, _ in replicated]
             self._fingerprint = fingerprint([parameter for _, parameter in replicated])
@@ -212,14 +205,15 @@ class _OptimizerChecks:
             return
         own, (other, theirs) = self._store.rank, json.loads(published)
         pairs = zip(self._names, self._fingerprint, theirs, strict=False)
-        different = _some([name for name, mine, its in pairs if mine != its])
-        raise UsageError(
-            f"step {self._steps} of {self._kind} on rank {own}",
-            f"the replicas of ranks {min(own, other)} and {max(own, other)} differ after it: {different}",
-            "the same hyperparameters and closures on all ranks, no other changes of parameters, and gradients that a "
-            "backward pass outside of no_backward_sync has synchronized",
-            f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
-        )
+        # None, if other parameters of no set-up module have gradients there.
+        if different := [name for name, mine, its in pairs if mine != its]:
+            raise UsageError(
+                f"step {self._steps} of {self._kind} on rank {own}",
+                f"the replicas of ranks {min(own, other)} and {max(own, other)} differ after it: {_some(different)}",
+                "the same hyperparameters and closures on all ranks, no other changes of parameters, and gradients "
+                "that a backward pass through set-up modules, outside of no_backward_sync, has synchronized",
+                f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
+            )
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
