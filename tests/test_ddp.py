@@ -196,6 +196,27 @@ def test_replicas_drift_and_are_averaged_every_so_many_steps() -> None:
         assert [distance < 1e-6 for distance in apart] == [True, True, True, False, False, True, False, False]
 
 
+def average_after_overflow(fabric: Fabric) -> list[float]:
+    net = OneWeight()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    weights = []
+    for factor in (float("inf"), float(fabric.global_rank)):
+        fabric.backward(model(torch.full((4,), factor)))
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(net.weight.mean().item())
+    return weights
+
+
+def test_a_step_that_overflows_averages_nothing() -> None:
+    state = PostLocalSGDState(None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    strategy = DDPStrategy(
+        start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+    )
+    for weights in run_in_ranks(average_after_overflow, strategy=strategy, precision="16-mixed"):
+        assert weights == [1.0, pytest.approx(0.95)]
+
+
 def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], list[float]]:
     net = OneWeight()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -45,7 +45,7 @@ class DDPStrategy(ParallelStrategy):
         cluster_environment: the environment that says which rank this is.
         checkpoint_io: format of ``save`` and ``load``.
         precision: precision.
-        ddp_comm_state: state handed to the hook.
+        ddp_comm_state: state handed to the hook, one for all modules that are set up.
         ddp_comm_hook: how gradients are sent, see ``torch.distributed.algorithms.ddp_comm_hooks``.
         ddp_comm_wrapper: wraps the hook, such as ``fp16_compress_wrapper``.
         model_averaging_period: with a ``PostLocalSGDState`` as ``ddp_comm_state``: parameters are averaged over all
@@ -146,8 +146,13 @@ class DDPStrategy(ParallelStrategy):
         averager = PeriodicModelAverager(
             period=self.model_averaging_period, warmup_steps=self._state_of_hook().start_localSGD_iter
         )
-        hook = optimizer.register_step_post_hook(lambda stepped, *_: averager.average_parameters(stepped.param_groups))
-        self._cleanup.append(hook.remove)
+
+        def average(stepped: Optimizer, *_: Any) -> None:
+            # A step that is skipped after an overflow has no gradients, and torch averages what has some.
+            if any(parameter.grad is not None for group in stepped.param_groups for parameter in group["params"]):
+                averager.average_parameters(stepped.param_groups)
+
+        self._cleanup.append(optimizer.register_step_post_hook(average).remove)
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -155,7 +160,7 @@ class DDPStrategy(ParallelStrategy):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
             refuse_unprepared(self, module)
-        return _without_sync(module)
+        return module.no_sync()
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
@@ -264,14 +269,3 @@ def _joined(wrappers: Sequence[Any], divide_by_all: bool) -> Any:
     finally:
         for wrapper in wrappers:
             leave_join(wrapper)
-
-
-@contextmanager
-def _without_sync(wrapper: DistributedDataParallel) -> Any:
-    # torch's own no_sync() does the same, but a second one inside it would switch the synchronization on again.
-    before = wrapper.require_backward_grad_sync
-    wrapper.require_backward_grad_sync = False
-    try:
-        yield
-    finally:
-        wrapper.require_backward_grad_sync = before
