@@ -41,10 +41,10 @@ _UNUSED = {
 }
 STRATEGIES: Mapping[str, Any] = {
     "single_device": SingleDeviceStrategy,
-    "dp": lambda: strategies.DataParallelStrategy(),  # imported then, as fsdp is
+    "dp": strategies.DataParallelStrategy,
     **_DDP,
     **_UNUSED,
-    "fsdp": lambda: strategies.FSDPStrategy(),
+    "fsdp": lambda: strategies.FSDPStrategy(),  # imported then
     "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.

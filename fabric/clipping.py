@@ -36,29 +36,25 @@ def clip_gradients(
     if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
         raise ConfigurationError(
             f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
-            "it takes one limit, a positive number, and a norm",
-            "clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
-            "clip_gradients(model, optimizer, max_norm=1.0)",
+            expected="clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
         )
     with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    grads = [parameter.grad for parameter in with_grad if parameter.grad is not None]
-    norm = _total_norm(grads, norm_type)
+    norm = _total_norm([parameter.grad for parameter in with_grad], norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(
             "clip_gradients(...)",
             f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping would spoil all of them",
-            "finite gradients",
-            "error_if_nonfinite=False to clip all the same, or look for the loss that is not finite",
+            suggestion="error_if_nonfinite=False to clip all the same",
         )
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(with_grad, max_norm, norm)
-    elif clip_val is not None and grads:
+    elif clip_val is not None and with_grad:
         nn.utils.clip_grad_value_(with_grad, clip_val)
     return norm
 
 
-def _total_norm(grads: list[Tensor], norm_type: float) -> Tensor:
-    sharded: list[Any] = [grad for grad in grads if local_tensor(grad) is not grad]
+def _total_norm(grads: Any, norm_type: float) -> Tensor:
+    sharded = [grad for grad in grads if local_tensor(grad) is not grad]
     if not sharded or not math.isinf(norm_type):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
     # A shard may be empty, which has no infinity norm; and a maximum over ranks may lose what is not a number.

@@ -137,8 +137,7 @@ class LossScaler:
             raise ConfigurationError(
                 'precision="16-mixed" with float16 parameters',
                 "their gradients are float16 too, and lose in unscaling what the scale had kept",
-                "float32 parameters under 16-mixed, float16 ones under 16-true",
-                'model.float(), or Fabric(precision="16-true")',
+                suggestion='model.float(), or Fabric(precision="16-true")',
             )
         for grads in groups:
             found_inf = state.found_inf.to(grads[0].device)
@@ -154,7 +153,6 @@ class LossScaler:
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
                 "the closure computes new gradients inside the step, after the overflow check",
                 "step() without a closure under 16-mixed; closures under every other precision",
-                'Fabric(precision="bf16-mixed")',
             )
         state = self._states[optimizer]
         overflow = self.unscale(optimizer)
@@ -182,7 +180,7 @@ class LossScaler:
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.stage is _Stage.SCALED]
         holds = any(bool(grad.any()) for optimizer in waiting for grad in _gradients(optimizer))
-        if self._max_over_ranks is None:
+        if not waiting or self._max_over_ranks is None:
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))

@@ -126,9 +126,7 @@ class FabricModule(nn.Module):
         self._fabric_prepared.train(mode)
         return self
 
-    def eval(self) -> "FabricModule":
-        """Set evaluation mode on the user's module and the strategy's wrapper around it."""
-        return self.train(False)
+    eval = nn.Module.eval  # calls train()
 
     def __getattr__(self, name: str) -> Any:
         original = self.__dict__.get("_fabric_original")

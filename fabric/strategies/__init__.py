@@ -1,13 +1,12 @@
 """Strategies: how a module is prepared to train on the devices of a job."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fabric.strategies.base import ParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies.data_parallel import DataParallelStrategy
 from fabric.strategies.ddp import DDPStrategy
 
 if TYPE_CHECKING:
-    from fabric.strategies.data_parallel import DataParallelStrategy
     from fabric.strategies.fsdp import FSDPStrategy
 
 __all__ = [
@@ -21,10 +20,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name != "FSDPStrategy":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Imported when first used: FSDP takes a second.
-    return getattr(import_module(f"{__name__}.{'fsdp' if name == 'FSDPStrategy' else 'data_parallel'}"), name)
+    from fabric.strategies.fsdp import FSDPStrategy  # with what it needs it takes a second
+
+    return FSDPStrategy
 
 
 def __dir__() -> list[str]:

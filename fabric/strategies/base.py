@@ -107,9 +107,8 @@ class Strategy(ABC):
             UsageError: it has been started already.
         """
         if self._runtime is not None:
-            problem = "the runtime of this strategy has been started already"
-            expected = "a strategy object of its own for each Fabric"
-            raise UsageError(f"{type(self).__name__}.setup_environment()", problem, expected)
+            problem = "it has been started already; each Fabric needs a strategy of its own"
+            raise UsageError(f"{type(self).__name__}.setup_environment()", problem)
         runtime = runtime or self._own_runtime()
         runtime.start()
         self._runtime = runtime
@@ -395,7 +394,6 @@ class SingleDeviceStrategy(Strategy):
                 f'strategy="single_device" on {num_nodes} node(s) with {len(devices)} device(s) each',
                 "it drives one device",
                 'strategy="ddp" for several devices, or devices=1',
-                'Fabric(devices=..., strategy="ddp")',
             )
 
     @override

@@ -86,8 +86,14 @@ class DataParallelStrategy(ParallelStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         devices = self.runtime.devices
-        if len(devices) > 1:
-            _check_not_compiled(module)
+        named = module.named_modules() if len(devices) > 1 else ()
+        compiled = [path or "it" for path, part in named if uncompiled(part) is not part or compiled_in_place(part)]
+        if compiled:
+            raise ConfigurationError(
+                f'setup of a {type(module).__name__} with strategy="dp" on several devices',
+                f"torch.compile was applied to {', '.join(compiled)}, and compiled code acts on one module",
+                suggestion='setup of the module without torch.compile; or strategy="ddp", which takes compiled modules',
+            )
         # There torch's own runs the module once, on the whole batch.
         if self.root_device.type in ("cpu", "mps"):
             return ThreadedDataParallel(module, devices)
@@ -117,23 +123,12 @@ class DataParallelStrategy(ParallelStrategy):
         return map_tensors(lambda tensor: op.fold(tensor.unbind()) if tensor.dim() else tensor, checked)
 
 
-def _check_not_compiled(module: nn.Module) -> None:
-    named = module.named_modules()
-    compiled = [path or "the module" for path, part in named if uncompiled(part) is not part or compiled_in_place(part)]
-    if compiled:
-        raise ConfigurationError(
-            f'setup of a {type(module).__name__} with strategy="dp" on several devices',
-            f"torch.compile was applied to {', '.join(compiled)}, and compiled code acts on one module, not replicas",
-            suggestion='setup of the module without torch.compile; or strategy="ddp", which takes compiled modules',
-        )
-
-
 def _refuse(request: str, problem: str) -> None:
     raise ConfigurationError(
         f'strategy="dp" on {request}',
         f"it drives all devices from one process: {problem}",
-        "one process on one node, with distinct devices or any number of CPU replicas",
-        'Fabric(strategy="dp", devices=2) in a plain `python script.py`; or strategy="ddp", with a process a device',
+        "one node, with distinct devices or any number of CPU replicas",
+        'strategy="ddp", with a process for each device',
     )
 
 
@@ -261,18 +256,15 @@ def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) ->
         thread.start()
     for thread in threads:
         thread.join()
-    if not errors:
-        return results
-    first, *others = sorted(errors)
-    error = errors[first]
-    also = f"; so did {', '.join(f'replica {index}' for index in others)}" if others else ""
-    error.add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch{also}")
-    try:
-        raise error
-    finally:
-        # The error's traceback leads to these frames: without this, their tensors would outlive it.
-        errors.clear()
-        del error
+    if errors:
+        first = min(errors)
+        errors[first].add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch")
+        try:
+            raise errors[first]
+        finally:
+            # The error's traceback leads to these frames: without this, their tensors would outlive it.
+            errors.clear()
+    return results
 
 
 def _part(start: int, size: int, tensor: Tensor) -> Tensor:
