@@ -6,7 +6,8 @@ share a backward pass. Gradients that were unscaled and then stay for another ba
 which is exact, since scales are powers of two.
 """
 
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -95,7 +96,7 @@ class LossScaler:
             self._pending = None
         for optimizer, state in self._states.items():
             if state.stage is not _Stage.SCALED:
-                for grads in _by_device_and_dtype(_gradients(optimizer)):
+                for grads in _gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.stage = _Stage.SCALED
         if loss.dtype is torch.float16:
@@ -132,7 +133,7 @@ class LossScaler:
         state.found_inf = torch.zeros_like(self._scale)
         # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
         inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
-        groups = list(_by_device_and_dtype(_gradients(optimizer)))
+        groups = _gradients(optimizer)
         if any(grads[0].dtype is torch.float16 for grads in groups):
             raise ConfigurationError(
                 'precision="16-mixed" with float16 parameters',
@@ -179,16 +180,16 @@ class LossScaler:
         which waits for the device.
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.stage is _Stage.SCALED]
-        holds = any(bool(grad.any()) for optimizer in waiting for grad in _gradients(optimizer))
+        holds = any(bool(grad.any()) for optimizer in waiting for grads in _gradients(optimizer) for grad in grads)
         if not waiting or self._max_over_ranks is None:
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
 
 
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """The local, dense values of all gradients of an optimizer, sharing their memory."""
-    grads = []
+def _gradients(optimizer: Optimizer) -> list[list[Tensor]]:
+    """The local, dense values of all gradients of an optimizer, sharing their memory; by device and dtype."""
+    grads: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -198,12 +199,5 @@ def _gradients(optimizer: Optimizer) -> list[Tensor]:
                 # Values of repeated indices may overflow only once they are added.
                 parameter.grad = grad = grad.coalesce()
                 grad = grad._values()
-            grads.append(local_tensor(grad))
-    return grads
-
-
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return groups.values()
+            grads[grad.device, grad.dtype].append(local_tensor(grad))
+    return list(grads.values())

@@ -108,7 +108,7 @@ def test_limits_that_mean_nothing_are_refused(limits):
         clip(model, **limits)
     given = {"clip_val": None, "max_norm": None, "norm_type": 2.0, **limits}
     assert all(f"{name}={value!r}" in caught.value.request for name, value in given.items())
-    assert all((caught.value.problem, caught.value.expected, caught.value.suggestion))
+    assert caught.value.expected
     assert same(gradients(model), gradients(model_with_gradients()))
 
 

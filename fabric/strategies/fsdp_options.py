@@ -204,16 +204,12 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
     numbers = [name for name, each in named.items() if not is_lazy(each) and each.dim() == 0]
     sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
     named.update(root.named_buffers())
-    without_values = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
+    on_meta = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
     for names, problem, suggestion in (
         (lazy, "are lazy and have no shape before a first forward pass", "one model(batch) before setup()"),
         (numbers, "are single numbers, which cannot be sharded", "nn.Parameter(torch.ones(1))"),
         (sharded, "belong to another model, which is sharded", "one module around both, and one setup() of it"),
-        (
-            without_values if has_values else [],
-            "have no values, being on meta",
-            "a model built in fabric.init_module()",
-        ),
+        (on_meta if has_values else [], "have no values, being on meta", "a model built in fabric.init_module()"),
     ):
         if names:
             request, problem = f"setup({type(root).__name__}) with FSDP", f"these {problem}: {', '.join(names)}"
