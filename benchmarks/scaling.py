@@ -24,7 +24,6 @@ import tracemalloc
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -292,7 +291,7 @@ class Enlarged(Communicator):
     @override
     def run(self, collective: Collective) -> Any:
         rows = collective.rows
-        answer = self._inner.run(collective if rows is None else replace(collective, rows=rows[[0, -1]].clone()))
+        answer = self._inner.run(collective if rows is None else collective._replace(rows=rows[[0, -1]].clone()))
         if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and isinstance(answer, Tensor):
             copies = answer[1:].expand(self.size - 1, *answer.shape[1:])
             answer = torch.cat([answer[:1], copies])

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,7 @@ _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Node:
+class _Node(NamedTuple):
     """One collection: the names of its children in visiting order, their structure, and how to build it again.
 
     Where all children are leaves, ``children`` is their number: collections of a thousand metrics are walked in few

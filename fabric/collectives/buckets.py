@@ -118,25 +118,18 @@ class Bucket:
             with own_versions():
                 leaves[:] = values.unbind()
             return
-        if not self.tensors:
-            self.unpack_numbers((buffer if ranks is None else buffer.t()).tolist(), leaves)
-            return
         leading = () if ranks is None else (ranks,)
         sizes = [tensor.numel() // (self.chunks or 1) for tensor in self.tensors]
-        parts = buffer.split([*sizes, len(self.numbers)], dim=-1)
-        is_alone = len(sizes) == 1 and not self.numbers
+        is_alone = len(sizes) + bool(self.numbers) == 1
+        parts = [buffer] if is_alone else buffer.split([*sizes, len(self.numbers)], dim=-1)
         for place, tensor, part in zip(self.places, self.tensors, parts, strict=False):
             if buffer.requires_grad and not tensor.requires_grad:
                 part = part.detach()
             shape = tensor.shape if self.chunks is None else tensor.shape[1:]
             leaves[place] = part.to(tensor.device, self.dtype, copy=not is_alone).reshape((*leading, *shape))
-        if self.numbers:
-            self.unpack_numbers(parts[-1].movedim(-1, 0).tolist(), leaves)
-
-    def unpack_numbers(self, numbers: list[Any], leaves: list[Any]) -> None:
-        """Put numbers, or a list of all ranks' for each, back in the places of the numbers."""
-        if self.dtype is torch.bool:
-            numbers = [list(map(bool, one)) if isinstance(one, list) else bool(one) for one in numbers]
+        if not self.numbers:
+            return
+        numbers = parts[-1].to(self.dtype).t().tolist()
         if len(numbers) == len(leaves):
             leaves[:] = numbers
             return

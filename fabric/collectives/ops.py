@@ -11,7 +11,6 @@ required no gradient is returned without one, whatever it was sent with.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor
 from fabric.collectives.buckets import Bucket, as_number, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import CallDescription, Collective, Communicator, Operation, Reduce
+from fabric.communicators.base import BITWISE
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
@@ -73,7 +73,7 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves)
+    _run(communicator, Operation.BROADCAST, buckets, leaves, call, peer=src)
     return unflatten(structure, leaves)
 
 
@@ -104,10 +104,10 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
     gathered = all_gather(communicator, leaves, sync_grads=sync_grads)
     for place, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
-            of_ranks = lengths.get(place)
-            cut = rows if of_ranks is None else [row[:n] for row, n in zip(rows, of_ranks, strict=True)]
-            joined = rows if of_ranks is None else torch.cat(list(cut))
-            gathered[place] = joined if concat else [row.clone() for row in cut]
+            if place in lengths:
+                rows = [row[:n] for row, n in zip(rows, lengths[place], strict=True)]
+                rows = torch.cat(rows) if concat else rows
+            gathered[place] = rows if concat else [row.clone() for row in rows]
     return unflatten(structure, gathered)
 
 
@@ -134,22 +134,31 @@ def _exchange(
 
     if op is not None:
         _check_reduction(op, buckets, structure, operation)
-    collective = Collective(operation, reduce=op, call=CallDescription(operation.value, arguments))
-    _run(communicator, collective, buckets, leaves, detach=not sync_grads)
+    _run(
+        communicator, operation, buckets, leaves, CallDescription(operation.value, arguments), op, detach=not sync_grads
+    )
     return unflatten(structure, leaves)
 
 
 def _run(
-    communicator: Communicator, template: Collective, buckets: Sequence[Bucket], leaves: list[Any], detach: bool = False
+    communicator: Communicator,
+    operation: Operation,
+    buckets: Sequence[Bucket],
+    leaves: list[Any],
+    call: CallDescription,
+    op: Reduce | None = None,
+    peer: int | None = None,
+    *,
+    detach: bool = False,
 ) -> None:
     """Make one collective for each bucket, and put the results in the places of the leaves."""
-    by_rank = template.operation is Operation.ALL_GATHER or template.operation is Operation.ALL_TO_ALL
+    ranks = communicator.size if operation is Operation.ALL_GATHER or operation is Operation.ALL_TO_ALL else None
     for bucket in buckets:
-        buffer = bucket.buffer(communicator.device, detach, template.reduce is Reduce.MEAN)
-        collective = Collective(template.operation, buffer, template.reduce, template.peer, call=template.call)
+        buffer = bucket.buffer(communicator.device, detach, op is Reduce.MEAN)
+        collective = Collective(operation, buffer, op, peer, call=call)
         tracked = buffer.requires_grad and torch.is_grad_enabled()
         result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
-        bucket.unpack(result, leaves, communicator.size if by_rank else None)
+        bucket.unpack(result, leaves, ranks)
 
 
 def _signature(tree: Any, grads: bool, numbers: bool = True, ragged: bool = False) -> list[str]:
@@ -193,7 +202,6 @@ def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
 
 # -- reductions: what has a meaning -----------------------------------------------------------------------------------
 
-_BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 _ORDERED = (Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)  # and without a gradient
 _requires_grad = attrgetter("requires_grad")
 
@@ -221,7 +229,7 @@ def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str] |
         )
     if op is Reduce.MEAN and not is_inexact:
         return "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
-    if op in _BITWISE and is_inexact:
+    if op in BITWISE and is_inexact:
         return f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
     if dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
         return f"no backend carries uint64, and as int64 its {op.value} is another", "x.long(), for values below 2**63"
@@ -241,7 +249,7 @@ class _Differentiable(torch.autograd.Function):
         ctx.communicator, ctx.collective = communicator, collective
         # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
         own = buffer.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-        return communicator.run(replace(collective, buffer=own))
+        return communicator.run(collective._replace(buffer=own))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from typing_extensions import override
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 
 __all__ = [
-    "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation", "Reduce",
-    "to_pickle",
+    "BITWISE", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation",
+    "Reduce", "to_pickle",
 ]  # fmt: skip
 
 
@@ -65,6 +65,9 @@ class Reduce(Enum):
         )
 
 
+BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
+
+
 class Operation(Enum):
     """The kinds of collectives and messages; each is described at the method of :class:`Communicator` of that name."""
 
@@ -83,8 +86,7 @@ class Operation(Enum):
     NEW_GROUP = "new_group"
 
 
-@dataclass(frozen=True, slots=True)
-class CallDescription:
+class CallDescription(NamedTuple):
     """What the user called, which may cost several collectives or none.
 
     Attributes:
@@ -98,9 +100,8 @@ class CallDescription:
     arguments: Callable[[], str] = str
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One call of a collective on this rank.
+class Collective(NamedTuple):
+    """One call of a collective on this rank; a tuple, since one is made for every call.
 
     Attributes:
         operation: which one.
@@ -289,15 +290,14 @@ class Communicator(ABC):
     def check_rank(self, operation: Operation, rank: int) -> None:
         """Raise a ConfigurationError unless this is the rank of a member, and of another one for a message."""
         is_member = type(rank) is int and 0 <= rank < self.size
-        itself = is_member and rank == self.rank and operation in (Operation.SEND, Operation.RECV)
-        if is_member and not itself:
+        if is_member and (rank != self.rank or operation not in (Operation.SEND, Operation.RECV)):
             return
         argument = "dst" if operation in (Operation.SEND, Operation.GATHER) else "src"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
-            "a rank does not send to itself" if itself else f"there is no rank {rank!r} in a group of {self.size}",
-            f"{argument} from 0 to {self.size - 1}" + (f", but {self.rank}" if itself else ""),
-            "the value itself, which is here already" if itself else f"{argument}=0 for the first rank",
+            "a rank does not send to itself" if is_member else f"there is no rank {rank!r} in a group of {self.size}",
+            f"{argument} from 0 to {self.size - 1}, and of send and recv another rank than {self.rank}",
+            f"{argument}=0 for the first rank",
         )
 
     def _run_with_peer(self, operation: Operation, buffer: Any, peer: int, **details: Any) -> Any:

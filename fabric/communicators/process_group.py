@@ -9,14 +9,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import Collective, Communicator, Operation, Reduce
+from fabric.communicators.base import BITWISE, Collective, Communicator, Operation, Reduce
 from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "to_bytes"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
-_BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -76,7 +75,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
         assert op is not None, "a reduction has one"
-        if op in _BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
+        if op in BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
             return buffer.copy_(op.fold(self.all_gather(buffer).unbind()))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
@@ -101,8 +100,7 @@ class ProcessGroupCommunicator(Communicator):
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
         length = torch.tensor([len(message or b"")], device=self.device)
         dist.broadcast(length, group_src=src, group=self._group)
-        buffer = torch.empty(int(length), dtype=torch.uint8) if message is None else _to_tensor(message)
-        buffer = buffer.to(self.device)
+        buffer = _to_tensor(message or bytes(int(length))).to(self.device)
         dist.broadcast(buffer, group_src=src, group=self._group)
         return to_bytes(buffer) if message is None else message
 
