@@ -741,7 +741,9 @@ class Fabric:
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
         with self._running("load_raw").checkpoints("load_raw") as checkpoints:
-            checkpoints.load_raw(Path(path), obj, strict, weights_only is not False)
+            checkpoints.load(
+                Path(path), {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True
+            )
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process only."""

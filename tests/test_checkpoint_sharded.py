@@ -123,7 +123,7 @@ HASHABLE = st.one_of(
 PLAIN = st.recursive(
     st.one_of(
         HASHABLE,
-        st.integers(0, 30).map(lambda digits: -(10 ** (300 * digits))),
+        st.integers(0, 14).map(lambda digits: -(10 ** (300 * digits))),
         BITS,
         st.builds(complex, BITS, BITS),
         st.binary(max_size=5).map(bytearray),

@@ -61,6 +61,7 @@ def save(state, **options):
 
 def load(loaded, state, strict=True):
     if state is not None:
+        read_metadata(loaded)
         check_fits(loaded, state, module_state, strict)
     return restore(loaded, state, ACCESS, strict)
 

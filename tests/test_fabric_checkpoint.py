@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabric import Fabric
 from fabric._torch import full_tensor, local_tensor
 from fabric.checkpoint import FullCheckpoint
-from fabric.errors import CheckpointError
+from fabric.errors import ArgumentTypeError, CheckpointError
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -282,6 +282,11 @@ def test_a_bare_state_dict_of_plain_torch_is_loaded_raw(tmp_path: Path) -> None:
     assert run_in_ranks(load_bare, tmp_path / "bare.pt") == [values(net)] * 2
     with single() as fabric:
         assert load_bare(fabric, tmp_path / "bare.pt") == values(net)
+        with pytest.raises(ArgumentTypeError, match="has no state_dict"):
+            fabric.load_raw(tmp_path / "bare.pt", {})
+        fabric.save(tmp_path / "entries.pt", {"model": net})
+        with pytest.raises(CheckpointError, match="a checkpoint with entries"):
+            fabric.load_raw(tmp_path / "entries.pt", net)
 
 
 class Suffixed:

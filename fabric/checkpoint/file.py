@@ -24,7 +24,8 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
@@ -134,18 +135,16 @@ class FullCheckpoint:
         """
         request = f"load the checkpoint {str(path)!r}"
         _require_file(request, path)
-        loaded: Any = None
         with read_errors(request):
             is_archive = _verify(path)
-            if weights_only:
-                try:
-                    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
-                except pickle.UnpicklingError as error:
+        # Else its errors are those of somebody else's code.
+        with read_errors(request) if weights_only else nullcontext():
+            try:
+                loaded: Any = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
+            except pickle.UnpicklingError as error:
+                if weights_only:
                     _refuse_code(request, path, error)
-                    raise
-        if not weights_only:
-            # Its errors are those of somebody else's code.
-            loaded = torch.load(path, map_location="cpu", weights_only=False, mmap=is_archive)
+                raise
         if not isinstance(loaded, dict):
             problem = f"the file holds a {type(loaded).__name__}"
             raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
@@ -209,29 +208,8 @@ def gather_on_first(communicator: Communicator, value: Any) -> list[Any]:
     return [] if rows is None else [pickle.loads(tensor_bytes(row)) for row in rows.cpu()]  # noqa: S301 - of this job
 
 
-def write_errors(request: str) -> AbstractContextManager[None]:
-    """Turns what torch and the file system raise in a save, up to its commit, into a CheckpointError."""
-    return _errors(
-        request,
-        "it could not be written",
-        "plain data, the same tensors on every rank, and a place with room for the old and the new",
-        "free space, another path, other permissions, or a state without what the line above names; what was there "
-        "before is untouched",
-    )
-
-
-def read_errors(request: str) -> AbstractContextManager[None]:
-    """Turns what reading raises, where no code of the user's is run, into the error for a damaged checkpoint."""
-    return _errors(
-        request,
-        "the checkpoint is damaged, or was replaced while it was read",
-        "what fabric.save or torch.save wrote, complete and with torch's default of writing checksums",
-        "the same again, if a save may have been running; or an older checkpoint, or a fresh copy of this one",
-    )
-
-
 @contextmanager
-def _errors(request: str, problem: str, expected: str, suggestion: str) -> Iterator[None]:
+def _errors(problem: str, expected: str, suggestion: str, request: str) -> Iterator[None]:
     try:
         yield
     except (FabricError, MemoryError):  # the latter is no fault of the checkpoint
@@ -239,6 +217,24 @@ def _errors(request: str, problem: str, expected: str, suggestion: str) -> Itera
     except Exception as error:
         text = str(error).strip().partition("\n")[0]  # torch may put a stack of C++ below
         raise CheckpointError(request, f"{problem}: {type(error).__name__}: {text}", expected, suggestion) from error
+
+
+# With a request: turns what torch and the file system raise in a save, up to its commit, into a CheckpointError.
+write_errors = partial(
+    _errors,
+    "it could not be written",
+    "plain data, the same tensors on every rank, and a place with room for the old and the new",
+    "free space, another path, other permissions, or a state without what the line above names; what was there before "
+    "is untouched",
+)
+
+# Likewise for what reading raises, where no code of the user's is run.
+read_errors = partial(
+    _errors,
+    "the checkpoint is damaged, or was replaced while it was read",
+    "what fabric.save or torch.save wrote, complete and with torch's default of writing checksums",
+    "the same again, if a save may have been running; or an older checkpoint, or a fresh copy of this one",
+)
 
 
 @contextmanager
@@ -331,12 +327,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def not_found(request: str, path: Path, kind: str, is_one: Callable[[Path], bool]) -> CheckpointError:
-    """The error for a checkpoint that is not there, with those in the same folder whose names are alike."""
+def not_found(request: str, path: Path, kind: str) -> CheckpointError:
+    """The error for a checkpoint that is not there, with what the same folder has under similar names."""
     found: list[str] = []
     with suppress(OSError):
-        found = [str(entry) for entry in islice(path.parent.iterdir(), 1000) if is_one(entry)]
-    near = difflib.get_close_matches(str(path), found, n=5, cutoff=0) or [f"the path of a {kind} that exists"]
+        found = [str(entry) for entry in islice(path.parent.iterdir(), 1000)]
+    near = difflib.get_close_matches(str(path), found, n=5) or [f"the path of a {kind} that exists"]
     problem = f"there is no such {kind}" if path.parent.is_dir() else f"its folder {str(path.parent)!r} does not exist"
     return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", ", or ".join(near))
 
@@ -384,7 +380,7 @@ def _require_file(request: str, path: Path) -> None:
             f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
         )
     if not os.path.isfile(path):
-        raise not_found(request, Path(path), "file", lambda entry: entry.is_file() and not entry.name.startswith("."))
+        raise not_found(request, Path(path), "file")
 
 
 def _verify(path: Path) -> bool:

@@ -93,24 +93,43 @@ class CheckpointCoordinator:
         return self._saver.pending
 
     def load(
-        self, path: Path, state: MutableMapping[str, Any] | None, strict: bool, rng: bool, weights_only: bool = True
+        self,
+        path: Path,
+        state: MutableMapping[str, Any] | None,
+        strict: bool,
+        rng: bool,
+        weights_only: bool = True,
+        is_raw: bool = False,
     ) -> dict[str, Any]:
         """Restore ``state``, the loss scale and this rank's random state. Collective; every rank reads.
+
+        With ``is_raw`` the one object in ``state`` is restored from a file that is its bare state dict.
 
         Returns:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
-        request = f"fabric.load({str(path)!r}, ...)"
+        request = f"fabric.load{'_raw' if is_raw else ''}({str(path)!r}, ...)"
         io = self._format_of(request, path, weights_only)
+        # A folder is no state dict, as the format of one file says.
+        io = FullCheckpoint() if is_raw and isinstance(io, ShardedCheckpoint) else io
         stored = io.open(path, self._communicator) if isinstance(io, ShardedCheckpoint) else None
+        targets = state or {}
 
         def prepare() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
             if stored is not None:
                 return self._prepare_shards(stored, state, strict)
-            loaded = _read(io, path, weights_only)
-            check_fits(loaded, state or {}, self._access.module_state, strict)
-            modules = {name: loaded.pop(name) for name in [*loaded] if isinstance((state or {}).get(name), nn.Module)}
-            return read_metadata(loaded), [(loaded, ()), (modules, ())]
+            loaded = io.load(path) if weights_only else FullCheckpoint().load(path, weights_only=False)
+            if is_raw:
+                if METADATA_KEY in loaded:
+                    problem = "the file is a checkpoint with entries, no state dict itself"
+                    raise CheckpointError(request, problem, suggestion="fabric.load(path, {'model': model})")
+                if not all(map(is_stateful, targets.values())):
+                    raise ArgumentTypeError(request, "the object has no state_dict() and load_state_dict()")
+                loaded = dict.fromkeys(targets, loaded)
+            metadata = read_metadata(loaded)
+            check_fits(loaded, targets, self._access.module_state, strict)
+            modules = {name: loaded.pop(name) for name in [*loaded] if isinstance(targets.get(name), nn.Module)}
+            return metadata, [(loaded, ()), (modules, ())]
 
         def read(content: dict[str, Any], copies: Any) -> dict[str, Any]:
             if stored is not None:
@@ -119,37 +138,15 @@ class CheckpointCoordinator:
 
         metadata, parts = self._agreed(request, prepare)
         # An object that refuses its state, on whichever rank, leaves the modules of all ranks alone.
-        others, modules = (self._agreed(request, partial(read, *part)) for part in parts)
-        rest = others | modules
+        others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
         if state is None:
-            return rest
+            return others
         if self._scaler is not None and metadata.get("loss_scaler") is not None:
             self._scaler.load_state_dict(metadata["loss_scaler"])
         # The streams of another number of ranks belong to none of these.
         if rng and metadata.get("world_size") == self._communicator.size and metadata.get("rng"):
             set_rng_state(metadata["rng"][self._communicator.rank])
-        return rest
-
-    def load_raw(self, path: Path, target: Any, strict: bool, weights_only: bool = True) -> None:
-        """Restore one object from a file that is its bare state dict. Collective; every rank reads."""
-        request = f"fabric.load_raw({str(path)!r}, ...)"
-        io = self._format_of(request, path, weights_only)
-        # A folder is none, as the other format says.
-        io = FullCheckpoint() if isinstance(io, ShardedCheckpoint) else io
-        name = type(target).__name__
-
-        def read() -> dict[str, Any]:
-            if not is_stateful(target):
-                raise ArgumentTypeError(request, f"a {name} has no state_dict() and load_state_dict()")
-            loaded = {name: _read(io, path, weights_only)}
-            if METADATA_KEY in loaded[name]:
-                problem = "the file is a checkpoint with entries, no state dict itself"
-                raise CheckpointError(request, problem, suggestion="fabric.load(path, {'model': model})")
-            check_fits(loaded, {name: target}, self._access.module_state, strict)
-            return loaded
-
-        loaded = self._agreed(request, read)
-        self._agreed(request, lambda: restore(loaded, {name: target}, self._access, strict))
+        return others
 
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
         return raise_on_any_rank_error(self._communicator, request, action)
@@ -177,7 +174,7 @@ class CheckpointCoordinator:
         """Metadata, and the other entries and those of modules, each with what has to be copied into their tensors."""
         rank, content, modules = self._communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
-        metadata = read_metadata({METADATA_KEY: stored.metadata} if stored.metadata else {})
+        metadata = read_metadata({METADATA_KEY: stored.metadata})
         if metadata.get("world_size") == self._communicator.size and stored.per_rank:
             metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
         if state is not None:
@@ -231,15 +228,9 @@ def own_format(sharded: bool) -> CheckpointIO:
     return ShardedCheckpoint() if sharded else FullCheckpoint()
 
 
-def _order(value: Any) -> int:
+def _order(value: Any) -> tuple[bool, ...]:
     """What could not be checked is restored first, so that its failure leaves the rest alone."""
-    if not is_stateful(value):
-        return 3
-    return 2 if isinstance(value, nn.Module) else isinstance(value, Optimizer)
-
-
-def _read(io: CheckpointIO, path: Path, weights_only: bool) -> dict[str, Any]:
-    return io.load(path, weights_only=weights_only) if isinstance(io, FullCheckpoint) else io.load(path)
+    return not is_stateful(value), isinstance(value, nn.Module), isinstance(value, Optimizer)
 
 
 def _detach(optimizer: Optimizer, content: Any) -> None:

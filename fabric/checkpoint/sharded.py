@@ -24,7 +24,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -53,7 +53,6 @@ from fabric.checkpoint.state import (
     check_version,
     encode,
     flatten_state,
-    fqn,
     listed,
     local_chunks,
 )  # fmt: skip
@@ -117,40 +116,34 @@ class ShardedCheckpoint:
             return raise_on_any_rank_error(communicator, request, writing)
 
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
-        tree, own_names, tensors = agreed(lambda: flatten_state(entries))
+        tree, own_kept, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
             target = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
-            folder, save, names = communicator.broadcast_object((*target[:2], own_names) if target else None, 0)
+            folder, save, kept = communicator.broadcast_object((*target[:2], own_kept) if target else None, 0)
 
             def write() -> _Files:
-                if different := names.keys() ^ tensors.keys():
+                if different := kept.keys() ^ tensors.keys():
                     raise CheckpointError(
                         request,
-                        f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(map(fqn, different)))}",
+                        f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(different))}",
                         "a state of the same structure on every rank, also with what only one rank needs",
                     )
-                by_name = {name: tensors[place] for place, name in names.items()}
-                return _write_rank(folder, save, rank, by_name, per_rank)
+                return _write_rank(folder, save, rank, {name: tensors[name] for name in kept.values()}, per_rank)
 
             written: list[_Files] = gather_on_first(communicator, agreed(write))
 
             def commit() -> None:
                 if rank == 0:
                     files = {name: file for own in written for name, file in own.items()}
-                    described = {name: tensors[place] for place, name in names.items()}
-                    counts = Counter[str]()
+                    missing = Counter({name: tensors[name].numel() for name in kept.values()})
                     for _, chunks in files.values():
-                        counts.update({name: prod(sizes) for name, (_, sizes, _) in chunks.items()})
-                    if wrong := [name for name, tensor in described.items() if counts[name] != tensor.numel()]:
-                        raise CheckpointError(
-                            request, f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
-                        )
-                    index = {
-                        "files": files,
-                        "tensors": {name: [str(tensor.dtype), [*tensor.shape]] for name, tensor in described.items()},
-                        "metadata": encode(state.get(METADATA_KEY, {})),
-                        "state": tree,
-                    }
+                        missing.subtract({name: prod(sizes) for name, (_, sizes, _) in chunks.items()})
+                    if wrong := [name for name, number in missing.items() if number]:
+                        problem = f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
+                        raise CheckpointError(request, problem)
+                    described = {name: [str(tensors[name].dtype), [*tensors[name].shape]] for name in missing}
+                    metadata = encode(state.get(METADATA_KEY, {}))
+                    index = {"files": files, "tensors": described, "metadata": metadata, "state": tree}
                     _write_index(target[2], save, index)
                 stack.close()
 
@@ -238,7 +231,12 @@ def consolidate(directory: Path, output: Path | None = None, key: str | None = N
     if key is None:
         FullCheckpoint().save(loaded | metadata, output)
     else:
-        _save_weights(request, loaded[key], output)
+        # The format knows no shared memory; what is one tensor here is two there.
+        tensors = {name: ([0] * each.dim(), each) for name, each in loaded[key].items() if isinstance(each, Tensor)}
+        if "__metadata__" in tensors:
+            raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
+        with atomic_write(output) as file, write_errors(request):
+            write_safetensors(file, tensors)
     return output
 
 
@@ -262,10 +260,8 @@ def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> s
     """The name of the entry that is a model's state: names of tensors and, beside them, extra values that are plain."""
     models = []
     for name, entry in content.items():
-        values = list(entry.values()) if isinstance(entry, Mapping) and all(isinstance(at, str) for at in entry) else []
-        if any(isinstance(each, Tensor) for each in values) and not any(
-            isinstance(each, Mapping | list | tuple) for each in values
-        ):
+        kinds = {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
+        if Tensor in kinds and not any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
             models.append(name)
     if key in models or (key is None and len(models) == 1):
         return key or models[0]
@@ -273,28 +269,17 @@ def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> s
     raise ConfigurationError(request, problem, listed(map(repr, models)))
 
 
-def _save_weights(request: str, weights: Mapping[str, Any], output: Path) -> None:
-    # The format knows no shared memory; what is one tensor here is two there.
-    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    if "__metadata__" in tensors:
-        raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
-    with atomic_write(output) as file, write_errors(request):
-        write_safetensors(file, {name: ([0] * tensor.dim(), tensor) for name, tensor in tensors.items()})
-
-
 def _write_rank(
     folder: Path, save: str, rank: int, tensors: Mapping[str, Tensor], per_rank: Mapping[str, Any] | None
 ) -> _Files:
     """Write the data files of one rank."""
-    parts: list[dict[str, tuple[list[int], Tensor]]] = []
+    parts: defaultdict[int, dict[str, tuple[list[int], Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():
         chunks = [chunk for chunk in local_chunks(tensor) if rank == 0 or chunk[1].numel()]
         for number, chunk in enumerate(chunks if _is_writer(tensor, rank) else ()):
-            if number == len(parts):
-                parts.append({})
             parts[number][name] = chunk
     files: _Files = {}
-    for number, part in enumerate(parts):
+    for number, part in parts.items():
         name = f"rank-{rank:05}{f'-{number}' if number else ''}-{save}.safetensors"
         with _data_file(folder, name) as file:
             files[name] = write_safetensors(file, part)
@@ -369,7 +354,8 @@ def _clean(folder: Path) -> None:
         if save != current:
             entry.unlink(missing_ok=True)
         elif entry.suffix == ".tmp":
-            os.replace(entry, entry.with_suffix(""))
+            with suppress(FileNotFoundError):  # whoever committed it has just done it
+                os.replace(entry, entry.with_suffix(""))
 
 
 def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
@@ -387,7 +373,7 @@ def _read_index(request: str, path: str | os.PathLike[str]) -> tuple[str, bytes]
         CheckpointError: ``path`` is a file, the index is damaged or not of fabric, or another version wrote it.
     """
     path = Path(path)
-    if not _holds_shards(path):
+    if not (path / _INDEX).is_file():
         raise _absent(request, path)
     with read_errors(request):
         header, _, body = (path / _INDEX).read_bytes().partition(b",\n")
@@ -404,13 +390,9 @@ def _checksum(save: str, body: bytes) -> int:
     return zlib.crc32(body, zlib.crc32(save.encode()))
 
 
-def _holds_shards(path: Path) -> bool:
-    return (path / _INDEX).is_file()
-
-
 def _absent(request: str, path: Path) -> CheckpointError:
     if not path.exists():
-        return not_found(request, path, "folder", _holds_shards)
+        return not_found(request, path, "folder")
     problem, suggestion = f"it is a folder without an {_INDEX}: no save into it has ended", "a save that has ended"
     if path.is_file():
         problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"

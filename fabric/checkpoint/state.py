@@ -7,7 +7,7 @@ code. Anything else is refused when it is saved, not when it is loaded, when the
 
 [Note: JSON with type tags]
 What JSON has no type for is an object with one key that begins with ``$``, the *tag*, which is the name of the type:
-``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in base64, ``{"$tensor": "model.weight"}`` for a tensor that is kept
+``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in hexadecimal, ``{"$tensor": "model.weight"}`` for a tensor that is kept
 elsewhere under that name. Every plain value is restored with its type and every bit. A dict, whose keys may be of any
 type, is a list of pairs behind its tag.
 
@@ -15,7 +15,6 @@ A *place* is the tuple of keys and indices that leads from a state to one of its
 ``("model", "layer.weight")``.
 """
 
-import base64
 import copy
 import ctypes
 import math
@@ -35,22 +34,8 @@ from torch.utils.data import DataLoader
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 __all__ = [
-    "FORMAT_VERSION",
-    "METADATA_KEY",
-    "Access",
-    "check_entries",
-    "check_version",
-    "collect",
-    "encode",
-    "flatten_state",
-    "fqn",
-    "is_stateful",
-    "listed",
-    "local_chunks",
-    "read_metadata",
-    "tensor_bytes",
-    "unflatten_state",
-    "with_metadata",
+    "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
+    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "unflatten_state", "with_metadata",
 ]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
@@ -66,10 +51,8 @@ _SURROGATES = re.compile("[\ud800-\udfff]")  # JSON would decode a pair of them 
 _COLLECTIONS = {f"${kind.__name__}": kind for kind in (list, tuple, set, dict, OrderedDict, Counter)}
 _SPARSE = {
     torch.sparse_coo: ("indices", "values"),
-    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
-    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
-    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
 
 
@@ -216,17 +199,14 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join([*map(str, found[:_LISTED]), *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"
 
 
-def fqn(place: Iterable[Any]) -> str:
-    """A place in the form in which errors and files name it."""
-    return ".".join(map(str, place))
-
-
 def _check_plain(name: str, value: Any) -> None:
     """Raise an ArgumentTypeError unless an entry of a state is plain: see ``[Note: plain state]``.
 
     Classes of ``torch.serialization.add_safe_globals`` and collections that hold themselves are taken as they are.
     """
-    allowed = {*_COLLECTIONS.values(), *_allowed_classes()}
+    # What a program has allowed, maybe under another name.
+    own = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
+    allowed = {*_COLLECTIONS.values(), *own}
 
     def take(place: _Place, item: Any) -> None:
         if isinstance(item, Tensor):
@@ -239,36 +219,32 @@ def _check_plain(name: str, value: Any) -> None:
     encode(value, take, (name,))
 
 
-def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[_Place, str], dict[_Place, Tensor]]:
+def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, Tensor]]:
     """Split a state into JSON and tensors. No tensor is copied, but sparse ones, which are kept in the JSON.
 
     Returns:
-        The entries as JSON, in pairs, with the names of their tensors; the name of each place, unique but for those
-        that hold the same memory; and the tensors.
+        The entries as JSON, in pairs, with the names under which their tensors are kept; for the name of each tensor,
+        that of the first one that holds the same memory; and the tensors.
 
     Raises:
         ArgumentTypeError: something in it has no place in a sharded checkpoint.
     """
-    tensors: dict[_Place, Tensor] = {}
-    names: dict[_Place, str] = {}
+    tensors: dict[str, Tensor] = {}
+    kept: dict[str, str] = {}
     owners: dict[Any, str] = {}
-    taken = {"__metadata__"}  # which safetensors keeps for itself
 
     def take(place: _Place, item: Any) -> Any:
         is_plain = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
         if not is_plain or ... in place or item.layout is not torch.strided or item.is_quantized or item.is_meta:
             return _inline(place, item)
-        owner = _memory(item) or place
-        if owner not in owners:
-            name = fqn(place)
-            while name in taken:  # {"a.b": x} and {"a": {"b": y}} would get the same one
-                name = f"{name}#{len(taken)}"
-            taken.add(name)
-            owners[owner] = name
-        tensors[place], names[place] = item, owners[owner]
-        return {"$tensor": owners[owner]}
+        name = ".".join(map(str, place))
+        # {"a.b": x} and {"a": {"b": y}} would get the same one, and safetensors keeps one for itself.
+        while name in tensors or name == "__metadata__":
+            name = f"{name}#{len(tensors)}"
+        tensors[name], kept[name] = item, owners.setdefault(_memory(item) or name, name)
+        return {"$tensor": kept[name]}
 
-    return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], names, tensors
+    return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], kept, tensors
 
 
 def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tuple[int, ...] = ()) -> Any:
@@ -365,7 +341,7 @@ def _is_json(value: Any, kind: type) -> bool:
         return math.isfinite(value)
     if kind is str:
         return not _SURROGATES.search(value)
-    return kind is int and abs(value) < 1 << 63
+    return kind is int
 
 
 def _inline(place: _Place, value: Any) -> dict[str, Any]:
@@ -401,18 +377,14 @@ def _constant(name: str) -> Any:
 
 # By type: how it is written behind its tag, and how that is read.
 _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    int: (hex, lambda text: int(text, 16)),
     float: (lambda value: struct.pack("<d", value).hex(), lambda text: struct.unpack("<d", bytes.fromhex(text))[0]),
-    complex: (
-        lambda value: struct.pack("<2d", value.real, value.imag).hex(),
-        lambda text: complex(*struct.unpack("<2d", bytes.fromhex(text))),
-    ),
+    complex: (lambda value: encode([value.real, value.imag]), lambda parts: complex(*unflatten_state(parts))),
     str: (
         lambda value: value.encode("utf-8", "surrogatepass").hex(),
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
     ),
-    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
-    bytearray: (lambda value: base64.b64encode(value).decode(), lambda text: bytearray(base64.b64decode(text))),
+    bytes: (bytes.hex, bytes.fromhex),
+    bytearray: (bytearray.hex, bytearray.fromhex),
     torch.dtype: (str, _constant),
     torch.layout: (str, _constant),
     torch.device: (str, torch.device),
@@ -429,10 +401,6 @@ def _memory(tensor: Any) -> Any:
         return None
     bits = local.is_conj(), local.is_neg()  # views of the same memory with other values
     return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape, bits
-
-
-def _allowed_classes() -> set[Any]:
-    return {entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()}
 
 
 def _refused(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.state import METADATA_KEY, ModuleState, check_entries, listed, read_metadata
+from fabric.checkpoint.state import METADATA_KEY, ModuleState, check_entries, listed
 from fabric.errors import CheckpointError
 
 __all__ = ["check_fits"]
@@ -23,10 +23,9 @@ def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state
         strict: whether names that one side lacks are an error.
 
     Raises:
-        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text), or a newer fabric wrote it.
+        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text).
         ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
     """
-    read_metadata(loaded)
     check_entries(state)
     entries = [name for name in loaded if name != METADATA_KEY]
     problems: list[str] = []
@@ -70,15 +69,12 @@ def _module_mismatches(expected: Mapping[str, Any], content: Mapping[str, Any], 
     shapes = [
         f"{name} is {tuple(content[name].shape)} in the file and {tuple(value.shape)} in the module"
         for name, value in expected.items()
-        if _has_shape(value) and _has_shape(content.get(name)) and value.shape != content[name].shape
+        if isinstance(value, Tensor) and isinstance(content.get(name), Tensor) and not is_lazy(value)
+        if value.shape != content[name].shape
     ]
     if shapes:
         # All of them: the one that shows what is wrong may be the last.
         yield f"other shapes: {', '.join(shapes)}"
-
-
-def _has_shape(value: Any) -> bool:
-    return isinstance(value, Tensor) and not is_lazy(value)
 
 
 def _optimizer_mismatches(optimizer: Optimizer, content: Mapping[str, Any]) -> Iterator[str]:
