@@ -20,7 +20,8 @@ from fabric.accelerators import ACCELERATORS, Accelerator, CPUAccelerator, CUDAA
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec, is_interactive, notebook_start_method
+from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
+from fabric.launchers.notebook import is_interactive, notebook_start_method
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy

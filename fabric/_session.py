@@ -21,7 +21,7 @@ from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
-from fabric.launchers import StopRequest
+from fabric.launchers.rank import StopRequest
 from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime

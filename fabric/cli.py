@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _at_least(lowest: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        if not text.lstrip("-").isdigit() or int(text) < lowest:
+        if int(text) < lowest:  # what is no integer is reported by argparse
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {lowest}")
         return int(text)
 
@@ -165,15 +165,13 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     """
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher
-    from fabric.launchers.base import single_node_worlds
 
     names = ("accelerator", "strategy", "devices", "precision")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     # This command starts the processes, however it was started itself.
     processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
     nodes, node = options.num_nodes or 1, options.node_rank
-    if nodes == 1:
-        return single_node_worlds(processes)
+    rendezvous = {"address": options.main_address, "port": options.main_port} if nodes > 1 else {}
     worlds = [
         World(
             rank=node * processes + local_rank,
@@ -181,10 +179,10 @@ def _worlds(options: argparse.Namespace) -> list[World]:
             node_rank=node,
             world_size=nodes * processes,
             local_world_size=processes,
-            address=options.main_address,
-            port=options.main_port,
+            **rendezvous,
         )
         for local_rank in range(processes)
     ]
-    resolve(**given, num_nodes=nodes, env=worlds[0].to_env())
+    if nodes > 1:
+        resolve(**given, num_nodes=nodes, env=worlds[0].to_env())
     return worlds

@@ -9,14 +9,7 @@ from typing import Protocol, final
 from fabric.errors import ConfigurationError
 from fabric.world import World, read, read_integer, read_port
 
-__all__ = [
-    "Environment",
-    "MPICHEnvironment",
-    "OpenMPIEnvironment",
-    "SlurmEnvironment",
-    "TorchrunEnvironment",
-    "detect",
-]
+__all__ = ["Environment", "MPICHEnvironment", "OpenMPIEnvironment", "SlurmEnvironment", "TorchrunEnvironment", "detect"]
 
 
 class Environment(Protocol):

@@ -103,18 +103,16 @@ class World:
     def to_env(self) -> dict[str, str]:
         """The variables from which :meth:`from_env` reads this world back."""
         env = {
-            "RANK": str(self.rank),
-            "LOCAL_RANK": str(self.local_rank),
-            "GROUP_RANK": str(self.node_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "RANK": self.rank,
+            "LOCAL_RANK": self.local_rank,
+            "GROUP_RANK": self.node_rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
             "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "FABRIC_STORE": self.store,
         }
-        if self.port is not None:
-            env["MASTER_PORT"] = str(self.port)
-        if self.store is not None:
-            env["FABRIC_STORE"] = self.store
-        return env
+        return {name: str(value) for name, value in env.items() if value is not None}
 
 
 def read(env: Mapping[str, str], *names: str) -> str | None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fabric.diagnostics.recorder import HEADING, FlightRecorder, in_words, user_call
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
-from fabric.launchers import ControlThread
+from fabric.launchers.rank import ControlThread
 from fabric.store import JobStore
 
 __all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "compose", "second_connection"]

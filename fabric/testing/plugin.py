@@ -6,6 +6,7 @@ Put ``pytest_plugins = ["fabric.testing.plugin"]`` into the ``conftest.py`` at t
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -20,12 +21,10 @@ def rank_pool() -> Iterator[Callable[[int], RankPool]]:
 
     A pool starts its processes when it is first asked to run something, and they end with the session.
     """
-    pools: dict[int, RankPool] = {}
     with ExitStack() as stack:
 
+        @cache
         def pool_of(size: int) -> RankPool:
-            if size not in pools:
-                pools[size] = stack.enter_context(RankPool(size))
-            return pools[size]
+            return stack.enter_context(RankPool(size))
 
         yield pool_of
