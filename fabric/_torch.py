@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,34 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
-
-__all__ = [
-    "COMPILED_MODULE",
-    "DispatchMode",
-    "OneLevel",
-    "abort_process_group",
-    "all_gather_into",
-    "allocates_outputs",
-    "around_local",
-    "backoff_or_grow",
-    "compiled_in_place",
-    "default_store",
-    "flatten_one_level",
-    "foreach_multiply",
-    "full_tensor",
-    "hook_place",
-    "in_backward",
-    "leave_join",
-    "local_tensor",
-    "operations_behind",
-    "operations_recorded",
-    "own_versions",
-    "reduce_scatter_into",
-    "set_group_timeout",
-    "uncompiled",
-    "unreduced_parameters",
-    "unscale_and_check",
-]
 
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
 DispatchMode = TorchDispatchMode
@@ -83,16 +54,10 @@ abort_process_group = dist.distributed_c10d._abort_process_group
 default_store = dist.distributed_c10d._get_default_store
 
 
-@dataclass(frozen=True, slots=True)
-class OneLevel:
-    """The children of one registered collection and the way to build it again from as many."""
+def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of a type that is registered with torch's pytree, and the way to build it again from as many.
 
-    values: list[Any]
-    rebuild: Callable[[list[Any]], Any]
-
-
-def flatten_one_level(tree: Any) -> OneLevel | None:
-    """Open one level of a type that is registered with torch's pytree; None for any other object.
+    None for any other object.
 
     torch's pytree is the registry in which libraries register their containers (Hugging Face model outputs do); torch
     has no public name for it yet.
@@ -100,7 +65,7 @@ def flatten_one_level(tree: Any) -> OneLevel | None:
     if pytree.tree_is_leaf(tree):
         return None
     values, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
-    return OneLevel(values, lambda new: pytree.tree_unflatten(new, spec))
+    return values, lambda new: pytree.tree_unflatten(new, spec)
 
 
 def hook_place(handle: RemovableHandle) -> tuple[OrderedDict[int, Any], int, Any]:
@@ -131,8 +96,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
     Asked by attribute: ``torch.distributed.tensor`` takes a second to import, and without it no tensor is a DTensor.
     """
-    to_local = getattr(tensor, "_local_tensor", None)
-    return tensor if to_local is None else to_local
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def around_local(tensor: Tensor, local: Tensor) -> Tensor:
@@ -177,14 +141,10 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
         waiting += [before for before, _ in node.next_functions]
 
 
-# The name under which a ``torch.compile(module)`` holds the module.
-COMPILED_MODULE = "_orig_mod"
-
-
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
-    inner = module._modules.get(COMPILED_MODULE)
-    return module if inner is None else inner
+    inner: Any = module._modules.get("_orig_mod", module)
+    return inner
 
 
 def compiled_in_place(module: torch.nn.Module) -> bool:

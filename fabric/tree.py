@@ -162,10 +162,11 @@ def _open(tree: Any) -> _Opened | None:
         return lambda: [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
     one_level = flatten_one_level(tree)
     if one_level is not None:
+        values, rebuild = one_level
         # A registered mapping may announce other children than its entries.
-        if isinstance(tree, Mapping) and len(tree) == len(one_level.values) and _same(tree.values(), one_level.values):
-            return _open_mapping(tree, lambda items: one_level.rebuild([items[key] for key in tree]))
-        return _indices(one_level.values), one_level.values, one_level.rebuild
+        if isinstance(tree, Mapping) and len(tree) == len(values) and _same(tree.values(), values):
+            return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
+        return _indices(values), values, rebuild
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
         opened = [getattr(tree, name) for name in fields]

@@ -35,11 +35,11 @@ def test_a_backward_pass_is_noticed_from_inside():
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():
     inner = [1, [2]]
-    opened = _torch.flatten_one_level(OrderedDict(b=inner, a=None))
-    assert opened.values[0] is inner
-    assert opened.values[1] is None
-    assert opened.rebuild([3, 4]) == OrderedDict(b=3, a=4)
-    assert _torch.flatten_one_level(Pair([1], 2)).values == [[1], 2]
+    values, rebuild = _torch.flatten_one_level(OrderedDict(b=inner, a=None))
+    assert values[0] is inner
+    assert values[1] is None
+    assert rebuild([3, 4]) == OrderedDict(b=3, a=4)
+    assert _torch.flatten_one_level(Pair([1], 2))[0] == [[1], 2]
 
 
 @pytest.mark.parametrize("leaf", [object(), torch.ones(1), 3, {1}, nn.Linear(1, 1), "text"])
@@ -48,9 +48,9 @@ def test_other_objects_are_not_opened(leaf):
 
 
 def test_torchs_own_return_types_are_registered():
-    opened = _torch.flatten_one_level(torch.max(torch.eye(2), 0))
-    assert len(opened.values) == 2
-    assert type(opened.rebuild(opened.values)) is torch.return_types.max
+    values, rebuild = _torch.flatten_one_level(torch.max(torch.eye(2), 0))
+    assert len(values) == 2
+    assert type(rebuild(values)) is torch.return_types.max
 
 
 def gathers_and_scatters(fabric):
