@@ -29,14 +29,15 @@ from fabric.world import World
 
 __all__ = ["RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
 
-_DDP = {
-    "ddp": DDPStrategy,
-    "ddp_spawn": partial(DDPStrategy, start_method="spawn"),
-    "ddp_fork": partial(DDPStrategy, start_method="fork"),
-    "ddp_forkserver": partial(DDPStrategy, start_method="forkserver"),
+_START_METHODS = {
+    "ddp": "popen",
+    "ddp_spawn": "spawn",
+    "ddp_fork": "fork",
+    "ddp_forkserver": "forkserver",
     # Fresh processes from a server that never touched CUDA or a thread pool: the start method that is safe there.
-    "ddp_notebook": partial(DDPStrategy, start_method="forkserver"),
+    "ddp_notebook": "forkserver",
 }
+_DDP = {name: partial(DDPStrategy, start_method=method) for name, method in _START_METHODS.items()}
 _UNUSED = {
     f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()
 }
@@ -51,7 +52,6 @@ STRATEGIES: Mapping[str, Any] = {
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
 _ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
 RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS}
-CHECK = "FABRIC_CHECK"
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(("accelerator", "strategy", "devices", "num_nodes"), "auto"),
     **dict.fromkeys(("precision", "environment", "launcher", "timeout")),
@@ -89,10 +89,10 @@ class Plan:
     strategy: Strategy
     world: World | None
     launcher: Launcher
-    started_by: str = "this script"
-    check_collectives: bool = False
-    timeout: timedelta = DEFAULT_TIMEOUT
-    watchdog: timedelta = DEFAULT_WATCHDOG
+    started_by: str
+    check_collectives: bool
+    timeout: timedelta
+    watchdog: timedelta
 
     @property
     def processes_per_node(self) -> int:
@@ -160,7 +160,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         world=world,
         launcher=launcher,
         started_by=found[0].name if found else launcher.name if world is None else "this script",
-        check_collectives=given["check_collectives"] or _parse_switch(CHECK, env.get(CHECK, "")),
+        check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "") not in ("", "0"),
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
         watchdog=_parse_duration("watchdog", given["watchdog"]),
     )
@@ -188,7 +188,7 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type)
         return value
     key = value.lower() if isinstance(value, str) else ""
     # Only for names that are not ours: looking through all installed packages takes milliseconds.
-    group = "fabric.strategies" if kind is Strategy else "fabric.accelerators"
+    group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
     plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=group)}
     if key in table or key in plugins:
         found = table[key] if key in table else plugins[key]()
@@ -211,12 +211,6 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
         return timedelta(seconds=seconds)
     expected = f"seconds or a timedelta, more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
     raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
-
-
-def _parse_switch(variable: str, value: str) -> bool:
-    if value not in ("", "0", "1"):
-        raise ConfigurationError(f"{variable}={value} in the environment", "it is neither on nor off", "1 or 0")
-    return value == "1"
 
 
 def _options_of(strategy: Strategy) -> dict[str, Any]:

@@ -30,15 +30,12 @@ class Logger(Protocol):
             metrics: names and numbers.
             step: the step of training that they belong to, or ``None``.
         """
-        ...
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Record what the run was started with."""
-        ...
 
     def close(self) -> None:
         """Finish writing. Called once, at the end; may be called again."""
-        ...
 
 
 @final

@@ -10,7 +10,6 @@ Integers and booleans are never touched.
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -19,14 +18,7 @@ from torch import Tensor, nn
 from fabric.errors import ConfigurationError
 from fabric.tree import map_tensors
 
-__all__ = [
-    "PRECISIONS",
-    "PRECISION_ALIASES",
-    "Precision",
-    "cast_inputs",
-    "cast_outputs",
-    "parse_precision",
-]
+__all__ = ["PRECISIONS", "PRECISION_ALIASES", "Precision", "cast_inputs", "cast_outputs", "parse_precision"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -97,11 +89,8 @@ def parse_precision(precision: "Precision | str | int | None") -> Precision:
     name = "32-true" if precision is None else str(precision).lower()
     name = PRECISION_ALIASES.get(name, name)
     if name not in PRECISIONS:
-        nearest = (get_close_matches(name, PRECISIONS, n=1, cutoff=0.3) or ["32-true"])[0]
-        expected = ", ".join(repr(valid) for valid in (*PRECISIONS, *PRECISION_ALIASES))
-        raise ConfigurationError(
-            f"precision={precision!r}", "there is no such precision", expected, f'precision="{nearest}"'
-        )
+        expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES)))
+        raise ConfigurationError(f"precision={precision!r}", "there is no such precision", expected)
     return PRECISIONS[name]
 
 
