@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
     from fabric.module import FabricModule
+    from fabric.seed import seed_everything
 
-__all__ = ["Fabric", "FabricModule", "__version__"]
+__all__ = ["Fabric", "FabricModule", "__version__", "seed_everything"]
 
 __version__ = "0.1.0.dev0"
 

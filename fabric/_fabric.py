@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,17 @@ from fabric.world import World
 
 __all__ = ["Fabric"]
 
-O1 = TypeVar("O1", bound=Optimizer)
-O2 = TypeVar("O2", bound=Optimizer)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+Os = TypeVarTuple("Os")
 S = TypeVar("S", bound=LRScheduler)
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
+
+
+def _nothing(fabric: "Fabric") -> None:
+    """What ``launch()`` runs without a function."""
 
 
 class _Options(TypedDict, total=False):
@@ -200,7 +204,7 @@ class Fabric:
 
     def launch(
         self,
-        function: Callable[..., Any] | None = None,
+        function: Callable[..., Any] = _nothing,
         /,
         *args: Any,
         return_result: bool = True,
@@ -231,19 +235,20 @@ class Fabric:
         plan = self._plan
         if self._closed:
             raise self._not_running("launch()")
-        needs_function = args or kwargs or (plan.world is None and plan.launcher.runs_function)
-        if not callable(function) and (function is not None or needs_function):
-            request = f"fabric.launch({'' if function is None else repr(function)})"
+        is_given = function is not _nothing
+        needs_function = kwargs or (plan.world is None and plan.launcher.runs_function)
+        if not callable(function) or (needs_function and not is_given):
+            request = f"fabric.launch({repr(function) if is_given else ''})"
             problem = f"start method {plan.launcher.name!r} has no function to run in each process with these arguments"
             raise UsageError(request, problem, suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))")
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
-        if self._session is not None and function is None:
+        if self._session is not None and not is_given:
             raise UsageError(f"fabric.launch() on rank {plan.world.rank}", "the job has been launched already")
         self._running("launch")
-        result = None if function is None else function(self, *args, **kwargs)
+        result = function(self, *args, **kwargs)
         if return_result and return_all:
             return self._communicator("launch").gather_objects(result)
         return result if return_result else None
@@ -283,24 +288,17 @@ class Fabric:
                 # A background save often fails because of what happened, and must not take its place.
                 exception.add_note(f"Besides: {error}")
 
+    # Without optimizers it is no tuple: the first that fits counts.
     @overload
-    def setup(self, module: nn.Module, *, scheduler: None = None, move_to_device: bool = True) -> FabricModule: ...
-    @overload
-    def setup(
-        self, module: nn.Module, optimizer: O1, /, *, scheduler: None = None, move_to_device: bool = True
-    ) -> tuple[FabricModule, O1]: ...
+    def setup(self, module: nn.Module, *, scheduler: None = None, move_to_device: bool = True) -> FabricModule: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def setup(
-        self, module: nn.Module, first: O1, second: O2, /, *, scheduler: None = None, move_to_device: bool = True
-    ) -> tuple[FabricModule, O1, O2]: ...
+        self, module: nn.Module, *optimizers: *Os, scheduler: None = None, move_to_device: bool = True
+    ) -> tuple[FabricModule, *Os]: ...
     @overload
     def setup(
-        self, module: nn.Module, optimizer: O1, /, *, scheduler: S, move_to_device: bool = True
-    ) -> tuple[FabricModule, O1, S]: ...
-    @overload
-    def setup(
-        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
-    ) -> Any: ...
+        self, module: nn.Module, *optimizers: *Os, scheduler: S, move_to_device: bool = True
+    ) -> tuple[FabricModule, *Os, S]: ...
     def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True) -> Any:
         """Set up a module together with the optimizers of its parameters.
 
@@ -327,7 +325,7 @@ class Fabric:
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
-    def setup_optimizers(self, optimizer: O1, /) -> O1: ...
+    def setup_optimizers(self, optimizer: OptimizerT, /) -> OptimizerT: ...
     @overload
     def setup_optimizers(self, *optimizers: Optimizer, scheduler: Any = None) -> Any: ...
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
@@ -337,17 +335,18 @@ class Fabric:
         session.setup_optimizers(optimizers)
         return _without_none(*optimizers, scheduler)
 
+    # One loader is no list: the first that fits counts.
     @overload
-    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...
+    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def setup_dataloaders(
-        self, first: DataLoader[Any], second: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[_Options]
+        self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[_Options]
     ) -> list[FabricDataLoader]: ...
-    @overload
-    def setup_dataloaders(self, *loaders: DataLoader[Any], **options: Unpack[_Options]) -> Any: ...
     def setup_dataloaders(
         self,
-        *loaders: Any,
+        loader: Any,
+        /,
+        *more: Any,
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         overlap_copies: bool = True,
@@ -358,7 +357,7 @@ class Fabric:
         Returns the :class:`fabric.data.FabricDataLoader`, or a list of them.
 
         Args:
-            *loaders: the loaders; they are left as they are, what is returned is built around copies.
+            loader, *more: the loaders; they are left as they are, what is returned is built around copies.
             use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
             move_to_device: whether batches move to this process's device.
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
@@ -375,8 +374,8 @@ class Fabric:
             "uneven": uneven,
             "seed_workers": self._seed is None or self._seed["workers"],
         }
-        prepared = [session.setup_loader(loader, **options) for loader in loaders]
-        return prepared[0] if len(prepared) == 1 else prepared
+        prepared = [session.setup_loader(each, **options) for each in (loader, *more)]
+        return prepared if more else prepared[0]
 
     def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
@@ -458,7 +457,7 @@ class Fabric:
         optimizer: Optimizer,
         clip_val: float | None = None,
         max_norm: float | None = None,
-        norm_type: float = 2.0,
+        norm_type: float | str = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
@@ -471,7 +470,7 @@ class Fabric:
             optimizer: the optimizer, set up too.
             clip_val: each value into ``[-clip_val, clip_val]``.
             max_norm: total norm at most this; exactly one of the two limits is given, and it is positive.
-            norm_type: p of the p-norm, or ``inf``.
+            norm_type: p of the p-norm, or ``"inf"``.
             error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
                 norm is infinite or not a number. Checking waits for the device.
         """
@@ -481,7 +480,7 @@ class Fabric:
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         with session.phase("clip_gradients"):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return clip_gradients(parameters, clip_val, max_norm, norm_type, error_if_nonfinite and not overflow)
+            return clip_gradients(parameters, clip_val, max_norm, float(norm_type), error_if_nonfinite and not overflow)
 
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
@@ -778,7 +777,8 @@ class Fabric:
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Before the processes exist it is remembered and done in each of them at its start.
+        Before the processes exist it is remembered and done in each of them at its start. ``fabric.seed_everything``,
+        the function, seeds this process alone.
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
@@ -787,6 +787,10 @@ class Fabric:
             per_rank: give each process streams of its own.
 
         """
+        if not isinstance(self, Fabric):
+            problem = "it was called on the class, which knows no processes to seed"
+            suggestion = "fabric = Fabric(...), then fabric.seed_everything(1)"
+            raise UsageError("Fabric.seed_everything(...)", problem, suggestion=suggestion)
         if seed is None and self._plan.world is not None and self.world_size > 1:
             self._running("seed_everything")
             seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
@@ -820,7 +824,7 @@ class Fabric:
     def _not_running(self, call: str) -> UsageError:
         if self._closed:
             return UsageError(f"fabric.{call}", "teardown() has closed this Fabric", suggestion="a new Fabric(...)")
-        problem = f"this Fabric is for {self.world_size} processes, and they do not exist before launch()"
+        problem = f"this Fabric is for {self.world_size} processes, and they are not connected before launch()"
         expected = "everything that needs a device or other ranks, after fabric.launch()"
         suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
         return UsageError(f"fabric.{call}", problem, expected, suggestion)

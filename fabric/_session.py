@@ -98,6 +98,8 @@ class Session:
         for one in [*([] if module is None else [uncompiled(module)]), *optimizers]:
             if isinstance(one, FabricModule) or one in known:
                 problem = "it has been set up already"
+            elif not isinstance(one, nn.Module | Optimizer):
+                problem = "it is neither a module nor an optimizer"
             elif isinstance(one, Optimizer) and not _updates(one, modules):
                 problem = "none of its parameters belongs to a module that is set up"
             else:

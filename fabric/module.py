@@ -173,6 +173,7 @@ class FabricModule(nn.Module):
             with _forward_replaced(self._fabric_original, method):
                 return self(*args, **kwargs)
 
+        run.__name__ = method.__name__
         return run
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
+import fabric as package
 from fabric import Fabric
 from fabric.errors import (
     ArgumentTypeError,
@@ -121,7 +122,9 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "same optimizer": (lambda t: setup_with_one_optimizer_twice(t.fabric), UsageError, ["already"]),
     "launch of a result": (lambda t: t.fabric.launch(3), UsageError, ["launch(3)", "not fabric.launch(main(1, 2))"]),  # type: ignore[arg-type]
     "launch without a function": (lambda t: several().launch(), UsageError, ["'spawn'", "fabric.launch(main, 1, 2)"]),
-    "launch with arguments": (lambda t: t.fabric.launch(None, 3), UsageError, ["no function", "main, 1, 2"]),
+    "launch with arguments": (lambda t: t.fabric.launch(x=3), UsageError, ["no function", "main, 1, 2"]),
+    "setup of a loader": (lambda t: t.fabric.setup(Net(), DataLoader([1])), UsageError, ["DataLoader", "neither"]),
+    "setup of a list": (lambda t: t.fabric.setup(Net(), [t.other]), UsageError, ["list", "neither"]),
     "launch twice": (Things.twice, UsageError, ["launched already"]),
     "run": (lambda t: t.fabric.run(), UsageError, ["Fabric.run()", "subclass"]),
     "clip a plain module": (
@@ -590,3 +593,32 @@ def test_seeding_gives_the_same_numbers_again() -> None:
     fabric.seed_everything(3)
     assert torch.equal(drawn, torch.rand(2))
     assert 0 <= fabric.seed_everything() < 2**32
+
+
+def test_d21_setup_of_no_loaders_and_launch_of_none_are_errors() -> None:
+    with single() as fabric:
+        with pytest.raises(TypeError, match="loader"):
+            fabric.setup_dataloaders()  # type: ignore[call-overload]
+        with pytest.raises(UsageError, match=r"launch\(None\)"):
+            fabric.launch(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_d21_a_method_of_the_model_is_marked_and_a_norm_is_named(strategy: str) -> None:
+    with single(strategy=strategy) as fabric:
+        net = Net()
+        model, optimizer = fabric.setup(net, sgd(net))
+        for _ in range(2):
+            model.mark_forward_method(model.loss)
+        fabric.backward(model.loss(torch.ones(1, 4)))
+        largest = max(p.grad.abs().max() for p in net.parameters() if p.grad is not None)
+        assert fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf") == largest
+
+
+def test_d22_the_package_seeds_and_the_class_says_what_to_seed() -> None:
+    assert package.seed_everything(3) == 3
+    drawn = torch.rand(2)
+    single().seed_everything(3)
+    assert torch.equal(drawn, torch.rand(2))
+    with pytest.raises(UsageError, match="on the class"):
+        Fabric.seed_everything(1)  # type: ignore[arg-type]

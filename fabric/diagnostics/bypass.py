@@ -204,6 +204,7 @@ class BypassGuard:
             self.watch_output(output, f"model.{name}(...)")
             return output
 
+        watched.__name__ = name  # for mark_forward_method(model.name)
         return watched
 
     def close(self) -> None:
