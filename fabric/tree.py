@@ -159,7 +159,7 @@ def _open(tree: Any) -> _Opened | None:
     if kind is list or kind is tuple:
         return _indices(tree), tree, kind
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return lambda: [f".{name}" for name in tree._fields], tree, lambda values: kind(*values)  # type: ignore[attr-defined]
+        return lambda: [f".{name}" for name in tree._fields], tree, kind._make  # type: ignore[attr-defined]
     one_level = flatten_one_level(tree)
     if one_level is not None:
         values, rebuild = one_level

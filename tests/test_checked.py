@@ -18,7 +18,8 @@ import torch.distributed as dist
 from fabric._plan import resolve
 from fabric._torch import default_store
 from fabric.collectives import all_reduce
-from fabric.communicators import CallDescription, Collective, Operation, Reduce
+from fabric.communicators import Collective, Operation, Reduce
+from fabric.communicators.base import CallDescription
 from fabric.diagnostics.checker import Call, CollectiveChecker, difference
 from fabric.diagnostics.recorder import CallSite, Entry, FlightRecorder, RecordedCommunicator
 from fabric.errors import CollectiveMismatchError, RankFailedError

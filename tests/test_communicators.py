@@ -14,7 +14,6 @@ import torch.distributed as dist
 import fabric
 from fabric._torch import default_store
 from fabric.communicators import (
-    CallDescription,
     Collective,
     Communicator,
     LocalCommunicator,
@@ -22,6 +21,7 @@ from fabric.communicators import (
     ProcessGroupCommunicator,
     Reduce,
 )
+from fabric.communicators.base import CallDescription
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.strategies import DDPStrategy
 from tests.ranks import run_in_ranks

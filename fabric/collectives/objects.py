@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from fabric.collectives.buckets import PLAIN, check_tensor
-from fabric.communicators import CallDescription, Communicator, Operation
-from fabric.communicators.base import to_pickle
+from fabric.communicators import Communicator, Operation
+from fabric.communicators.base import CallDescription, to_pickle
 from fabric.communicators.process_group import to_bytes
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from fabric.collectives.buckets import Bucket, as_number, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
-from fabric.communicators import CallDescription, Collective, Communicator, Operation, Reduce
-from fabric.communicators.base import BITWISE
+from fabric.communicators import Collective, Communicator, Operation, Reduce
+from fabric.communicators.base import BITWISE, CallDescription
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
@@ -73,7 +73,7 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    _run(communicator, Operation.BROADCAST, buckets, leaves, call, peer=src)
+    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves)
     return unflatten(structure, leaves)
 
 
@@ -122,7 +122,7 @@ def _exchange(
 ) -> Any:
     """One collective for each dtype of a collection, which is like it on all ranks."""
     leaves, structure = flatten(tree)
-    if operation is Operation.REDUCE_SCATTER or operation is Operation.ALL_TO_ALL:
+    if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
         buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
     else:
         buckets = pack(leaves, structure, numbers)
@@ -134,28 +134,19 @@ def _exchange(
 
     if op is not None:
         _check_reduction(op, buckets, structure, operation)
-    _run(
-        communicator, operation, buckets, leaves, CallDescription(operation.value, arguments), op, detach=not sync_grads
-    )
+    template = Collective(operation, reduce=op, call=CallDescription(operation.value, arguments))
+    _run(communicator, template, buckets, leaves, detach=not sync_grads)
     return unflatten(structure, leaves)
 
 
 def _run(
-    communicator: Communicator,
-    operation: Operation,
-    buckets: Sequence[Bucket],
-    leaves: list[Any],
-    call: CallDescription,
-    op: Reduce | None = None,
-    peer: int | None = None,
-    *,
-    detach: bool = False,
+    communicator: Communicator, template: Collective, buckets: Sequence[Bucket], leaves: list[Any], detach: bool = False
 ) -> None:
     """Make one collective for each bucket, and put the results in the places of the leaves."""
-    ranks = communicator.size if operation is Operation.ALL_GATHER or operation is Operation.ALL_TO_ALL else None
+    ranks = communicator.size if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL) else None
     for bucket in buckets:
-        buffer = bucket.buffer(communicator.device, detach, op is Reduce.MEAN)
-        collective = Collective(operation, buffer, op, peer, call=call)
+        buffer = bucket.buffer(communicator.device, detach, template.reduce is Reduce.MEAN)
+        collective = template._replace(buffer=buffer)
         tracked = buffer.requires_grad and torch.is_grad_enabled()
         result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
         bucket.unpack(result, leaves, ranks)
@@ -223,10 +214,7 @@ def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str] |
     """Why a reduction has no meaning for a dtype, and what to write instead; None where it has one."""
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
-        return (
-            f"booleans have no {op.value}",
-            'reduce_op="min" for all, "max" for any; x.long() or x.float() for a count',
-        )
+        return f"booleans have no {op.value}", 'reduce_op="min" for all, "max" for any; x.long() for a count'
     if op is Reduce.MEAN and not is_inexact:
         return "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
     if op in BITWISE and is_inexact:

@@ -1,17 +1,14 @@
 """The collectives of a group of processes, on buffers."""
 
-from fabric.communicators.base import (
-    CallDescription,
-    Collective,
-    Communicator,
-    LocalCommunicator,
-    NonMember,
-    Operation,
-    Reduce,
-)
+from fabric.communicators.base import Collective, Communicator, LocalCommunicator, NonMember, Operation, Reduce
 from fabric.communicators.process_group import ProcessGroupCommunicator
 
 __all__ = [
-    "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation",
-    "ProcessGroupCommunicator", "Reduce",
-]  # fmt: skip
+    "Collective",
+    "Communicator",
+    "LocalCommunicator",
+    "NonMember",
+    "Operation",
+    "ProcessGroupCommunicator",
+    "Reduce",
+]

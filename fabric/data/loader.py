@@ -105,7 +105,7 @@ class FabricDataLoader:
         if seed_workers and rank > 0 and loader.num_workers > 0 and spec.base_seed is None:
             object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
-        targets = [target for target in candidates if callable(getattr(target, "set_epoch", None))]
+        targets = [(target, 0) for target in candidates if callable(getattr(target, "set_epoch", None))]
         # Past __setattr__, which takes the names that are here for our own, and all others for the loader's.
         vars(self).update(
             loader=prepared,
@@ -118,8 +118,7 @@ class FabricDataLoader:
             _epoch=0,  # the number of the next one
             _saved=None,  # what load_state_dict was given, until the next iteration begins
             _latest=None,  # the iteration that yielded a batch last, or began since
-            _targets=targets,  # what has a set_epoch, and the numbers that they were given
-            _known=[0] * len(targets),
+            _targets=targets,  # what has a set_epoch, and the number that each was given
         )
 
     def __iter__(self) -> Iterator[Any]:
@@ -286,16 +285,16 @@ class FabricDataLoader:
 
     def _follow_user_epoch(self) -> None:
         """Follow a user who called ``set_epoch`` on their own sampler or dataset, as raw loops do."""
-        for target, known in zip(self._targets, self._known, strict=True):
+        for target, known in self._targets:
             epoch = getattr(target, "epoch", None)
             if isinstance(epoch, int) and epoch >= 0 and epoch != known:
                 self.set_epoch(epoch)
                 return
 
     def _forward_epoch(self, epoch: int) -> None:
-        for target in self._targets:
+        for target, _ in self._targets:
             target.set_epoch(epoch)
-        self._known = [getattr(target, "epoch", None) for target in self._targets]
+        self._targets = [(target, getattr(target, "epoch", None)) for target, _ in self._targets]
 
 
 def _check_arguments(loader: Any, uneven: str) -> None:

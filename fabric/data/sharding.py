@@ -4,6 +4,7 @@ import copy
 import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import chain, count, islice
 from operator import itemgetter
 from typing import Any, Literal, TypeVar
@@ -204,16 +205,12 @@ class ShardedSampler:
         epoch = EpochState(self.epoch.epoch) if _DRAW in self.epoch.drawn else self.epoch
         if self._batches is not None:
             return chain.from_iterable([self._batched(epoch)])
-        shard, begun = self.samples(epoch), None
+        shard, begin = self.samples(epoch), partial(iter, self.sampler)
         # Some draw their random numbers when asked for their iterator; a generator function does nothing until then.
-        if not inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None)):
-            begun = shard._draw("begin", lambda: iter(self.sampler))
-
-        def entries() -> Iterable[Any]:
-            return shard._entries(iter(self.sampler) if begun is None else begun)
-
+        is_lazy = inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None))
+        order = begin() if is_lazy else shard._draw("begin", begin)
         # Drawn when the first item is asked for; chained, since a generator of ours would be resumed for every item.
-        return chain.from_iterable(shard._draw(_DRAW, entries) for _ in range(1))
+        return chain.from_iterable(shard._draw(_DRAW, partial(shard._entries, order)) for _ in range(1))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_batches" not in vars(self):

@@ -176,11 +176,10 @@ def skipped(saved: State, spec: LoaderSpec) -> int:
         return entries
     if length is not None and entries >= length:
         return entries + 1
-    divisors = [number for number in range(1, 65) if cursor % number == 0]
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
         f"{cursor} {saved['unit']} were received, which {spec.num_replicas} ranks cannot have received evenly",
-        f"a number of ranks that divides {cursor}: {', '.join(map(str, divisors))}",
+        f"a number of ranks that divides {cursor}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
 
@@ -224,11 +223,8 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
     gathered = (all_gather_ragged if unit == "batches" else all_gather)(communicator, leaves)
     for place, parts in enumerate(gathered):
         if isinstance(leaves[place], Tensor):
-            if unit == "batches":
-                leaves[place] = torch.cat(parts[:kept])
-                continue
             whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" else parts
-            leaves[place] = whole if kept is None or kept >= len(whole) else whole[:kept].clone()
+            leaves[place] = torch.cat(parts[:kept]) if unit == "batches" else whole[:kept].clone()
     return unflatten(structure, leaves)
 
 
