@@ -54,10 +54,14 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
     """
     _deprecated("setup(trainer)", _MODERN_SETUP)
     module: Any = self.model if trainer is None else trainer.model
+    precision = self.runtime.precision
+    if precision.loss_scaling or (precision.compute_dtype is not None and not isinstance(self, FSDPStrategy)):
+        problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
+        request = f"{type(self).__name__}.setup(trainer) with precision={precision.name!r}"
+        raise ConfigurationError(request, problem, suggestion=f"{_MODERN_SETUP} and fabric.backward(loss)")
     if _is_prepared(self, module):
         problem = f"this {type(module).__name__} is set up already"
-        raise UsageError("setup(trainer)", problem, "one setup for each trainer.model", _MODERN_SETUP)
-    _refuse_mixed_precision(self)
+        raise UsageError("setup(trainer)", problem, suggestion=_MODERN_SETUP)
     optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
     self.check_setup(module, optimizers)
     self.runtime.precision.convert_module(module)
@@ -95,7 +99,7 @@ def _block_backward_sync(
 
 def _is_prepared(self: "_Older", module: Any) -> bool:
     """Whether this is a prepared module, or the one that was prepared."""
-    inner = None if module is None else uncompiled(module)
+    inner = uncompiled(module)
     return any(inner is one or inner is uncompiled(getattr(one, "module", one)) for one in self._prepared)
 
 
@@ -129,8 +133,7 @@ def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
     if self.is_distributed:
         rank = self.global_rank
         self.runtime.abort()
-        problem = "this process failed, and has left the process group"
-        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, problem)
+        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this process failed")
 
 
 class DDPSpawnPlugin(DDPStrategy):
@@ -337,18 +340,6 @@ def _one_precision(plugin: Any, precision: Any) -> Any:
     if precision is not None and parse_precision(precision) != older:
         raise ConfigurationError(f"precision_plugin={plugin!r}, precision={precision!r}", "the two differ")
     return older
-
-
-def _refuse_mixed_precision(strategy: _Older) -> None:
-    precision = strategy.runtime.precision
-    autocasts = precision.compute_dtype is not None and not isinstance(strategy, FSDPStrategy)
-    if autocasts or precision.loss_scaling:
-        raise ConfigurationError(
-            f"{type(strategy).__name__}.setup(trainer) with precision={precision.name!r}",
-            "the forward pass has to run under autocast, or the loss to be scaled, which a strategy alone does not do",
-            "32-true, 64-true, 16-true, bf16-true; every precision through Fabric",
-            f"{_MODERN_SETUP} and fabric.backward(loss)",
-        )
 
 
 def _optimizers_of(trainer: Any) -> list[Optimizer]:
