@@ -7,7 +7,7 @@ which is exact, since scales are powers of two.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -34,7 +34,7 @@ class _Stage(Enum):
 class _OptimizerState:
     stage: _Stage
     found_inf: Tensor
-    held: list[tuple[Tensor, Tensor]] | None = None  # parameters and their gradients while a step is skipped
+    held: Sequence[tuple[Any, Tensor]] = ()  # parameters and their gradients while a step is skipped
 
 
 class LossScaler:
@@ -161,17 +161,16 @@ class LossScaler:
             found = state.found_inf
             self._pending = found if self._pending is None else torch.maximum(self._pending, found)
         if overflow:
-            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state.held = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = self._states[optimizer]
-        for parameter, grad in state.held or ():
+        for parameter, grad in state.held:
             parameter.grad = grad
-        state.held = None
-        state.stage = _Stage.STEPPED
+        state.held, state.stage = (), _Stage.STEPPED
 
     def _any_holds_scaled(self) -> bool:
         """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.
