@@ -412,9 +412,8 @@ def _shard_like(like: Any, value: Any) -> Any:
 
     mesh = like.device_mesh
     shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-    placed = torch.empty_like(like, dtype=value.dtype)
-    local_tensor(placed).copy_(local_tensor(shard))
-    return placed
+    # A copy: a shard may be a view, which would keep the full value in memory.
+    return shard.to(like.device, copy=True)
 
 
 def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
