@@ -55,13 +55,12 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    # Capabilities: what the layers above ask instead of the type.
+    # Capabilities, which the layers above read in place of the type: whether the processes of the job communicate,
+    # and whether one process drives all devices of its node.
     connects_processes: ClassVar[bool] = False
-    """Whether the processes of the job communicate."""
     drives_all_devices: ClassVar[bool] = False
-    """Whether one process drives all devices of its node."""
+    # The type of a prepared module, where that is not the user's own.
     _wrapper: ClassVar[type[nn.Module] | tuple[()]] = ()
-    """What a prepared module is, where that is not the user's own."""
 
     def __init__(
         self,

@@ -78,10 +78,13 @@ class DataParallelStrategy(ParallelStrategy):
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
-        if num_nodes > 1:
-            _refuse(f"{num_nodes} nodes", "a process reaches the devices of its own node only")
-        if accelerator.name != "cpu" and len(set(devices)) < len(devices):
-            _refuse(f"devices {', '.join(map(str, devices))}", "one is named twice, and holds one replica at most")
+        is_repeated = accelerator.name != "cpu" and len(set(devices)) < len(devices)
+        if num_nodes > 1 or is_repeated:
+            raise ConfigurationError(
+                f'strategy="dp" on {num_nodes} nodes with devices {", ".join(map(str, devices))}',
+                "it drives the devices of one node from one process, and none but the CPU may be named twice",
+                suggestion='strategy="ddp", with a process for each device',
+            )
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -121,15 +124,6 @@ class DataParallelStrategy(ParallelStrategy):
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
         checked = super().all_reduce(collection, group, op)
         return map_tensors(lambda tensor: op.fold(tensor.unbind()) if tensor.dim() else tensor, checked)
-
-
-def _refuse(request: str, problem: str) -> None:
-    raise ConfigurationError(
-        f'strategy="dp" on {request}',
-        f"it drives all devices from one process: {problem}",
-        "one node, with distinct devices or any number of CPU replicas",
-        'strategy="ddp", with a process for each device',
-    )
 
 
 class ThreadedDataParallel(nn.DataParallel[Any]):
@@ -193,11 +187,10 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join the outputs of the replicas, collections leaf by leaf."""
         flat = [flatten(output) for output in outputs]
-        paths = [leaf_paths(structure, "output") for _, structure in flat]
-        if any(other != paths[0] for other in paths):
-            _refuse_outputs("output", paths)
+        # Where these are equal, so are the structures.
+        paths = _join("output", [leaf_paths(structure, "output") for _, structure in flat])
         values = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten(flat[0][1], [_join(path, leaves) for path, leaves in zip(paths[0], values, strict=True)])
+        return unflatten(flat[0][1], [_join(path, leaves) for path, leaves in zip(paths, values, strict=True)])
 
 
 class CopiedDataParallel(nn.DataParallel[Any]):
@@ -226,15 +219,15 @@ class CopiedDataParallel(nn.DataParallel[Any]):
 def _as_caller(device_type: str) -> Callable[..., Any]:
     """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    kinds = [kind for kind in sorted({"cpu", device_type}) if torch.is_autocast_enabled(kind)]
-    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in kinds}
+    kinds = ("cpu", device_type)
+    autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
 
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in dtypes.items():
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            for autocast in autocasts:
+                stack.enter_context(torch.autocast(*autocast, cache_enabled=False))
             return function(*args, **kwargs)
 
     return call
@@ -309,13 +302,9 @@ def _join(path: str, values: Sequence[Any]) -> Any:
     if all(isinstance(value, Tensor) for value in values):
         return torch.stack(tuple(values)) if first.dim() == 0 else torch.cat(tuple(values))
     if any(value is not first and value != first for value in values):
-        _refuse_outputs(path, values)
+        raise ConfigurationError(
+            f"gathering {path} of a forward pass under dp",
+            f"it cannot be joined along dim 0: the replicas returned {', '.join(map(repr, values))}",
+            "collections of one structure, of tensors (torch.tensor(number) for numbers) or objects that are equal",
+        )
     return first
-
-
-def _refuse_outputs(path: str, values: Sequence[Any]) -> None:
-    raise ConfigurationError(
-        f"gathering {path} of a forward pass under dp",
-        f"it cannot be joined along dim 0: the replicas returned {', '.join(map(repr, values))}",
-        "collections of one structure, of tensors (torch.tensor(number) for numbers) or objects that are equal",
-    )

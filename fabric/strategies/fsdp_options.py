@@ -43,8 +43,8 @@ __all__ = [
     "parse_wrap_policy",
 ]
 
+# The attribute of a parameter from before the sharding that is the one in its place.
 SHARD = "_fabric_shard"
-"""The attribute of a parameter from before the sharding that is the one in its place."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
