@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
-from fabric.checkpoint.state import read_metadata, with_metadata
+from fabric.checkpoint.state import METADATA_KEY, read_metadata
 from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
 from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, RankFailedError
 from fabric.testing import generators
@@ -207,7 +207,7 @@ def test_the_next_save_replaces_everything(path, state):
 
 def test_metadata_is_kept_as_in_one_file(path):
     stamp = {"world_size": 2, "rng": [{"torch": torch.get_rng_state()}], "loss_scaler": None}
-    io.save(with_metadata({"x": torch.ones(1)}, stamp), path)
+    io.save({"x": torch.ones(1), METADATA_KEY: stamp}, path)
     kept = read_metadata(io.load(path))
     assert kept["world_size"] == 2
     assert torch.equal(kept["rng"][0]["torch"], stamp["rng"][0]["torch"])

@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric.checkpoint import FullCheckpoint
-from fabric.checkpoint.save_load import restore
-from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, read_metadata, with_metadata
-from fabric.checkpoint.validate import check_fits
+from fabric.checkpoint.save_load import check_fits, restore
+from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, read_metadata
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 
@@ -317,7 +316,8 @@ def test_names_with_a_wrappers_prefix_are_pointed_out():
 
 
 def test_metadata_travels_beside_the_entries(tmp_path):
-    loaded = through_a_file(with_metadata({"step": 1}, {"world_size": 2, "rng": [torch.get_rng_state()]}), tmp_path)
+    metadata = {"format_version": FORMAT_VERSION, "world_size": 2, "rng": [torch.get_rng_state()]}
+    loaded = through_a_file({"step": 1, METADATA_KEY: metadata}, tmp_path)
     metadata = read_metadata(loaded)
     assert (metadata["format_version"], metadata["world_size"]) == (FORMAT_VERSION, 2)
     assert torch.equal(metadata["rng"][0], torch.get_rng_state())

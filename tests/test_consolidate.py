@@ -14,7 +14,7 @@ from torch import nn
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.sharded import consolidate
-from fabric.checkpoint.state import read_metadata, with_metadata
+from fabric.checkpoint.state import METADATA_KEY, read_metadata
 from fabric.cli import main
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state
@@ -44,7 +44,7 @@ def state() -> dict[str, Any]:
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    ShardedCheckpoint().save(with_metadata(state, {"world_size": 1, "rng": [rng_state()]}), path)
+    ShardedCheckpoint().save({**state, METADATA_KEY: {"world_size": 1, "rng": [rng_state()]}}, path)
 
 
 def test_the_file_holds_what_the_folder_holds(path, state):

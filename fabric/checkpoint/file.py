@@ -20,7 +20,6 @@ import pickle
 import pickletools
 import re
 import secrets
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -304,7 +303,7 @@ def write_safetensors(
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     # One after the other: of a tensor on another device, one copy at a time is here.
     contents = (tensor_bytes(chunk) for _, chunk in chunks.values())
-    checksum = write_summed(file, chain([struct.pack("<Q", len(text)) + text], contents))
+    checksum = write_summed(file, chain([len(text).to_bytes(8, "little") + text], contents))
     starts = zip(chunks.items(), ends, strict=False)
     return checksum, {name: (at, [*chunk.shape], 8 + len(text) + start) for (name, (at, chunk)), start in starts}
 

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,14 +15,24 @@ from torch.optim import Optimizer
 from fabric.checkpoint.async_save import AsyncSaver, PendingSave
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, gather_on_first, raise_on_any_rank_error
 from fabric.checkpoint.sharded import ShardedCheckpoint, StoredCheckpoint
-from fabric.checkpoint.state import METADATA_KEY, Access, Filter, collect, is_stateful, read_metadata, with_metadata
-from fabric.checkpoint.validate import check_fits
+from fabric.checkpoint.state import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    Access,
+    Filter,
+    ModuleState,
+    check_entries,
+    collect,
+    is_stateful,
+    listed,
+    read_metadata,
+)
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import rng_state, set_rng_state
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["CheckpointCoordinator", "own_format", "restore"]
+__all__ = ["CheckpointCoordinator", "check_fits", "own_format", "restore"]
 
 T = TypeVar("T")
 
@@ -69,13 +79,15 @@ class CheckpointCoordinator:
         # The format of shards checks the content itself, once it has taken the DTensors out.
         entries = self._agreed(request, lambda: collect(state, contents, filter, trainable_only, not sharded))
         metadata: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "torch_version": str(torch.__version__),
             "world_size": self._communicator.size,
             "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
         own = {"rng": rng_state()}
         if not sharded:
             metadata["rng"] = gather_on_first(self._communicator, own["rng"])
-        content = with_metadata(entries, metadata) if sharded or is_first else {}
+        content = {**entries, METADATA_KEY: metadata} if sharded or is_first else {}
 
         def write(content: Mapping[str, Any], communicator: Communicator) -> None:
             if isinstance(io, ShardedCheckpoint):
@@ -109,9 +121,15 @@ class CheckpointCoordinator:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
         request = f"fabric.load{'_raw' if is_raw else ''}({str(path)!r}, ...)"
-        io = self._format_of(request, path, weights_only)
-        # A folder is no state dict, as the format of one file says.
-        io = FullCheckpoint() if is_raw and isinstance(io, ShardedCheckpoint) else io
+        self._join_pending()
+        io = self._io
+        if isinstance(io, FullCheckpoint | ShardedCheckpoint):
+            is_folder = os.path.isdir(path) if os.path.exists(path) else isinstance(io, ShardedCheckpoint)
+            # As rank 0 sees it. A folder is no bare state dict, as the format of one file says.
+            io = own_format(self._communicator.broadcast_object(is_folder and not is_raw, 0))
+        if not weights_only and not isinstance(io, FullCheckpoint):
+            problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
+            raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
         stored = io.open(path, self._communicator) if isinstance(io, ShardedCheckpoint) else None
         targets = state or {}
 
@@ -156,18 +174,6 @@ class CheckpointCoordinator:
         if pending is not None:
             self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self._saver.join)
 
-    def _format_of(self, request: str, path: Path, weights_only: bool) -> CheckpointIO:
-        """The format to read ``path`` in, once no save is running. Collective: rank 0 sees what is there."""
-        self._join_pending()
-        io = self._io
-        if isinstance(io, FullCheckpoint | ShardedCheckpoint):
-            is_folder = os.path.isdir(path) if os.path.exists(path) else isinstance(io, ShardedCheckpoint)
-            io = own_format(self._communicator.broadcast_object(is_folder, 0))
-        if not weights_only and not isinstance(io, FullCheckpoint):
-            problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
-            raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
-        return io
-
     def _prepare_shards(
         self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
     ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
@@ -201,7 +207,7 @@ def restore(
     tensors may be mapped from a file.
 
     Args:
-        loaded: the content of a checkpoint that fits, see :func:`fabric.checkpoint.validate.check_fits`.
+        loaded: the content of a checkpoint that fits, see :func:`check_fits`.
         state: names and objects to restore, or ``None`` to get everything back as it was loaded.
         access: how modules and optimizers are restored.
         strict: whether a parameter or a buffer that one side lacks is an error.
@@ -221,6 +227,84 @@ def restore(
         else:
             state[name] = copy.deepcopy(content)
     return {name: content for name, content in entries.items() if name not in state}
+
+
+def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state: ModuleState, strict: bool) -> None:
+    """Raise unless ``loaded`` can be restored into ``state``, as far as names and shapes can tell; changes nothing.
+
+    Args:
+        loaded: the entries of a checkpoint; meta tensors will do.
+        state: names and objects.
+        module_state: names and values of a module; shards will do.
+        strict: whether names that one side lacks are an error.
+
+    Raises:
+        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text).
+        ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
+    """
+    check_entries(state)
+    entries = [name for name in loaded if name != METADATA_KEY]
+    problems: list[str] = []
+    for name, value in state.items():
+        if name in entries:
+            found = _mismatches(value, loaded[name], module_state, strict)
+            problems += [f"state[{name!r}]: {problem}" for problem in found]
+        elif strict:
+            problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, entries))}")
+    if problems:
+        raise CheckpointError(
+            f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}",
+            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
+            "a checkpoint of the same modules and optimizers",
+            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
+        )
+
+
+def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
+    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
+    if not isinstance(target, nn.Module | Optimizer):
+        return
+    if not isinstance(content, Mapping):
+        yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
+    elif isinstance(target, Optimizer):
+        yield from _optimizer_mismatches(target, content)
+    else:
+        yield from _module_mismatches(module_state(target), content, strict)
+
+
+def _module_mismatches(expected: Mapping[str, Any], content: Mapping[str, Any], strict: bool) -> Iterator[str]:
+    missing = [name for name in expected if name not in content]
+    unexpected = [name for name in content if name not in expected]
+    for prefix in ("module.", "_orig_mod."):
+        if missing and prefix + missing[0] in content:
+            yield f"the names in the file begin with {prefix!r}: remove that from each name first"
+    if strict and missing:
+        yield f"not in the file: {listed(missing)}"
+    if strict and unexpected:
+        yield f"only in the file: {listed(unexpected)}"
+    shapes = [
+        f"{name} is {tuple(content[name].shape)} in the file and {tuple(value.shape)} in the module"
+        for name, value in expected.items()
+        if isinstance(value, Tensor) and isinstance(content.get(name), Tensor) and not is_lazy(value)
+        if value.shape != content[name].shape
+    ]
+    if shapes:
+        # All of them: the one that shows what is wrong may be the last.
+        yield f"other shapes: {', '.join(shapes)}"
+
+
+def _optimizer_mismatches(optimizer: Optimizer, content: Mapping[str, Any]) -> Iterator[str]:
+    if "state" not in content or "param_groups" not in content:
+        yield f"the file has {listed(map(repr, content))} where an optimizer's 'state' and 'param_groups' have to be"
+        return
+    saved, present = (
+        [len(group["params"]) for group in groups] for groups in (content["param_groups"], optimizer.param_groups)
+    )
+    if saved != present:
+        yield (
+            f"the groups of the {type(optimizer).__name__} hold {listed(present)} parameters, "
+            f"those of the file {listed(saved)}"
+        )
 
 
 def own_format(sharded: bool) -> CheckpointIO:

@@ -109,11 +109,7 @@ class ShardedCheckpoint:
         rank = communicator.rank
 
         def agreed(action: Callable[[], Any]) -> Any:
-            def writing() -> Any:
-                with write_errors(request):
-                    return action()
-
-            return raise_on_any_rank_error(communicator, request, writing)
+            return raise_on_any_rank_error(communicator, request, write_errors(request)(action))
 
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
         tree, own_kept, tensors = agreed(lambda: flatten_state(entries))
@@ -157,10 +153,7 @@ class ShardedCheckpoint:
             CheckpointError: ``path`` is a file, or it is damaged.
         """
         stored = self.open(path)
-        content, copies = stored.prepare(dict.fromkeys(stored.content))
-        metadata = stored.full_metadata()
-        stored.read(copies)
-        return content | metadata
+        return stored.load(stored.content)
 
     def open(self, path: Path, communicator: Communicator | None = None) -> StoredCheckpoint:
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
@@ -225,11 +218,9 @@ def consolidate(directory: Path, output: Path | None = None, key: str | None = N
     elif key is not None:
         raise ConfigurationError(request, "--key chooses the model for .safetensors; other files hold all entries")
     output.parent.mkdir(parents=True, exist_ok=True)
-    loaded, copies = stored.prepare(dict.fromkeys(names), partial(_scratch_tensor, request, output.parent))
-    metadata = stored.full_metadata()
-    stored.read(copies)
+    loaded = stored.load(names, partial(_scratch_tensor, request, output.parent))
     if key is None:
-        FullCheckpoint().save(loaded | metadata, output)
+        FullCheckpoint().save(loaded, output)
     else:
         # The format knows no shared memory; what is one tensor here is two there.
         tensors = {name: ([0] * each.dim(), each) for name, each in loaded[key].items() if isinstance(each, Tensor)}

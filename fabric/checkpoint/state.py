@@ -18,7 +18,6 @@ A *place* is the tuple of keys and indices that leads from a state to one of its
 import copy
 import ctypes
 import math
-import re
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +34,7 @@ from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
-    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "unflatten_state", "with_metadata",
+    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "unflatten_state",
 ]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
@@ -47,7 +46,6 @@ _Place = tuple[Any, ...]
 _Take = Callable[[_Place, Any], Any]
 
 _LISTED = 12  # names given in full before an error only counts the rest
-_SURROGATES = re.compile("[\ud800-\udfff]")  # JSON would decode a pair of them as one character
 _COLLECTIONS = {f"${kind.__name__}": kind for kind in (list, tuple, set, dict, OrderedDict, Counter)}
 _SPARSE = {
     torch.sparse_coo: ("indices", "values"),
@@ -111,25 +109,22 @@ def collect(
         ConfigurationError: ``filter`` names an entry that is missing or no dict.
     """
     keep = filter or {}
-    if unknown := [name for name in keep if name not in state]:
-        raise ConfigurationError(f"filter={{{unknown[0]!r}: ...}}", "no such entry in state", listed(map(repr, state)))
+    if wrong := [name for name in keep if not isinstance(contents.get(name), dict)]:
+        problem = "state has no such entry, or none that is saved as a dict"
+        raise ConfigurationError(f"filter={{{wrong[0]!r}: ...}}", problem, listed(map(repr, state)))
     collected: dict[str, Any] = {}
     for name, value in state.items():
         content, dropped = contents[name], set()
         if trainable_only and isinstance(value, nn.Module):
             dropped = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
         if name in keep:
-            if not isinstance(content, dict):
-                raise ConfigurationError(
-                    f"filter={{{name!r}: ...}}", f"its state is a {type(content).__name__}", "a dict"
-                )
             dropped |= {key for key, item in content.items() if key not in dropped and not keep[name](key, item)}
         if dropped:
             # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
             content = copy.copy(content)
             for key in dropped & content.keys():
                 del content[key]
-        if checks_content and content is not value:
+        if checks_content:
             _check_plain(name, content)
         collected[name] = content
     return collected
@@ -152,8 +147,7 @@ def is_stateful(value: Any) -> bool:
     Raises:
         ArgumentTypeError: it is a ``DataLoader`` that is not set up.
     """
-    methods = (getattr(value, "state_dict", None), getattr(value, "load_state_dict", None))
-    if not isinstance(value, type) and all(map(callable, methods)):
+    if not isinstance(value, type) and all(hasattr(value, name) for name in ("state_dict", "load_state_dict")):
         return True
     if isinstance(value, DataLoader):
         raise ArgumentTypeError(
@@ -165,17 +159,8 @@ def is_stateful(value: Any) -> bool:
     return False
 
 
-def with_metadata(entries: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Add what fabric itself wants to know about a checkpoint to its entries.
-
-    The version of the format and that of torch are added to ``metadata``, which is plain.
-    """
-    stamp = {"format_version": FORMAT_VERSION, "torch_version": str(torch.__version__), **metadata}
-    return {**entries, METADATA_KEY: stamp}
-
-
 def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`with_metadata` added, if anything; a CheckpointError for the format of a newer fabric."""
+    """What fabric itself keeps in a checkpoint, if anything; a CheckpointError for the format of a newer fabric."""
     metadata = loaded.get(METADATA_KEY, {})
     check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
     return dict(metadata)
@@ -194,9 +179,9 @@ def check_version(request: str, version: object) -> None:
 
 def listed(names: Iterable[object]) -> str:
     """The first names, and how many more there are."""
-    found = list(names)
-    rest = len(found) - _LISTED
-    return ", ".join([*map(str, found[:_LISTED]), *([f"and {rest} more"] if rest > 0 else [])]) or "nothing"
+    found = list(map(str, names))
+    rest = [f"and {len(found) - _LISTED} more"] if len(found) > _LISTED else []
+    return ", ".join(found[:_LISTED] + rest) or "nothing"
 
 
 def _check_plain(name: str, value: Any) -> None:
@@ -206,15 +191,15 @@ def _check_plain(name: str, value: Any) -> None:
     """
     # What a program has allowed, maybe under another name.
     own = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
-    allowed = {*_COLLECTIONS.values(), *own}
+    allowed = {Tensor, nn.Parameter, *_COLLECTIONS.values(), *own}
 
     def take(place: _Place, item: Any) -> None:
-        if isinstance(item, Tensor):
-            if type(item) not in (Tensor, nn.Parameter, *allowed) or item.is_meta or hasattr(item, "full_tensor"):
-                raise _refused(place, item)
-            encode(vars(item), take, (*place, "__dict__"))
-        elif type(item) not in allowed:
+        is_tensor = isinstance(item, Tensor)
+        # torch itself allows DTensors, whose group no file can hold.
+        if type(item) not in allowed or (is_tensor and (item.is_meta or hasattr(item, "full_tensor"))):
             raise _refused(place, item)
+        if is_tensor:
+            encode(vars(item), take, (*place, "__dict__"))
 
     encode(value, take, (name,))
 
@@ -235,7 +220,7 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[s
 
     def take(place: _Place, item: Any) -> Any:
         is_plain = type(item) in (Tensor, nn.Parameter) or hasattr(item, "full_tensor")
-        if not is_plain or ... in place or item.layout is not torch.strided or item.is_quantized or item.is_meta:
+        if not is_plain or ... in place or not _is_dense(item):
             return _inline(place, item)
         name = ".".join(map(str, place))
         # {"a.b": x} and {"a": {"b": y}} would get the same one, and safetensors keeps one for itself.
@@ -340,7 +325,7 @@ def _is_json(value: Any, kind: type) -> bool:
     if kind is float:
         return math.isfinite(value)
     if kind is str:
-        return not _SURROGATES.search(value)
+        return value.isascii()  # JSON would decode a pair of surrogates as one character
     return kind is int
 
 
@@ -350,9 +335,13 @@ def _inline(place: _Place, value: Any) -> dict[str, Any]:
         if value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
             parts = [getattr(value.detach(), part)() for part in _SPARSE[value.layout]]
             return {"$sparse": encode([value.layout, value.shape, parts])}
-        if value.layout is torch.strided and not value.is_quantized and not value.is_meta:
+        if _is_dense(value):
             return {"$values": encode([value.dtype, value.shape, bytes(tensor_bytes(value))])}
     raise _refused(place, value, "a sharded checkpoint has no place for it")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _read_values(content: Any) -> Tensor:

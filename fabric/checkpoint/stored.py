@@ -8,7 +8,8 @@ import json
 import re
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ __all__ = ["DATA_NAME", "StoredCheckpoint"]
 DATA_NAME = re.compile(r"rank-\d{5,}(?:-\d+)?-([0-9a-f]{12})\.(?:safetensors|json)(?:\.tmp)?")
 """The data files of a save, whose number is in the name; see ``[Note: commit of a folder]`` for the last suffix."""
 
+_Allocate = Callable[[Tensor], Tensor]
 _Copies = list[tuple[Tensor, Tensor]]
+_on_cpu: _Allocate = partial(torch.empty_like, device="cpu")
 
 
 class StoredCheckpoint:
@@ -75,21 +78,19 @@ class StoredCheckpoint:
         with read_errors(self._request):
             return unflatten_state(json.loads(bytes(tensor_bytes(self._open(self.per_rank[rank])))))
 
-    def full_metadata(self) -> dict[str, Any]:
-        """The entry for :attr:`metadata`, if there is any, with what belongs to single ranks as lists.
+    def load(self, names: Iterable[str], allocate: _Allocate = _on_cpu) -> dict[str, Any]:
+        """These entries in full, with what fabric itself keeps, of which that of single ranks is in lists.
 
         Raises:
             CheckpointError: it is damaged.
         """
+        content, copies = self.prepare(dict.fromkeys(names), allocate)
         values = [self.read_values(rank) for rank in range(len(self.per_rank))]
         metadata = self.metadata | {name: [each[name] for each in values] for name in (values[0] if values else ())}
-        return {METADATA_KEY: metadata} if metadata else {}
+        self.read(copies)
+        return content | ({METADATA_KEY: metadata} if metadata else {})
 
-    def prepare(
-        self,
-        into: Mapping[str, Any],
-        allocate: Callable[[Tensor], Tensor] = lambda like: torch.empty_like(like, device="cpu"),
-    ) -> tuple[dict[str, Any], _Copies]:
+    def prepare(self, into: Mapping[str, Any], allocate: _Allocate = _on_cpu) -> tuple[dict[str, Any], _Copies]:
         """Find a tensor for each one of the entries that ``into`` names, and check all files that hold these.
 
         Args:
@@ -131,7 +132,7 @@ class StoredCheckpoint:
         dtype, missing = self._tensors[name].dtype, 0
         for own_offsets, chunk in local_chunks(tensor):
             missing += chunk.numel()
-            for file, offsets, sizes, start in self._chunks[name] if chunk.numel() else ():
+            for file, offsets, sizes, start in self._chunks[name]:
                 dims = zip(own_offsets, chunk.shape, offsets, sizes, strict=True)
                 spans = [(max(own, other), min(own + n, other + m)) for own, n, other, m in dims]
                 if all(low < high for low, high in spans):
