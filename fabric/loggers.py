@@ -79,8 +79,7 @@ class CSVLogger:
         if not row.keys() <= set(self._columns):
             self._columns = _add_columns(path, row)
         with open(path, "a", newline="", encoding="utf-8") as file:
-            # repr has every digit of a float, and reads back as the same one.
-            csv.writer(file).writerow("" if row.get(name) is None else repr(row[name]) for name in self._columns)
+            csv.DictWriter(file, self._columns).writerow(row)  # floats with every digit
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
         """Write ``hparams.json``; further calls add to it. Values that JSON has no type for are written as text.
@@ -154,13 +153,11 @@ class TensorBoardLogger:
     def _open(self) -> Any:
         if self._writer is None:
             # Optional, and slow to import.
-            from lightning_utilities.core.imports import RequirementCache
-
-            if not RequirementCache(module="tensorboard"):
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
                 suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
-                raise MissingDependencyError("TensorBoardLogger", "tensorboard is not installed", suggestion=suggestion)
-            from torch.utils.tensorboard import SummaryWriter
-
+                raise MissingDependencyError("TensorBoardLogger", str(error), suggestion=suggestion) from error
             self._writer = SummaryWriter(log_dir=str(self._folder.create()))
         return self._writer
 
@@ -178,10 +175,8 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
         if not isinstance(name, str) or not isinstance(number, numbers.Real):
-            shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else ""
-            problem = f"its value is a {type(value).__name__}{shape}"
             expected = "a string as its name, and a number or a real tensor with one element"
-            raise ArgumentTypeError(f"log the metric {name!r}", problem, expected)
+            raise ArgumentTypeError(f"log the metric {name!r} of {value!r}", expected=expected)
         values[name] = float(number)
     return values
 
@@ -213,10 +208,12 @@ class _RunFolder:
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
     """Rewrite the table with these columns too, and without a row that a crash cut short; returns all its columns."""
     text = path.read_bytes().decode() if path.exists() else ""
-    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
-    columns = [*header, *(name for name in names if name not in header)]
+    rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
+    columns = list(dict.fromkeys([*(rows.fieldnames or ()), *names]))
     table = io.StringIO(newline="")
-    csv.writer(table).writerows([columns, *([*row, *[""] * (len(columns) - len(row))] for row in rows)])
+    writer = csv.DictWriter(table, columns)
+    writer.writeheader()
+    writer.writerows(rows)
     _replace(path, table.getvalue())
     return columns
 

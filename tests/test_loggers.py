@@ -103,9 +103,9 @@ def test_numbers_and_tensors_of_one_element_are_metrics(tmp_path, value):
 
 
 REFUSED = {
-    "two elements": ({"x": torch.ones(2)}, None, r"\(2,\)"),
-    "complex": ({"x": 1j}, None, "complex"),
-    "text": ({"x": "0.5"}, None, "str"),
+    "two elements": ({"x": torch.ones(2)}, None, r"tensor\(\[1., 1.\]\)"),
+    "complex": ({"x": 1j}, None, "1j"),
+    "text": ({"x": "0.5"}, None, "'x' of '0.5'"),
     "name is no string": ({1: 0.5}, None, "1"),
     "step is no integer": ({"x": 0.5}, 1.5, "float"),
     "reserved name": ({"step": 0.5}, None, "step"),
