@@ -149,8 +149,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     if world is None and (one_process or len(where) * nodes == 1):
         world = World()
     spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
-    by_name = isinstance(given["strategy"], str)
-    launcher = _choose_launcher(given["launcher"], chosen, spec, world, found, by_name)
+    launcher = _choose_launcher(given, chosen, spec, world, found)
     return Plan(
         accelerator=hardware,
         devices=where,
@@ -173,8 +172,8 @@ def parse_strategy(strategy: Strategy | str) -> Strategy | None:
 
 def _parse_accelerator(accelerator: Any) -> Accelerator:
     if accelerator == "auto":
-        candidates: list[Accelerator] = [CUDAAccelerator(), MPSAccelerator()]
-        return next((candidate for candidate in candidates if candidate.is_available()), CPUAccelerator())
+        candidates = (CUDAAccelerator(), MPSAccelerator(), CPUAccelerator())
+        return next(candidate for candidate in candidates if candidate.is_available())
     chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not chosen.is_available():
         problem, expected = "there is none on this machine, or torch was built without it", '"auto" or "cpu"'
@@ -194,13 +193,13 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type)
         found = table[key] if key in table else plugins[key]()
         return found if isinstance(found, kind) else found()
     names = ["auto", *table, *plugins]
-    near = get_close_matches(key, names, n=1)
+    near = [*get_close_matches(key, names, n=1), "auto"][0]
     error = ConfigurationError if isinstance(value, str) else ArgumentTypeError
     raise error(
         f"{argument}={value!r}",
-        f"this {type(value).__name__} is no {argument}" + (f"; did you mean {near[0]!r}?" if near else ""),
+        f"this {type(value).__name__} is no {argument}",
         f"{', '.join(map(repr, names))}, or an object of a subclass of {group}.{kind.__name__}",
-        f'Fabric({argument}="{near[0] if near else "auto"}")',
+        f'Fabric({argument}="{near}")',
     )
 
 
@@ -332,8 +331,9 @@ def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
 
 
 def _choose_launcher(
-    launcher: Any, strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found, by_name: bool
+    given: Mapping[str, Any], strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found
 ) -> Launcher:
+    launcher = given["launcher"]
     named = None if launcher in (None, "auto") else _parse_name("launcher", launcher, LAUNCHERS, Launcher)
     method = strategy.start_method if named is None else named.name
     if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
@@ -347,7 +347,7 @@ def _choose_launcher(
         return InlineLauncher()
     if named is None:
         # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
-        if by_name and method == "popen" and is_interactive():
+        if isinstance(given["strategy"], str) and method == "popen" and is_interactive():
             method = notebook_start_method()
         named = _parse_name("launcher", method, LAUNCHERS, Launcher)
     named.check(spec)

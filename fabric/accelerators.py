@@ -68,21 +68,13 @@ class Accelerator(ABC):
         count = self.device_count()
         expected = f'a number from 1 to {count}, a list of distinct indices below {count}, or "auto" for all'
         value = _parse(devices, expected)
-        problem, suggestion = "", 'devices="auto"'
         if value in ("auto", -1):
             value = count
         # One more than there are is enough to be refused.
         indices = tuple(range(min(value, count + 1))) if isinstance(value, int) else value
-        if count == 0:
-            problem, suggestion = f"this process sees 0 devices of type {self.name!r}", 'accelerator="cpu"'
-            expected = f"a machine with such a device, and an installation of torch that was built for {self.name!r}"
-        elif not indices:
-            problem = "it names no device"
-        elif min(indices) < 0 or max(indices) >= count:
-            problem = f"the number of devices of type {self.name!r} is {count}"
-        elif len(set(indices)) < len(indices):
-            problem = "an index is repeated"
-        if problem:
+        if not indices or not set(indices) <= set(range(count)) or len(set(indices)) < len(indices):
+            problem = f"this process sees {count} devices of type {self.name!r}"
+            suggestion = 'devices="auto"' if count else 'accelerator="cpu"'
             raise ConfigurationError(f"devices={devices!r}", problem, expected, suggestion)
         return tuple(torch.device(self.name, index) for index in indices)
 

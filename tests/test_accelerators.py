@@ -35,24 +35,24 @@ INDICES = [
     ("2,", 4, (2,)),
 ]
 
-# devices, how many there are, what the error has to say
+# devices, and how many there are
 REFUSED_INDICES = [
-    (0, 4, "names no device"),
-    ("0", 4, "names no device"),
-    (-2, 4, "names no device"),
-    (5, 4, "of type 'cuda' is 4"),
-    ("5", 4, "of type 'cuda' is 4"),
-    (10**12, 4, "of type 'cuda' is 4"),
-    ([], 4, "names no device"),
-    ([4], 4, "of type 'cuda' is 4"),
-    ([0, 7, 9], 4, "of type 'cuda' is 4"),
-    ([-1], 4, "of type 'cuda' is 4"),
-    ("0,4", 4, "of type 'cuda' is 4"),
-    ([0, 1, 0], 4, "an index is repeated"),
-    ("1,1", 4, "an index is repeated"),
-    ("auto", 0, "sees 0 devices"),
-    (-1, 0, "sees 0 devices"),
-    (1, 0, "sees 0 devices"),
+    (0, 4),
+    ("0", 4),
+    (-2, 4),
+    (5, 4),
+    ("5", 4),
+    (10**12, 4),
+    ([], 4),
+    ([4], 4),
+    ([0, 7, 9], 4),
+    ([-1], 4),
+    ("0,4", 4),
+    ([0, 1, 0], 4),
+    ("1,1", 4),
+    ("auto", 0),
+    (-1, 0),
+    (1, 0),
 ]
 
 PROCESSES = [(1, 1), (3, 3), (64, 64), ("3", 3), ("auto", 1), (torch.tensor(2), 2)]
@@ -82,11 +82,11 @@ def test_a_value_names_these_indices(devices, available, expected) -> None:
     assert Cards(available).parse_devices(devices) == tuple(torch.device("cuda", index) for index in expected)
 
 
-@pytest.mark.parametrize(("devices", "available", "problem"), REFUSED_INDICES)
-def test_devices_that_are_not_there_are_refused_with_their_number(devices, available, problem) -> None:
+@pytest.mark.parametrize(("devices", "available"), REFUSED_INDICES)
+def test_devices_that_are_not_there_are_refused_with_their_number(devices, available) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Cards(available).parse_devices(devices)
-    assert problem in caught.value.problem
+    assert f"sees {available} devices of type 'cuda'" in caught.value.problem
     assert_has_four_parts(caught.value, devices)
 
 
