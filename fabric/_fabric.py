@@ -791,11 +791,11 @@ class Fabric:
             problem = "it was called on the class, which knows no processes to seed"
             suggestion = "fabric = Fabric(...), then fabric.seed_everything(1)"
             raise UsageError("Fabric.seed_everything(...)", problem, suggestion=suggestion)
-        if seed is None and self._plan.world is not None and self.world_size > 1:
+        world = self._plan.world or World()
+        if seed is None and world.world_size > 1:
             self._running("seed_everything")
             seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
-        rank = 0 if self._plan.world is None else self._plan.world.rank
-        chosen = seed_everything(seed, rank=rank, per_rank=per_rank)
+        chosen = seed_everything(seed, rank=world.rank, per_rank=per_rank)
         self._seed = {"seed": chosen, "workers": workers, "per_rank": per_rank}
         return chosen
 
@@ -839,7 +839,7 @@ class Fabric:
         return self._plan.world
 
     def _is_first(self) -> bool:
-        return self._plan.world is None or self._plan.world.rank == 0
+        return (self._plan.world or World()).rank == 0
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting for a call that this one will never make.
@@ -877,8 +877,6 @@ def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
     def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
             return run(self, *args, **kwargs)
-        if self._plan.world is None and not self._plan.launcher.runs_function:
-            self.launch()
         return self.launch(launched, *args, **kwargs)
 
     return launched

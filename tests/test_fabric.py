@@ -164,7 +164,7 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "metric": (
         lambda t: single(loggers=CSVLogger(t.path)).log("loss", torch.ones(2)),
         ArgumentTypeError,
-        ["'loss'", "(2,)"],
+        ["'loss'", "tensor([1., 1.])", "one element"],
     ),
     "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
     "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
