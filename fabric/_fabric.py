@@ -444,7 +444,7 @@ class Fabric:
             for call in session.backward.after:
                 call(tensor, error)
             raise
-        for call in session.backward.after:
+        for call in (*session.backward.after,):  # one may remove itself
             call(tensor, None)
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
-from fabric.diagnostics.bypass import BypassChecks
+from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
@@ -76,14 +76,12 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self.active_iterators: list[ActiveIterator] = []
-        self._loader_numbers = count()
-        recorder, store = self.runtime.recorder, self.runtime.store
-        self._recorder = recorder
+        self._loader_numbers, self._optimizer_numbers = count(), count()
+        self._recorder = recorder = self.runtime.recorder
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
         self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward)))
-        self._uneven = None if recorder is None else UnevenInputDetector(recorder, store, self._bypass)
-        checks = TrainingChecks(lambda: [model._fabric_contract for model in self.modules], store, self.backward)
-        self._training = self._parts.enter_context(closing(checks))
+        self._uneven = None if recorder is None else UnevenInputDetector(recorder, self.runtime.store, self._bypass)
+        self._training = self._parts.enter_context(ExitStack())
         if self._uneven is not None:
             self._parts.callback(self._uneven.finish)
         if self.strategy.checkpoint_io is not None:
@@ -138,7 +136,10 @@ class Session:
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
             if self._check_training:
-                self._training.watch(optimizer)
+                checks = TrainingChecks(
+                    optimizer, next(self._optimizer_numbers), self._contracts, self.runtime.store, self.backward
+                )
+                self._training.callback(checks.close)
             # Last: it takes gradients away from a step that is to be skipped.
             if self.scaler is not None:
                 self.scaler.register(optimizer)
@@ -265,6 +266,9 @@ class Session:
             ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
             [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
         return self._node_group or communicator
+
+    def _contracts(self) -> list[GradientContract]:
+        return [model._fabric_contract for model in self.modules]
 
     def _agree_on_overflow(self, found: Tensor) -> Tensor:
         return all_reduce(self.runtime.communicator, found, Reduce.MAX) if self._gradients_differ else found

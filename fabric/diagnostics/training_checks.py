@@ -14,8 +14,9 @@ synchronize them: they may not differ.
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from textwrap import shorten
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -34,79 +35,61 @@ __all__ = ["TrainingChecks", "fingerprint"]
 _STEPS = 2
 _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
 _OFF = "Fabric(check_training=False) if this is meant"
-_NAMED = 10  # parameters that are named one by one
+_LONGEST = 400  # characters of a list of parameters
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PRIME = 1_000_003
 
 
 class TrainingChecks:
-    """The checks of all optimizers, until each has stepped twice; see ``[Note: Training checks]``.
+    """The checks of one optimizer, which is held weakly, until it has stepped twice; see ``[Note: Training checks]``.
 
     Args:
+        optimizer: the one.
+        number: identifies it, the same on all ranks.
         contracts: those of the modules that are set up.
         store: where ranks leave fingerprints for each other.
         backward: what is called around backward passes.
     """
 
-    def __init__(self, contracts: Callable[[], Sequence[GradientContract]], store: JobStore, backward: Hooks) -> None:
-        self.contracts, self.store, self._backward = contracts, store, backward
-        self._watched: list[_OptimizerChecks] = []
-        self._numbers = count()
-
-    def watch(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer from its next step on."""
-        if not self._watched:
-            self._backward.after.append(self._after_backward)
-        self._watched.append(_OptimizerChecks(optimizer, next(self._numbers), self))
-
-    def close(self) -> None:
-        """Watch no optimizer any more; never from within a hook of one."""
-        while self._watched:
-            self._forget(self._watched[0])
-
-    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        for checks in self._watched.copy() if error is None else ():
-            checks.after_backward()
-            if checks.is_finished:
-                self._forget(checks)
-
-    def _forget(self, checks: "_OptimizerChecks") -> None:
-        checks.close()
-        self._watched.remove(checks)
-        if not self._watched:
-            self._backward.after.remove(self._after_backward)
-
-
-class _OptimizerChecks:
-    """Those of one optimizer, which is held weakly; ``number`` identifies it, the same on all ranks."""
-
-    def __init__(self, optimizer: Optimizer, number: int, checks: TrainingChecks) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        contracts: Callable[[], Sequence[GradientContract]],
+        store: JobStore,
+        backward: Hooks,
+    ) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
-        self._checks, self._store = checks, checks.store
+        self._contracts, self._store = contracts, store
         self._calls = self._steps = self._backwards = self._without = 0
         self._had_gradient: set[int] = set()  # ids of parameters
         self._names: list[str] = []  # of the replicated parameters, with their fingerprints after the latest step
         self._fingerprint: list[int] = []
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._hooks = ExitStack()
+        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
+        backward.after.append(self._after_backward)
+        self._hooks.callback(backward.after.remove, self._after_backward)
+
+    def close(self) -> None:
+        """Remove all hooks; never from within one of the optimizer."""
+        self._hooks.close()
 
     @property
-    def is_finished(self) -> bool:
+    def _is_finished(self) -> bool:
         return self._steps >= _STEPS or self._calls > _MOST_STEPS or self._optimizer() is None
 
-    def after_backward(self) -> None:
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Note which parameters have gradients, and read what other ranks wrote after the step before."""
+        if error is not None:
+            return
         if (optimizer := self._optimizer()) is not None:
             self._backwards += 1
             self._had_gradient |= _ids(p for p in _trained(optimizer) if p.grad is not None)
             self._compare(self._store.get_nowait(self._key("other")))
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        if self._is_finished:
+            self.close()
 
     # -- before a step --------------------------------------------------------------------------------------------
 
@@ -114,11 +97,11 @@ class _OptimizerChecks:
         self._calls += 1
         self._compare(self._store.get_nowait(self._key("other")))
         # A closure computes the gradients within the step.
-        if self.is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
+        if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
         trained = _ids(_trained(optimizer))
         with_gradient = _ids(p for p in _trained(optimizer) if p.grad is not None)
-        contracts = self._checks.contracts()
+        contracts = self._contracts()
         for contract in contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
@@ -163,10 +146,10 @@ class _OptimizerChecks:
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         trained = _trained(optimizer)
         # A step that is skipped after an overflow has no gradients either.
-        if self.is_finished or all(parameter.grad is None for parameter in trained):
+        if self._is_finished or all(parameter.grad is None for parameter in trained):
             return
         self._steps += 1
-        own, contracts = _ids(trained), self._checks.contracts()
+        own, contracts = _ids(trained), self._contracts()
         replicated = [pair for each in contracts for pair in each.replicated().items() if id(pair[1]) in own]
         if self._store.size > 1:  # in a single process nothing has to be synchronized
             # Those that a sharded module held at setup are set up, and those that it holds now.
@@ -185,8 +168,7 @@ class _OptimizerChecks:
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
                 self._compare(first)
-            self._compare(self._store.get_nowait(self._key("other")))
-        if not self.is_finished or not self._backwards or self._store.rank > 0:
+        if not self._is_finished or not self._backwards or self._store.rank > 0:
             return
         for contract in contracts:
             if not contract.expects_unused and (missing := self._without_gradient(contract, own)):
@@ -253,5 +235,5 @@ def _named(contract: GradientContract, wanted: set[int]) -> str:
     return f"{_some(names)} of {contract.title}"
 
 
-def _some(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+def _some(names: Iterable[str]) -> str:
+    return shorten(", ".join(names), _LONGEST, placeholder=" ...")
