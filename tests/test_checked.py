@@ -70,7 +70,8 @@ class Rank:
 
     def barrier(self, group, members, name="x"):
         self.counts[group] += 1
-        entry = Entry(group, members, self.counts[group], "barrier", name, CallSite(sys._getframe(1).f_code, 0))
+        place = CallSite(sys._getframe(1).f_code.co_filename, 0)
+        entry = Entry(group, members, self.counts[group], "barrier", name, place)
         self.checker.check(entry, Collective(Operation.BARRIER, name=name))
 
 
@@ -291,7 +292,7 @@ MISMATCHES = {
     "both send": (
         lambda c: c.send(torch.ones(1), 0),
         lambda c: c.send(torch.ones(1), 1) if c.rank == 0 else c.barrier("x"),
-        "rank 0: send(from=0, to=1, float32 (1,))",
+        "rank 0: send(from=0, to=1, dtype=float32, shape=(1,))",
     ),
     "message": (
         lambda c: c.recv(torch.ones(2), 0),

@@ -36,7 +36,7 @@ _ANSWER_WITHIN = 0.3  # seconds, in which other ranks make their call and publis
 _INLINE = 120  # characters of what is passed that a record holds itself; of more it holds the beginning and a digest
 _DIGEST = "... #"
 _SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a call, around the first difference
-_NOT_AN_ARGUMENT = ("operation", "collective", "dtype", "shape")
+_NOT_AN_ARGUMENT = ("operation", "collective")
 
 _EXPECTED = "a call that every rank of the group makes"
 _SUGGESTION = (
@@ -73,12 +73,8 @@ class Call(NamedTuple):
         return cls(entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data)
 
     def __str__(self) -> str:
-        passed = _window(self.data, 0, _SHOWN)
-        if not passed:
-            arguments = [f"{name}={value}" for name, value in self.facts.items() if name not in _NOT_AN_ARGUMENT]
-            buffer = " ".join(self.facts[name] for name in ("dtype", "shape") if name in self.facts)
-            passed = ", ".join(filter(None, [*arguments, buffer]))
-        return f"{self.operation}({passed}) at {self.location}"
+        arguments = (f"{name}={value}" for name, value in self.facts.items() if name not in _NOT_AN_ARGUMENT)
+        return f"{self.operation}({_window(self.data, 0, _SHOWN) or ', '.join(arguments)}) at {self.location}"
 
     def brief(self) -> "Call":
         """The call with a digest in the place of the end of a long text, so that a record stays small."""
@@ -273,35 +269,29 @@ class CollectiveChecker:
 
 
 def difference(calls: Mapping[int, Call]) -> str:
-    """Where the calls differ, by the names of facts; empty if they agree.
+    """Where the calls differ, by the name of the first fact; empty if they agree.
 
     Args:
         calls: by rank.
     """
-    differences = []
-    for name in dict.fromkeys(name for call in calls.values() for name in call.facts):
-        if differing := _by_value({rank: call.facts.get(name, "none") for rank, call in calls.items()}):
-            differences.append(f"{name}: {differing}")
-    if differences and differences[0].startswith("operation"):  # what other operations are given says nothing more
-        return differences[0]
+    names = dict.fromkeys(name for call in calls.values() for name in call.facts)
+    facts = {name: {rank: call.facts.get(name, "none") for rank, call in calls.items()} for name in names}
     texts = {rank: call.data for rank, call in calls.items() if call.data}
     start = len(os.path.commonprefix(list(texts.values()))) - _WINDOW // 2  # noqa: RUF071 - of texts, not of paths
-    # What the user passes says more than the buffers that it became.
-    differing = _by_value({rank: _window(text, start, _WINDOW) for rank, text in texts.items()})
-    return f"data: {differing}" if differing else "; ".join(differences)
+    shown = {rank: _window(text, start, _WINDOW) for rank, text in texts.items()}
+    # What other operations are given says nothing, and what the user passes more than the buffers that it became.
+    for name, values in {"operation": facts.pop("operation", {}), "data": shown, **facts}.items():
+        ranks: dict[str, list[int]] = {}
+        for rank, value in sorted(values.items()):
+            ranks.setdefault(value, []).append(rank)
+        if len(ranks) > 1:
+            return f"{name}: " + "; ".join(f"{value} on {in_words(having)}" for value, having in ranks.items())
+    return ""
 
 
 def _table(lines: Mapping[int, object]) -> str:
     """A line for each rank, in order."""
     return "".join(f"\n    rank {rank}: {line}" for rank, line in sorted(lines.items()))
-
-
-def _by_value(values: Mapping[int, str]) -> str:
-    """Which ranks have which value; empty if all have the same."""
-    ranks: dict[str, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        ranks.setdefault(value, []).append(rank)
-    return "; ".join(f"{value} on {in_words(having)}" for value, having in ranks.items()) if len(ranks) > 1 else ""
 
 
 def _window(text: str, start: int, length: int) -> str:

@@ -191,25 +191,20 @@ class HangReporter:
         if self._report_number and self._report is None:
             text = self._store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
-        is_due = self._waited(now) > self._due
         if (signals := self._signals()) > self._signals_seen:
-            self._request(printed=True, signals=signals)
-        elif not self._report_number and (is_due or self._needs_report.is_set()):
-            self._request(printed=is_due and self._prints)
+            self._request(signals)  # again until the signal is seen, if another request was first
+        elif not self._report_number and (self._waited(now) > self._due or self._needs_report.is_set()):
+            self._request()
         elif now - self._polled > self._interval:
             self._polled = now
             if request := self._store.get_nowait(f"request/{self._published + 1}"):
                 self._publish_state(request)
 
-    def _request(self, *, printed: bool, signals: int = 0) -> None:
-        # After a signal all ranks of a supervisor make the same request.
-        own = json.dumps([0 if signals else self._store.rank, printed, self._supervisor, signals]).encode()
-        request = b""
-        while request != own:
-            request = self._store.set_if_absent(f"request/{self._published + 1}", own)
-            self._publish_state(request)
-            if not signals:
-                break  # a report that another rank has requested will do
+    def _request(self, signals: int = 0) -> None:
+        # After a signal all ranks of a supervisor make the same request. Any that was first will do.
+        own = json.dumps([0 if signals else self._store.rank, self._supervisor, signals]).encode()
+        request = self._store.set_if_absent(f"request/{self._published + 1}", own)
+        self._publish_state(request)
         if self._store.rank != 0:
             self._compose(request)
 
@@ -220,7 +215,7 @@ class HangReporter:
         self._store.publish(f"state/{self._published}", state)
         if state.waited > self._due / 2 or self._needs_report.is_set():
             self._report_number, self._report = self._published, None
-        *_, supervisor, signals = json.loads(request)
+        _, supervisor, signals = json.loads(request)
         if supervisor == self._supervisor:
             self._signals_seen = max(signals, self._signals_seen)
         if self._store.rank == 0:
@@ -241,10 +236,10 @@ class HangReporter:
             return
         published = store.read("closed", ranks) | store.read(f"state/{number}", ranks)
         states = {r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks}
-        requester, printed, _, signals = json.loads(request)
+        requester, _, signals = json.loads(request)
         text = compose(states, requester, "a report was requested by SIGUSR1" if signals else "")
         store.set(f"report/{number}", text)
-        if text and printed:
+        if text and (signals or self._prints):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:

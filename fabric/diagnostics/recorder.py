@@ -10,11 +10,11 @@ import os
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from fabric.communicators import Collective, Communicator, Operation
 __all__ = ["CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "in_words", "user_call"]
 
 JOB = "job"
-STEP, CLOSURE = "optimizer step", "optimizer step with a closure"
+STEP = "optimizer step"
 HEADING = "where each rank is:"
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
 _NAMED = 8  # ranks that are named one by one
@@ -38,15 +38,13 @@ _NOT_USERS = (
 
 
 class CallSite(NamedTuple):
-    """An instruction: the code that has it, and its offset there. A file and line are made of it when somebody asks."""
+    """The place of a call, of which a text is made when somebody asks."""
 
-    code: CodeType
-    offset: int
+    file: str
+    line: int
 
     def __str__(self) -> str:
-        lines = (line for start, end, line in self.code.co_lines() if start <= self.offset < end)
-        file = self.code.co_filename.removeprefix(os.getcwd() + os.sep)
-        return f"{file}:{next(lines, None) or self.code.co_firstlineno}"
+        return f"{self.file.removeprefix(os.getcwd() + os.sep)}:{self.line}"
 
 
 class Entry(NamedTuple):
@@ -76,7 +74,7 @@ def user_call(frame: FrameType | None) -> CallSite | None:
     """The innermost call from here outwards in code that is neither fabric's nor torch's; None when there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
-    return None if frame is None else CallSite(frame.f_code, frame.f_lasti)
+    return None if frame is None else CallSite(frame.f_code.co_filename, frame.f_lineno)
 
 
 def in_words(ranks: Collection[int]) -> str:
@@ -141,7 +139,7 @@ class FlightRecorder:
     def enter(self, phase: str) -> None:
         """Note that a phase begins."""
         self.counts[phase] += 1
-        # Nothing is a part of a step without a closure: one that is still noted ended in an error.
+        # A step that is still noted ended in an error, or goes on after its closure, where torch issues no collectives.
         self._outer.append(None if self.phase is STEP else self.phase)
         self.phase = self.newest = phase
 
@@ -154,12 +152,12 @@ class FlightRecorder:
     @property
     def step(self) -> int:
         """The number of the present step of an optimizer, or of the next one, from 1."""
-        return self.counts.get(STEP, 0) + self.counts.get(CLOSURE, 0) + (self.phase not in (STEP, CLOSURE))
+        return self.counts.get(STEP, 0) + (self.phase is not STEP)
 
-    def enter_step(self, _: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def enter_step(self, *_: object) -> None:
         """Note that an optimizer begins a step; a hook before it."""
-        self.phase = self.newest = CLOSURE if len(args) > 1 or kwargs else STEP
-        self.counts[self.newest] += 1
+        self.phase = self.newest = STEP
+        self.counts[STEP] += 1
 
     def exit_step(self, *_: object) -> None:
         """Note that it is over; a hook after it."""

@@ -12,7 +12,7 @@ ranks have different lengths, or lengths that nobody knows.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,21 +23,14 @@ from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["Progress", "UnevenInputDetector"]
-
-
-class Progress(Protocol):
-    """One iteration over a loader: how many batches it has handed out, and whether it is over."""
-
-    received: int
-    finished: bool
+__all__ = ["UnevenInputDetector"]
 
 
 @dataclass(eq=False)
 class _Iteration:
     loader: str
     number: int
-    progress: Progress
+    progress: Any
     length: int | None
     unseen: list[int]
     """Neighbors whose length is not known yet."""
@@ -69,12 +62,12 @@ class UnevenInputDetector:
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
 
-    def on_epoch(self, key: str, progress: Progress, length: int | None) -> None:
+    def on_epoch(self, key: str, progress: Any, length: int | None) -> None:
         """Note that an iteration over a loader begins.
 
         Args:
             key: identifies it, as ``"loader/number"``, numbers counting up; the same on all ranks.
-            progress: its progress.
+            progress: counts the batches that it has ``received``, and says when it has ``finished``.
             length: number of batches that it will have; None when that is not known.
         """
         loader, _, number = key.rpartition("/")
@@ -125,8 +118,7 @@ class UnevenInputDetector:
             raise UsageError(
                 f"a collective over all ranks inside of fabric.join on rank {self._rank}",
                 "a rank that has run out of batches takes no part in it",
-                "forward and backward passes of the joined modules, and steps of their optimizers",
-                "the collective, be it a checkpoint or a metric, after the with block",
+                suggestion="the collective, be it a checkpoint or a metric, after the with block",
             )
         self._check_ends(self._recorder.counts[JOB] - self._counted)
 
