@@ -144,9 +144,7 @@ class CollectiveChecker:
         try:
             self._wait(full, entry.number)
         except dist.DistError as error:
-            self._own = self._own._replace(end_reason="the store of the job is gone")  # nobody can read of it
-            problem = f"the store of the job is gone, and so the process that hosted it, rank 0 as a rule: {error}"
-            self._stop(full, problem, "a process that stays until the last collective of all ranks")
+            self._stop(full, f"the store of the job is gone, and the process that hosted it, rank 0 as a rule: {error}")
         with self._lock:  # not published: the next call does
             self._own = self._own._replace(calls=tuple(one for one in self._own.calls if one is not call))
 

@@ -118,8 +118,6 @@ class FlightRecorder:
         checks: called in this order before each collective moves anything; each raises if it must not.
     """
 
-    __slots__ = ("_outer", "_report", "calls", "checks", "counts", "latest", "newest", "phase", "thread")
-
     def __init__(self, report: Callable[[], str] = str) -> None:
         self._report = report
         self.thread = threading.get_ident()

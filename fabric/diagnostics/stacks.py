@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from functools import cache
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 
 __all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
@@ -141,7 +141,4 @@ def _of_thread(dump: bytes, thread: int) -> str:
     text = dump.decode(errors="replace")
     found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  .*\n?)+)", text)
     lines = (line.strip() for line in (found[1] if found else text).splitlines() if line.startswith("  "))
-    frames = list(takewhile(lambda frame: not _LAUNCH.match(frame), lines))
-    if len(frames) > _FRAMES:
-        frames[_FRAMES:] = [f"... and {len(frames) - _FRAMES} more"]
-    return "\n".join(frames)
+    return "\n".join(islice(takewhile(lambda frame: not _LAUNCH.match(frame), lines), _FRAMES))

@@ -37,7 +37,7 @@ _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it c
 _OFF = "Fabric(check_training=False) if this is meant"
 _LONGEST = 400  # characters of a list of parameters
 _CHUNK = 1 << 20
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
 
 
@@ -86,7 +86,7 @@ class TrainingChecks:
             return
         if (optimizer := self._optimizer()) is not None:
             self._backwards += 1
-            self._had_gradient |= _ids(p for p in _trained(optimizer) if p.grad is not None)
+            self._note_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
         if self._is_finished:
             self.close()
@@ -99,10 +99,8 @@ class TrainingChecks:
         # A closure computes the gradients within the step.
         if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
-        trained = _ids(_trained(optimizer))
-        with_gradient = _ids(p for p in _trained(optimizer) if p.grad is not None)
-        contracts = self._contracts()
-        for contract in contracts:
+        trained = self._note_gradients(optimizer)
+        for contract in self._contracts():
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
                     "the last backward pass did not reduce the gradients, so that the step would not see those of "
@@ -110,27 +108,28 @@ class TrainingChecks:
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
-        self._had_gradient |= with_gradient
-        if self._backwards:
-            self._check_gradients(contracts, trained)
-
-    def _check_gradients(self, contracts: Sequence[GradientContract], trained: set[int]) -> None:
-        for contract in contracts:
             missing = self._without_gradient(contract, trained)
-            if missing and contract.needs_all_gradients:
+            if self._backwards and missing and contract.needs_all_gradients:
                 self._refuse(
                     f"no gradient has arrived at {missing}, and without these gradients the others are not "
                     "synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
                     'strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup',
                 )
-        self._without = 0 if trained & self._had_gradient else self._without + 1
-        if self._without >= _STEPS and trained:
+        if self._backwards and trained:
+            self._without = 0 if trained & self._had_gradient else self._without + 1
+        if self._without >= _STEPS:
             self._refuse(
                 f"no gradient has arrived at any of its parameters in {self._backwards} backward pass(es)",
                 "an optimizer of parameters that the loss is computed from",
                 f"loss = loss_function(model(batch), target); fabric.backward(loss); {_OFF}",
             )
+
+    def _note_gradients(self, optimizer: Optimizer) -> set[int]:
+        """Note which parameters have gradients; the ids of all that are trained."""
+        trained = _trained(optimizer)
+        self._had_gradient |= _ids(parameter for parameter in trained if parameter.grad is not None)
+        return _ids(trained)
 
     def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
         raise UsageError(f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion)
@@ -209,10 +208,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
 
 def _checksum(tensor: Tensor) -> Tensor:
     """Odd weights make every single bit count; integers wrap around, the same on every device."""
-    flat = tensor.contiguous().flatten()
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    bits = flat.view(_INTEGERS[flat.element_size()])
+    bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(_CHUNK):
         weights = 2 * torch.arange(part.numel(), dtype=torch.int64, device=bits.device) + 1

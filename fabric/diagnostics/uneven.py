@@ -179,8 +179,7 @@ class UnevenInputDetector:
             f"a forward pass of {guard.contract.title} in fabric.join on rank {self._rank}",
             problem,
             "for each batch a forward and a backward pass of each joined module, in the order of fabric.join",
-            "with fabric.join([first, second]): fabric.backward(loss(first(x))); fabric.backward(loss(second(x))); "
-            "and model.module(x), or the end of the with block, for a pass without gradients",
+            "model.module(x), or the end of the with block, for a pass without gradients",
         )
 
     def _check_ends(self, collectives: int) -> None:
