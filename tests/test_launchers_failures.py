@@ -105,16 +105,65 @@ def test_nothing_is_left_behind_by_a_failure(failure, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_that_cannot_be_pickled_is_reported_like_any_other(failure):
+def test_an_exception_that_can_neither_be_pickled_nor_printed_is_reported_like_any_other(failure):
     class Stubborn(Exception):
         def __reduce__(self):
             raise TypeError("no")
 
+        def __str__(self):
+            raise TypeError("no")
+
     def action():
-        raise Stubborn("as it is")
+        raise Stubborn
 
     error, _ = failure(action)
-    assert str(error).endswith("Stubborn: as it is")
+    assert "in action" in str(error)
+    assert str(error).endswith("Stubborn: <exception str() failed>")
+
+
+def test_an_exit_code_is_kept_as_the_system_cuts_it(failure):
+    error, _ = failure(actions.leave, -1)
+    assert (error.rank, error.exit_code) == (1, 255)
+
+
+REMOVES = """
+import sys
+from fabric import Fabric
+removed = sys.argv.pop()
+fabric = Fabric(accelerator="cpu", devices=2)
+fabric.launch()
+raise ValueError(f"{removed} {sys.argv[1:]}")
+"""
+
+
+@pytest.mark.parametrize("closed", ["", " >&-"])
+def test_a_script_keeps_arguments_that_it_removes_also_without_a_standard_output(tmp_path, closed):
+    (tmp_path / "removes.py").write_text(REMOVES)
+    command = f"{sys.executable} -W error removes.py a b{closed}"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("ValueError: b ['a']\n") == 1
+
+
+FORKSERVER = """
+import os
+from fabric.launchers import LAUNCHERS, LaunchSpec
+
+def action():
+    print("printed", flush=True)
+    return os.write(1, b"written")
+
+if __name__ == "__main__":
+    for method in ("forkserver", "fork"):
+        print(LAUNCHERS[method].launch(action, (), {}, LaunchSpec(num_processes=2)), file=__import__("sys").stderr)
+"""
+
+
+def test_functions_are_launched_without_a_standard_output(tmp_path):
+    (tmp_path / "closed.py").write_text(FORKSERVER)
+    command = f"{sys.executable} closed.py >&-"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.stderr, done.returncode) == ("7\n7\n", 0)
 
 
 def test_the_next_launch_works_after_a_failure():

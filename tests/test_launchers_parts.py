@@ -31,18 +31,19 @@ def module(file, spec=None):
 
 
 @pytest.mark.parametrize(
-    ("main", "name", "is_module"),
+    ("main", "name", "command"),
     [
-        (module("/w/a.py"), "/w/a.py", False),
-        (module("/w/m.py", "pkg.mod"), "pkg.mod", True),
-        (module("/w/__main__.py", "pkg.__main__"), "pkg", True),
-        (module("/w/a.zip/__main__.py", "__main__"), "/w/a.zip", False),
+        (module("/w/b/../a.py"), "/w/a.py", ["-O", "/w/./a.py"]),
+        (module("/w/m.py", "pkg.mod"), "pkg.mod", ["-m", "pkg.mod"]),
+        (module("/w/__main__.py", "pkg.__main__"), "pkg", ["-m", "pkg"]),
+        (module("/w/a.zip/__main__.py", "__main__"), "/w/a.zip", ["/w/a.zip"]),
     ],
     ids=["script", "module", "package", "zip"],
 )
-def test_the_script_of_a_process_is_found(main, name, is_module):
-    script = Script.of(main, ["a", "--x"])
-    assert (script.name, script.is_module, script.arguments) == (name, is_module, ["a", "--x"])
+def test_the_script_of_a_process_is_found(main, name, command):
+    script = Script.of(main, ["python", *command, "--x"])
+    assert (script.name, script.is_module) == (name, "-m" in command)
+    assert script.arguments == [command[-1], "--x"]
 
 
 def test_prompts_and_notebooks_cannot_be_run_again(monkeypatch):

@@ -182,13 +182,16 @@ def _spawn(control: Connection, config: RankConfig) -> Started:
 
 def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> Started:
     process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(call, control, config))
-    process.start()
+    # What is garbage here may wait for threads, which the copy does not have: to collect it there can crash or hang.
+    gc.freeze()
+    try:
+        process.start()
+    finally:
+        gc.unfreeze()
     return process.pid or 0, lambda: process.exitcode
 
 
 def _forked_rank(call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
-    # What is garbage in the parent may wait for its threads, which are not here: collecting it can end in a crash.
-    gc.freeze()
     sys.exit(run(control, replace(config, threads=1), lambda: call))
 
 

@@ -123,7 +123,7 @@ class Failure:
         if len(text) > _LONGEST_TEXT:
             left_out = len(text) - _LONGEST_TEXT
             text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
-        peer_lost = any(words in str(error).lower() for words in _PEER_LOST)
+        peer_lost = any(words in _first_line(error) for words in _PEER_LOST)
         return cls(text=text, secondary=is_secondary(error), peer_lost=peer_lost)
 
 
@@ -135,10 +135,14 @@ def is_secondary(error: BaseException) -> bool:
         chain.append(current)
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     origin = chain[-1]
-    words = f"{type(origin).__name__} {origin}".lower()
     return isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError) or (
-        isinstance(origin, RuntimeError) and any(word in words for word in _SECONDARY)
+        isinstance(origin, RuntimeError) and any(words in _first_line(origin) for words in _SECONDARY)
     )
+
+
+def _first_line(error: BaseException) -> str:
+    # Not str(error), which may raise; nor its notes.
+    return traceback.format_exception_only(error)[0].lower()
 
 
 class ControlThread(threading.Thread):
@@ -253,11 +257,12 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        text = "" if isinstance(leaving.code, int) else str(leaving.code)
+        # As the system cuts it.
+        code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code == 0 and config.runs_script:
             message = "finished", b""
         elif code not in (0, 128 + signal.SIGTERM):
-            text = "" if code == leaving.code else str(leaving.code)
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         # What an exit handler would find if the interpreter had reached this point.

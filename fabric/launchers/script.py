@@ -23,9 +23,8 @@ from fabric.world import World
 __all__ = ["Script", "ScriptLauncher", "run_script"]
 
 
-# Read before the script has a chance to change them: they are those of the command line.
+# Read before the script has a chance to change it.
 _START_DIRECTORY: str | None = vars(multiprocessing.process)["ORIGINAL_DIR"]
-_START_ARGUMENTS = tuple(sys.argv)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,12 @@ class Script:
     extends_path: bool = not sys.flags.safe_path
 
     @classmethod
-    def of(cls, main: ModuleType, arguments: Sequence[str] = _START_ARGUMENTS) -> "Script":
+    def of(cls, main: ModuleType, command: Sequence[str] = tuple(sys.orig_argv)) -> "Script":
         """The script that this process runs.
 
         Args:
             main: the module ``__main__``.
-            arguments: as in ``sys.argv``.
+            command: the command line, of which the script may have taken words out of ``sys.argv``.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
@@ -65,10 +64,13 @@ class Script:
                 "this is a notebook or a prompt" if interactive else "the code came from `python -c` or standard input",
                 suggestion='Fabric(..., launcher="forkserver").launch(train)',
             )
-        name = file if spec is None else spec.name.removesuffix(".__main__")
+        name = os.path.abspath(file) if spec is None else spec.name.removesuffix(".__main__")
         if name == "__main__":
             # A directory or a zip archive with a __main__.py.
             name, spec = str(Path(file).parent), None
+        paths = [os.path.abspath(os.path.join(_START_DIRECTORY or "", word)) for word in command]
+        words = paths if spec is None else command
+        arguments = command[words.index(name) :] if name in words else sys.argv
         return cls(name=name, is_module=spec is not None, arguments=arguments)
 
     def __call__(self) -> Callable[[], None]:
@@ -158,7 +160,7 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     except KeyboardInterrupt:
         return 128 + job.signals[0][0], True
     except RankFailedError as error:
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no standard output
         print(f"\n{error}", file=sys.stderr, flush=True)
         return exit_status(error.exit_code), bool(job.signals)
     return 0, False

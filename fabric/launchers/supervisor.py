@@ -48,6 +48,13 @@ _POLL = 0.1  # seconds between two looks at the processes
 _IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
 
 
+def _open_standard_streams() -> None:
+    # The next files to be opened would have the numbers of those that are closed, and ranks would print to them.
+    while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+
+
 class _PrivateFile:
     """A file that other users cannot open, and that is gone with this process, be it killed.
 
@@ -180,6 +187,7 @@ class Supervisor:
     """
 
     def __init__(self, *, runs_script: bool = False) -> None:
+        _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[tuple[int, float]] = []
         self._runs_script = runs_script
