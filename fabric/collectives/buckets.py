@@ -129,7 +129,8 @@ class Bucket:
             leaves[place] = part.to(tensor.device, self.dtype, copy=not is_alone).reshape((*leading, *shape))
         if not self.numbers:
             return
-        numbers = parts[-1].to(self.dtype).t().tolist()
+        values = parts[-1].bool() if self.dtype is torch.bool else parts[-1]
+        numbers = (values if ranks is None else values.t()).tolist()
         if len(numbers) == len(leaves):
             leaves[:] = numbers
             return

@@ -12,7 +12,6 @@ required no gradient is returned without one, whatever it was sent with.
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from fabric.collectives.buckets import Bucket, as_number, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
-from fabric.communicators.base import BITWISE, CallDescription
+from fabric.communicators.base import BITWISE, ORDERED, CallDescription
 from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
@@ -193,17 +192,14 @@ def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
 
 # -- reductions: what has a meaning -----------------------------------------------------------------------------------
 
-_ORDERED = (Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)  # and without a gradient
-_requires_grad = attrgetter("requires_grad")
-
 
 def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation) -> None:
     """Raise a ConfigurationError, which names a leaf and what to write, for a reduction that has no meaning."""
     for bucket in buckets:
-        tracked = op in _ORDERED and torch.is_grad_enabled() and any(map(_requires_grad, bucket.tensors))
-        problem = _problem(op, bucket.dtype, tracked)
+        tensors = zip(bucket.places, bucket.tensors, strict=True) if op in ORDERED and torch.is_grad_enabled() else ()
+        trained = [place for place, leaf in tensors if leaf.requires_grad]
+        problem = _problem(op, bucket.dtype, bool(trained))
         if problem is not None:
-            trained = [place for place, leaf in zip(bucket.places, bucket.tensors, strict=True) if leaf.requires_grad]
             place = min(trained or [*bucket.places, *bucket.number_places], default=0)
             leaf = leaf_paths(structure)[place] or "the tensor or number"
             request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})"
@@ -214,14 +210,14 @@ def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str] |
     """Why a reduction has no meaning for a dtype, and what to write instead; None where it has one."""
     is_inexact = dtype.is_floating_point or dtype.is_complex
     if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
-        return f"booleans have no {op.value}", 'reduce_op="min" for all, "max" for any; x.long() for a count'
+        return f"booleans have no {op.value}", '"min" for all, "max" for any; x.long() or x.float() for a count'
     if op is Reduce.MEAN and not is_inexact:
         return "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
     if op in BITWISE and is_inexact:
         return f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
     if dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
         return f"no backend carries uint64, and as int64 its {op.value} is another", "x.long(), for values below 2**63"
-    if dtype.is_complex and op in _ORDERED:
+    if dtype.is_complex and op in ORDERED:
         return f"complex numbers have no {op.value} over ranks", "fabric.all_gather(x).prod(0), or x.abs()"
     if tracked:
         return f"the {op.value} over ranks has no gradient, and this tensor requires one", "x.detach()"

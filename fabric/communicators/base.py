@@ -15,8 +15,8 @@ from typing_extensions import override
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 
 __all__ = [
-    "BITWISE", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation",
-    "Reduce", "to_pickle",
+    "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
+    "Operation", "Reduce", "to_pickle",
 ]  # fmt: skip
 
 
@@ -27,26 +27,19 @@ class Reduce(Enum):
     :class:`torch.distributed.ReduceOp`; for anything else it raises a :class:`fabric.errors.ConfigurationError`.
     """
 
-    _value_: str
-    _combine: Callable[[Tensor, Tensor], Tensor]
-
-    MEAN = "mean", torch.add
-    SUM = "sum", torch.add
-    MIN = "min", torch.minimum
-    MAX = "max", torch.maximum
-    PRODUCT = "product", torch.mul
-    BAND = "band", torch.bitwise_and
-    BOR = "bor", torch.bitwise_or
-    BXOR = "bxor", torch.bitwise_xor
-
-    def __new__(cls, name: str, combine: Callable[[Tensor, Tensor], Tensor]) -> "Reduce":  # noqa: D102
-        member = object.__new__(cls)
-        member._value_, member._combine = name, combine
-        return member
+    MEAN = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+    PRODUCT = "product"
+    BAND = "band"
+    BOR = "bor"
+    BXOR = "bxor"
 
     def fold(self, tensors: Sequence[Tensor]) -> Tensor:
         """The reduction of one tensor of each rank, in the order of ranks; a new tensor."""
-        total = functools.reduce(self._combine, tensors[1:], tensors[0].clone())
+        combine = (BITWISE | ORDERED).get(self, torch.add)
+        total = functools.reduce(combine, tensors[1:], tensors[0].clone())
         return total / len(tensors) if self is Reduce.MEAN else total
 
     @classmethod
@@ -65,7 +58,9 @@ class Reduce(Enum):
         )
 
 
-BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
+# Over the bits of integers and booleans; and those without a gradient, which complex numbers do not have.
+BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
+ORDERED = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 
 
 class Operation(Enum):
@@ -123,13 +118,17 @@ class Collective(NamedTuple):
     call: CallDescription | None = None
 
     @property
+    def called(self) -> str:
+        """The name of what the user called."""
+        return self.operation.value if self.call is None else self.call.operation
+
+    @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
         own, buffer = self.operation.value, self.buffer
-        called = own if self.call is None else self.call.operation
         facts = {
-            "operation": called,
-            "collective": own if own != called else None,
+            "operation": self.called,
+            "collective": own if own != self.called else None,
             "op": self.reduce and self.reduce.value,
             "dst" if self.operation is Operation.GATHER else "src": self.peer,
             "name": repr(self.name) if self.name else None,

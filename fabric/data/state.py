@@ -205,7 +205,7 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
     if spec.num_replicas != communicator.size:
         problem = f"this loader gives each of {communicator.size} processes all of the data, or what you sharded"
         raise UsageError(request, problem, expected, "the values as they are; or fabric.all_gather(x, concat=True)")
-    unit, kept, length = _received(spec, state)
+    unit, (kept, length) = spec.unit, _received(spec, state)
     leaves, structure = flatten(data)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         if isinstance(leaf, Tensor):
@@ -228,17 +228,19 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
     return unflatten(structure, leaves)
 
 
-def _received(spec: LoaderSpec, state: EpochState) -> tuple[str, int | None, int | None]:
-    """What all ranks received last, in their order of places, of which each has one.
+def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | None]:
+    """What all ranks received last, in their order of places, of which each entry has one.
+
+    By unit. ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank r is
+    at place r, as a whole. ``"single samples"``: likewise, and it is one sample, without a dim 0.
 
     Returns:
-        The unit: ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank
-        r has place r, as a whole. ``"single samples"``: likewise, and it is one sample, without a dim 0. Then how many
-        places hold no repetition, None for all; and the samples of this rank's batch, None when that is not known.
+        How many places hold no repetition, None for all; and the samples of this rank's batch, None when that is not
+        known.
     """
-    unit, sharded = spec.unit, spec.indices
+    sharded = spec.indices
     if spec.num_replicas == 1 or spec.base_seed is not None:
-        return "samples" if unit == "batches" else unit, None, None
+        return None, None
     is_ours = getattr(sharded, "num_replicas", 1) == spec.num_replicas
     total, length = length_of(sharded.sampler) if is_ours else None, spec.shard_length
     if not is_ours or (total is None and sharded.pads):
@@ -252,4 +254,4 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[str, int | None, int
         )
     before = state.skip + (state.received - 1) * spec.entries_per_batch
     kept = None if total is None else total - before * spec.num_replicas
-    return unit, kept, None if unit != "samples" or length is None else min(spec.entries_per_batch, length - before)
+    return kept, None if spec.unit != "samples" or length is None else min(spec.entries_per_batch, length - before)
