@@ -35,6 +35,8 @@ from fabric.tree import flatten, map_tensors
 __all__ = ["CheckpointCoordinator", "check_fits", "own_format", "restore"]
 
 T = TypeVar("T")
+# Metadata; and the other entries and those of modules, each with what fills their tensors.
+_Prepared = tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[], None]]]]
 
 
 class CheckpointCoordinator:
@@ -133,7 +135,7 @@ class CheckpointCoordinator:
         stored = io.open(path, self._communicator) if isinstance(io, ShardedCheckpoint) else None
         targets = state or {}
 
-        def prepare() -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
+        def prepare() -> _Prepared:
             if stored is not None:
                 return self._prepare_shards(stored, state, strict)
             loaded = io.load(path) if weights_only else FullCheckpoint().load(path, weights_only=False)
@@ -147,11 +149,10 @@ class CheckpointCoordinator:
             metadata = read_metadata(loaded)
             check_fits(loaded, targets, self._access.module_state, strict)
             modules = {name: loaded.pop(name) for name in [*loaded] if isinstance(targets.get(name), nn.Module)}
-            return metadata, [(loaded, ()), (modules, ())]
+            return metadata, [(loaded, lambda: None), (modules, lambda: None)]
 
-        def read(content: dict[str, Any], copies: Any) -> dict[str, Any]:
-            if stored is not None:
-                stored.read(copies)
+        def read(content: dict[str, Any], fill: Callable[[], None]) -> dict[str, Any]:
+            fill()
             return restore(content, state, self._access, strict)
 
         metadata, parts = self._agreed(request, prepare)
@@ -176,8 +177,7 @@ class CheckpointCoordinator:
 
     def _prepare_shards(
         self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
-    ) -> tuple[dict[str, Any], list[tuple[dict[str, Any], Any]]]:
-        """Metadata, and the other entries and those of modules, each with what has to be copied into their tensors."""
+    ) -> _Prepared:
         rank, content, modules = self._communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
         metadata = read_metadata({METADATA_KEY: stored.metadata})
@@ -266,13 +266,11 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
         return
     if not isinstance(content, Mapping):
         yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
-    elif isinstance(target, Optimizer):
+        return
+    if isinstance(target, Optimizer):
         yield from _optimizer_mismatches(target, content)
-    else:
-        yield from _module_mismatches(module_state(target), content, strict)
-
-
-def _module_mismatches(expected: Mapping[str, Any], content: Mapping[str, Any], strict: bool) -> Iterator[str]:
+        return
+    expected = module_state(target)
     missing = [name for name in expected if name not in content]
     unexpected = [name for name in content if name not in expected]
     for prefix in ("module.", "_orig_mod."):
@@ -347,9 +345,9 @@ def _targets(value: Any, content: Any) -> Any:
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
     for number, parameter in zip(numbers, parameters, strict=True):
-        for name, stored in content["state"].get(number, {}).items():
-            # What has another shape, such as a number of steps, is not sharded.
-            is_like = isinstance(stored, Tensor) and stored.shape == parameter.shape
-            new = torch.empty_like(parameter, dtype=stored.dtype) if is_like else None
-            state.setdefault(number, {})[name] = new
+        slots = content["state"].get(number, {})
+        # What has another shape, such as a number of steps, is not sharded.
+        alike = [name for name, one in slots.items() if isinstance(one, Tensor) and one.shape == parameter.shape]
+        new = {name: torch.empty_like(parameter, dtype=slots[name].dtype) for name in alike}
+        state[number] = dict.fromkeys(slots) | new
     return {"state": state}

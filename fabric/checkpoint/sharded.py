@@ -254,8 +254,9 @@ def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> s
         kinds = {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
         if Tensor in kinds and not any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
             models.append(name)
-    if key in models or (key is None and len(models) == 1):
-        return key or models[0]
+    chosen = [name for name in models if key in (None, name)]
+    if len(chosen) == 1:
+        return chosen[0]
     problem = f"of its entries, {len(models) or 'none'} can be a model; --key names none of them"
     raise ConfigurationError(request, problem, listed(map(repr, models)))
 
@@ -352,7 +353,7 @@ def _clean(folder: Path) -> None:
 def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
     """Write the index, which is JSON with its own checksum. Its first line has what is not in the checksum."""
     body = json.dumps(content, allow_nan=False)[1:].encode()
-    header = {"format": _FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": _checksum(save, body)}
+    header = {"format": _FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": zlib.crc32(save.encode() + body)}
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
 
 
@@ -372,13 +373,9 @@ def _read_index(request: str, path: str | os.PathLike[str]) -> tuple[str, bytes]
         if fields["format"] != _FORMAT:
             raise ValueError(f"its {_INDEX} is not one of fabric's")
         check_version(request, fields["version"])
-        if fields["crc32"] != _checksum(fields["save"], body):
+        if fields["crc32"] != zlib.crc32(fields["save"].encode() + body):
             raise ValueError(f"the checksum of its {_INDEX} does not match")
         return fields["save"], b"{" + body
-
-
-def _checksum(save: str, body: bytes) -> int:
-    return zlib.crc32(body, zlib.crc32(save.encode()))
 
 
 def _absent(request: str, path: Path) -> CheckpointError:

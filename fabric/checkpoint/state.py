@@ -244,7 +244,9 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
     """
     kind = type(value)
     tag = f"${kind.__name__}"
-    if value is None or kind is bool or _is_json(value, kind):
+    # JSON has no numbers that are not finite, and would decode a pair of surrogates as one character.
+    is_json = kind in (bool, int, type(None)) or (kind is str and value.isascii())
+    if is_json or (kind is float and math.isfinite(value)):
         return value
     if kind in _ATOMS:
         return {tag: _ATOMS[kind][0](value)}
@@ -318,15 +320,6 @@ def local_chunks(tensor: Any) -> list[tuple[list[int], Tensor]]:
 
     places = [chunk.offsets for chunk in tensor.__create_chunk_list__()]
     return [([*at], tensor.__get_tensor_shard__(MetadataIndex("", at)).detach()) for at in places]
-
-
-def _is_json(value: Any, kind: type) -> bool:
-    """Whether JSON has it as it is."""
-    if kind is float:
-        return math.isfinite(value)
-    if kind is str:
-        return value.isascii()  # JSON would decode a pair of surrogates as one character
-    return kind is int
 
 
 def _inline(place: _Place, value: Any) -> dict[str, Any]:

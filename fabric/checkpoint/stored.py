@@ -27,7 +27,6 @@ DATA_NAME = re.compile(r"rank-\d{5,}(?:-\d+)?-([0-9a-f]{12})\.(?:safetensors|jso
 """The data files of a save, whose number is in the name; see ``[Note: commit of a folder]`` for the last suffix."""
 
 _Allocate = Callable[[Tensor], Tensor]
-_Copies = list[tuple[Tensor, Tensor]]
 _on_cpu: _Allocate = partial(torch.empty_like, device="cpu")
 
 
@@ -84,13 +83,15 @@ class StoredCheckpoint:
         Raises:
             CheckpointError: it is damaged.
         """
-        content, copies = self.prepare(dict.fromkeys(names), allocate)
+        content, fill = self.prepare(dict.fromkeys(names), allocate)
         values = [self.read_values(rank) for rank in range(len(self.per_rank))]
         metadata = self.metadata | {name: [each[name] for each in values] for name in (values[0] if values else ())}
-        self.read(copies)
+        fill()
         return content | ({METADATA_KEY: metadata} if metadata else {})
 
-    def prepare(self, into: Mapping[str, Any], allocate: _Allocate = _on_cpu) -> tuple[dict[str, Any], _Copies]:
+    def prepare(
+        self, into: Mapping[str, Any], allocate: _Allocate = _on_cpu
+    ) -> tuple[dict[str, Any], Callable[[], None]]:
         """Find a tensor for each one of the entries that ``into`` names, and check all files that hold these.
 
         Args:
@@ -100,7 +101,7 @@ class StoredCheckpoint:
             allocate: makes a new tensor like one on the meta device.
 
         Returns:
-            The entries with the tensors, and what :meth:`read` is to copy.
+            The entries with the tensors, and what fills these. Not a collective, sharded tensors included.
 
         Raises:
             CheckpointError: it is damaged; or a tensor of ``into`` has no memory yet. Nothing has been changed.
@@ -119,13 +120,14 @@ class StoredCheckpoint:
 
         with read_errors(self._request):
             content = {name: unflatten_state(self._entries[name], take, value) for name, value in into.items()}
-            return content, [copy for (name, _), tensor in found.items() for copy in self._copies(name, tensor)]
+            copies = [copy for (name, _), tensor in found.items() for copy in self._copies(name, tensor)]
 
-    def read(self, copies: _Copies) -> None:
-        """Fill the tensors that :meth:`prepare` has found. Not a collective, sharded tensors included."""
-        with torch.no_grad(), read_errors(self._request):
-            for target, stored in copies:
-                target.copy_(stored)
+        def fill() -> None:
+            with torch.no_grad(), read_errors(self._request):
+                for target, stored in copies:
+                    target.copy_(stored)
+
+        return content, fill
 
     def _copies(self, name: str, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """What is to be copied into the chunks of a tensor that this rank holds."""
