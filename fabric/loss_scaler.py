@@ -112,9 +112,25 @@ class LossScaler:
             Whether any gradient is infinite or not a number, in which case the next step will be skipped.
         """
         state = self._states[optimizer]
-        if state.stage is _Stage.SCALED:
-            self._unscale_gradients(optimizer, state)
-            state.stage = _Stage.UNSCALED
+        if state.stage is not _Stage.SCALED:
+            return bool(state.found_inf)
+        groups = _gradients(optimizer)
+        if any(grads[0].dtype is torch.float16 for grads in groups):
+            raise ConfigurationError(
+                'precision="16-mixed" with float16 parameters',
+                "their gradients are float16 too, and lose in unscaling what the scale had kept",
+                suggestion='model.float(), or Fabric(precision="16-true")',
+            )
+        found = torch.zeros_like(self._scale)
+        # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
+        inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
+        for grads in groups:
+            found_here = found.to(grads[0].device)
+            unscale_and_check(grads, found_here, inverse.to(grads[0].device))
+            if found_here is not found:  # gradients on another device than the scale
+                found = torch.maximum(found, found_here.to(found.device))
+        state.found_inf = found if self._max_over_ranks is None else self._max_over_ranks(found)
+        state.stage = _Stage.UNSCALED
         return bool(state.found_inf)
 
     def state_dict(self) -> dict[str, float | int | None]:
@@ -128,25 +144,6 @@ class LossScaler:
         self._scale.fill_(scale)
         self._growth_tracker.fill_(growth_tracker)
         self._pending = None if pending is None else torch.full_like(self._scale, pending)
-
-    def _unscale_gradients(self, optimizer: Optimizer, state: _OptimizerState) -> None:
-        state.found_inf = torch.zeros_like(self._scale)
-        # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
-        inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
-        groups = _gradients(optimizer)
-        if any(grads[0].dtype is torch.float16 for grads in groups):
-            raise ConfigurationError(
-                'precision="16-mixed" with float16 parameters',
-                "their gradients are float16 too, and lose in unscaling what the scale had kept",
-                suggestion='model.float(), or Fabric(precision="16-true")',
-            )
-        for grads in groups:
-            found_inf = state.found_inf.to(grads[0].device)
-            unscale_and_check(grads, found_inf, inverse.to(grads[0].device))
-            if found_inf is not state.found_inf:  # gradients on another device than the scale
-                state.found_inf = torch.maximum(state.found_inf, found_inf.to(state.found_inf.device))
-        if self._max_over_ranks is not None:
-            state.found_inf = self._max_over_ranks(state.found_inf)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
