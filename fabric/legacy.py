@@ -62,7 +62,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
     if _is_prepared(self, module):
         problem = f"this {type(module).__name__} is set up already"
         raise UsageError("setup(trainer)", problem, suggestion=_MODERN_SETUP)
-    optimizers = [] if getattr(trainer, "optimizers", None) is None else _optimizers_of(trainer)
+    optimizers = _listed(getattr(trainer, "optimizers", None) or ())
     self.check_setup(module, optimizers)
     self.runtime.precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
@@ -75,7 +75,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
 def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
     """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a model that is set up."""
     _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
-    optimizers = _optimizers_of(trainer)
+    optimizers = _listed(trainer.optimizers)
     self.check_setup(None, optimizers)
     for optimizer in optimizers:
         self.setup_optimizer(optimizer)
@@ -221,8 +221,7 @@ class DDPSpawnPlugin(DDPStrategy):
             raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
             result, items = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
-        for item in items:
-            self.mp_queue.put(item)
+        self.mp_queue.extend(items)
         return result
 
     def add_to_queue(self, trainer: Any, queue: Any) -> None:
@@ -342,6 +341,5 @@ def _one_precision(plugin: Any, precision: Any) -> Any:
     return older
 
 
-def _optimizers_of(trainer: Any) -> list[Optimizer]:
-    found = trainer.optimizers
-    return [found] if isinstance(found, Optimizer) else list(found)
+def _listed(optimizers: Any) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
