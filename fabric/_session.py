@@ -120,7 +120,7 @@ class Session:
         self._gradients_differ |= contract.gradients_differ
         hooks = Hooks() if self._recorder is None else self._recorder.hooks(f"forward of {contract.title}")
         guard = self._bypass.watch(contract, prepared, hooks)
-        model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, contract, hooks, guard)
+        model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, hooks, contract, guard)
         self.originals.add(uncompiled(module))
         self.modules[model] = None
         return model

@@ -45,8 +45,8 @@ class FabricModule(nn.Module):
         prepared: what the strategy made of it.
         precision: dtypes of the forward pass.
         device: device of this process.
-        contract: how its gradients are synchronized; None for a copy or a loaded pickle.
         hooks: what is called around a forward pass.
+        contract: how its gradients are synchronized; None for a copy or a loaded pickle.
         guard: watches methods that bypass the forward pass, under a strategy that needs it.
     """
 
@@ -56,8 +56,8 @@ class FabricModule(nn.Module):
         prepared: nn.Module,
         precision: Precision,
         device: torch.device,
+        hooks: Hooks,
         contract: GradientContract | None = None,
-        hooks: Hooks | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
@@ -76,8 +76,8 @@ class FabricModule(nn.Module):
             _fabric_guard=guard,
             _fabric_marked=set(),
             _fabric_forward=_cast_forward(original, prepared, precision, device) if casts else prepared,
-            _fabric_before=[] if hooks is None else hooks.before,
-            _fabric_after=[] if hooks is None else hooks.after,
+            _fabric_before=hooks.before,
+            _fabric_after=hooks.after,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,6 +246,6 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
 def _rebuild(
     module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device, marked: set[str]
 ) -> FabricModule:
-    copied = FabricModule(module, prepared, precision, device)
+    copied = FabricModule(module, prepared, precision, device, Hooks())
     copied._fabric_marked.update(marked)
     return copied
