@@ -109,8 +109,7 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 "DDPStrategy(sync_batchnorm=True) on the CPU",
                 "torch's SyncBatchNorm refuses inputs on the CPU",
-                'sync_batchnorm=True with accelerator="cuda"',
-                "DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronization",
+                suggestion="DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronization",
             )
 
     @override
@@ -252,10 +251,8 @@ class _KeepsGroup:
 
 def _synchronized(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """The trained parameters but those that a user has told torch to ignore, by the user's names."""
-    inner = wrapper.module
-    prefix = "" if uncompiled(inner) is inner else "_orig_mod."
-    ignored = {name.removeprefix(prefix) for name in wrapper.parameters_to_ignore}
-    named = uncompiled(inner).named_parameters()
+    ignored = {name.removeprefix("_orig_mod.") for name in wrapper.parameters_to_ignore}
+    named = uncompiled(wrapper.module).named_parameters()
     return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
 
 
