@@ -188,6 +188,15 @@ def test_replicas_that_are_not_there_are_told() -> None:
         pass
 
 
+def test_options_of_torchs_first_fsdp_warn_once_and_mean_nothing() -> None:
+    older = {"use_orig_params": True, "limit_all_gathers": True, "activation_checkpointing_policy": nn.Linear}
+    text = "limit_all_gathers, use_orig_params mean nothing"
+    with pytest.warns(UserWarning, match=text) as caught, one_process(**older) as fabric:
+        fabric.setup(nn.Linear(4, 4))
+    assert len(caught) == 1
+    assert fabric.strategy.activation_checkpointing == (nn.Linear,)
+
+
 def test_offloading_on_the_cpu_warns() -> None:
     with pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"), one_process(cpu_offload=True):
         pass

@@ -40,6 +40,8 @@ __all__ = ["FSDPStrategy", "ShardedForward"]
 M = TypeVar("M", bound=nn.Module)
 # What the strategy itself decides when it shards.
 _OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
+# Options of torch's first FSDP for what ``fully_shard`` always does.
+_OF_FIRST_FSDP = {"use_orig_params", "limit_all_gathers", "sync_module_states", "forward_prefetch"}
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -71,7 +73,9 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
             replica for each node, as in torch, and a warning where there is one node.
-        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``.
+        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Of the
+            names of torch's first FSDP, ``activation_checkpointing_policy`` is ``activation_checkpointing``, and
+            ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states`` and ``forward_prefetch`` only warn.
 
     Raises:
         ArgumentTypeError: an option of a type that is not understood, or one that ``fully_shard`` does not take.
@@ -106,6 +110,10 @@ class FSDPStrategy(ParallelStrategy):
             checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
+        activation_checkpointing = fsdp_kwargs.pop("activation_checkpointing_policy", activation_checkpointing)
+        self._older = sorted(_OF_FIRST_FSDP & fsdp_kwargs.keys())
+        for name in self._older:
+            del fsdp_kwargs[name]
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
@@ -138,6 +146,12 @@ class FSDPStrategy(ParallelStrategy):
         self._forwards = WeakValueDictionary()
         if not self.is_global_zero:
             return
+        if self._older:
+            warnings.warn(
+                f"{', '.join(self._older)} mean nothing to FSDP2, which keeps the names of parameters, starts with "
+                "rank 0's values, and prefetches and limits gathers",
+                stacklevel=2,
+            )
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
         if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:

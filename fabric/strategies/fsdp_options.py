@@ -70,18 +70,15 @@ def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
     """The policy of offloading, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP."""
+    value = getattr(value, "offload_params", value)  # of CPUOffload
     if not value:
         return None
     from torch.distributed.fsdp import CPUOffloadPolicy  # takes a second to import
 
-    value = getattr(value, "offload_params", value)  # of CPUOffload
-    if isinstance(value, bool):
-        return CPUOffloadPolicy() if value else None
-    if isinstance(value, CPUOffloadPolicy):
-        return value
-    raise ArgumentTypeError(
-        f"FSDPStrategy(cpu_offload={value!r})", expected="True, False, None, CPUOffloadPolicy or CPUOffload"
-    )
+    policy = CPUOffloadPolicy() if value is True else value
+    if not isinstance(policy, CPUOffloadPolicy):
+        raise ArgumentTypeError(f"FSDPStrategy(cpu_offload={value!r})", "", "a bool, CPUOffloadPolicy or CPUOffload")
+    return policy
 
 
 def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, torch.dtype | None]":
