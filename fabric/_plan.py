@@ -22,6 +22,7 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.notebook import is_interactive, notebook_start_method
+from fabric.launchers.serialize import has_cloudpickle
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
@@ -348,7 +349,7 @@ def _choose_launcher(
     if named is None:
         # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
         if isinstance(given["strategy"], str) and method == "popen" and is_interactive():
-            method = notebook_start_method()
+            method = notebook_start_method(has_cloudpickle())
         named = _parse_name("launcher", method, LAUNCHERS, Launcher)
     named.check(spec)
     return named

@@ -8,7 +8,6 @@ at once.
 """
 
 import argparse
-import importlib.machinery
 import os
 import signal
 import sys
@@ -141,12 +140,8 @@ def _run(options: argparse.Namespace) -> int:
 def _check_run(options: argparse.Namespace) -> None:
     """Refuse a script that is not there and nodes that contradict each other."""
     script, nodes, error = options.script, options.num_nodes or 1, options.parser.error
-    if options.module:
-        package = script.partition(".")[0]
-        # Only its first part: to find a submodule is to run its packages.
-        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
-            error(f"there is no module {package!r}; -m takes a name without .py")
-    elif not os.path.isfile(script) and not os.path.exists(os.path.join(script, "__main__.py")):
+    # A module is looked for by the ranks: to find it is to run its packages.
+    if not options.module and not os.path.isfile(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         error(f"{script!r} in {os.getcwd()!r} is neither a file nor a folder with a __main__.py; a module needs -m")
     if options.node_rank >= nodes:
         error(f"--num-nodes {nodes} has no machine --node-rank {options.node_rank}: they are counted from 0")

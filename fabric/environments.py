@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, final
 
 from fabric.errors import ConfigurationError
-from fabric.world import World, read, read_integer, read_port
+from fabric.world import World, read, read_integer
 
 __all__ = ["Environment", "MPICHEnvironment", "OpenMPIEnvironment", "SlurmEnvironment", "TorchrunEnvironment", "detect"]
 
@@ -195,7 +195,7 @@ _SLURM = _Variables(
 # the external step of a prolog or an ssh session.
 _FIRST_RESERVED_STEP = 2**32 - 16
 
-_HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+")
+_HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+(?=,|$)")
 _RANGE = re.compile(r"\[([0-9]+)[0-9,-]*\]")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
@@ -267,7 +267,7 @@ def _find_rendezvous(
     """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; a single process has no port."""
     is_one_node = local_world_size == world_size
     address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_host(env, variables))
-    port = read_port(env)
+    port = read_integer(env, "MASTER_PORT")
     job_id = [read(env, *names) for names in variables.job_id]
     if port is None and world_size > 1 and job_id and None not in job_id:
         port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
@@ -287,8 +287,5 @@ def _first_host(env: Mapping[str, str], variables: _Variables) -> str | None:
 
     ``None`` when there is no list, or it does not begin with a host.
     """
-    hosts = read(env, *variables.hosts) or ""
-    match = _HOST.match(hosts)
-    if match is None or hosts[match.end() :][:1] not in ("", ","):
-        return None
-    return _RANGE.sub(r"\1", match.group())
+    match = _HOST.match(read(env, *variables.hosts) or "")
+    return None if match is None else _RANGE.sub(r"\1", match.group())

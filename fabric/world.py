@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["World", "available_cores", "read", "read_integer", "read_port"]
+__all__ = ["World", "available_cores", "read", "read_integer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,15 @@ class World:
         in_range = 0 <= self.rank < self.world_size and 0 <= self.local_rank < self.local_world_size
         if not in_range or self.local_rank > self.rank or not 0 <= self.node_rank <= other_nodes:
             raise ConfigurationError(
-                f"World(rank={self.rank}, local_rank={self.local_rank}, node_rank={self.node_rank}, "
-                f"world_size={self.world_size}, local_world_size={self.local_world_size})",
+                repr(self),
                 "these numbers contradict each other",
                 "0 <= rank < world_size, 0 <= local_rank < local_world_size <= world_size, local_rank <= rank, "
                 "0 <= node_rank < number of nodes",
                 "check the launcher's variables, or unset RANK and WORLD_SIZE for a run in a single process",
+            )
+        if self.port is not None and not 1 <= self.port <= 65535:
+            raise ConfigurationError(
+                f"MASTER_PORT={self.port}", "it is not a port", "1 to 65535, the same in every process"
             )
 
     @property
@@ -75,7 +78,7 @@ class World:
         Raises:
             ConfigurationError: a variable is not an integer, or they contradict each other.
         """
-        if read(env, "RANK") is None or read(env, "WORLD_SIZE") is None:
+        if not (read(env, "RANK") and read(env, "WORLD_SIZE")):
             return None
         rank, world_size = read_integer(env, "RANK") or 0, read_integer(env, "WORLD_SIZE") or 0
         local_world_size = read_integer(env, "LOCAL_WORLD_SIZE")
@@ -87,16 +90,18 @@ class World:
                 "LOCAL_WORLD_SIZE next to LOCAL_RANK, as torchrun sets them",
                 "export LOCAL_WORLD_SIZE=<processes on this node>",
             )
-        per_node = max(1, world_size if local_world_size is None else local_world_size)
+        if local_world_size is None:
+            local_world_size = world_size
+        per_node = max(1, local_world_size)
         node_rank = read_integer(env, "GROUP_RANK")
         return cls(
             rank=rank,
             local_rank=rank % per_node if local_rank is None else local_rank,
             node_rank=rank // per_node if node_rank is None else node_rank,
             world_size=world_size,
-            local_world_size=world_size if local_world_size is None else local_world_size,
+            local_world_size=local_world_size,
             address=read(env, "MASTER_ADDR") or "127.0.0.1",
-            port=read_port(env),
+            port=read_integer(env, "MASTER_PORT"),
             store=read(env, "FABRIC_STORE"),
         )
 
@@ -137,18 +142,6 @@ def read_integer(env: Mapping[str, str], *names: str) -> int | None:
                     suggestion=f"unset {name}, or start the job anew with its launcher",
                 ) from None
     return None
-
-
-def read_port(env: Mapping[str, str]) -> int | None:
-    """``MASTER_PORT``, or ``None`` when it is not set.
-
-    Raises:
-        ConfigurationError: it is not a port.
-    """
-    port = read_integer(env, "MASTER_PORT")
-    if port is None or 1 <= port <= 65535:
-        return port
-    raise ConfigurationError(f"MASTER_PORT={port} in the environment", expected="1 to 65535, the same in every process")
 
 
 def available_cores() -> int:

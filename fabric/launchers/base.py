@@ -92,24 +92,24 @@ def single_node_worlds(size: int) -> list[World]:
 
 
 def start_interpreter(
-    function: str, fd: int, arguments: Sequence[str] = (), cwd: str | None = None, stdin: int | None = None
+    fn: Callable[[], None], fd: int, arguments: Sequence[str] = (), cwd: str | None = None, stdin: int | None = None
 ) -> "subprocess.Popen[bytes]":
     """Start an interpreter with the options of this one that calls a function.
 
     Unlike ``multiprocessing``'s, it imports ``__main__`` only if the call needs that, and starts no resource tracker.
 
     Args:
-        function: ``module:function``.
+        fn: found by its name in its module.
         fd: an open file that it inherits; its number is the first argument.
         arguments: shown in lists of processes.
         cwd: where it starts.
         stdin: its standard input.
     """
-    module, _, name = function.partition(":")
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] - as multiprocessing does
     if getattr(sys.__stdout__, "write_through", False):
         options.append("-u")
+    name = fn.__name__
     # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
-    statement = f"import sys; sys.path.append({_ROOT!r}); from {module} import {name}; sys.path.pop(); {name}()"
+    statement = f"import sys; sys.path.append({_ROOT!r}); from {fn.__module__} import {name}; sys.path.pop(); {name}()"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
     return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin)

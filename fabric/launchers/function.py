@@ -28,7 +28,7 @@ from typing import Any, Literal
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
 from fabric.launchers.notebook import initialized_backend, is_interactive, refuse_while_importing_main
-from fabric.launchers.rank import Payload, RankConfig, receive, run
+from fabric.launchers.rank import Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 
@@ -58,14 +58,9 @@ class ProcessLauncher(Launcher):
 
     Args:
         start_method: ``"spawn"``, ``"fork"`` or ``"forkserver"``.
-
-    Raises:
-        ConfigurationError: another start method.
     """
 
     def __init__(self, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
-        if start_method not in ("spawn", "fork", "forkserver"):
-            raise ConfigurationError(f"ProcessLauncher({start_method!r})", expected="'spawn', 'fork', 'forkserver'")
         self.name = start_method
 
     def check(self, spec: LaunchSpec) -> None:
@@ -176,7 +171,7 @@ def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes
 
 
 def _spawn(control: Connection, config: RankConfig) -> Started:
-    process = start_interpreter("fabric.launchers.rank:main", control.fileno(), stdin=subprocess.DEVNULL)
+    process = start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
     return process.pid, process.poll
 
 
@@ -219,7 +214,7 @@ class _ForkServer:
                 stop()
             requests, theirs = socket.socketpair()
             with theirs:
-                process = start_interpreter(f"{__name__}:forkserver_main", theirs.fileno(), stdin=subprocess.DEVNULL)
+                process = start_interpreter(forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL)
             self._server = requests, weakref.finalize(self, _stop, requests, process)
             return _request(requests, control)
 

@@ -3,8 +3,7 @@
 import sys
 from typing import Literal
 
-from fabric.errors import ConfigurationError, UsageError
-from fabric.launchers.serialize import has_cloudpickle
+from fabric.errors import UsageError
 
 __all__ = ["initialized_backend", "is_interactive", "notebook_start_method", "refuse_while_importing_main"]
 
@@ -16,35 +15,15 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive) or ipython_shell is not None
 
 
-def notebook_start_method(
-    *, can_pickle_functions: bool | None = None, backend: str | None = None, platform: str = sys.platform
-) -> Literal["forkserver", "fork"]:
-    """The start method that is safe where functions are typed in: ``"forkserver"``, or ``"fork"`` where it must be.
+def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platform) -> Literal["forkserver", "fork"]:
+    """The start method for functions that are typed in: ``"fork"`` only where they cannot be sent, and it is safe.
 
     Args:
-        can_pickle_functions: whether ``cloudpickle`` is installed; None looks for it.
-        backend: name of the device library that is initialized in this process; None looks for one.
-        platform: as in ``sys.platform``.
-
-    Raises:
-        ConfigurationError: nothing is safe; the text says why for each.
+        can_pickle_functions: whether ``cloudpickle`` is installed.
+        platform: as in ``sys.platform``; the libraries of macOS do not survive a fork.
     """
-    if can_pickle_functions is None:
-        can_pickle_functions = has_cloudpickle()
-    backend = backend or initialized_backend("cuda")
-    if can_pickle_functions:
-        return "forkserver"
-    if platform != "darwin" and backend is None:
-        return "fork"
-    unsafe = (
-        "on macOS, whose own libraries do not survive it" if platform == "darwin" else f"once {backend} is initialized"
-    )
-    raise ConfigurationError(
-        "several processes from a notebook",
-        f"forkserver needs cloudpickle to send a function, and it is not installed; fork is unsafe {unsafe}",
-        "'forkserver' with cloudpickle installed; 'fork' before anything touches the device",
-        'pip install "torch-fabric[notebook]", then restart the kernel',
-    )
+    is_fork_safe = platform != "darwin" and initialized_backend("cuda") is None
+    return "fork" if is_fork_safe and not can_pickle_functions else "forkserver"
 
 
 def initialized_backend(device_type: str) -> str | None:

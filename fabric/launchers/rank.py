@@ -189,10 +189,6 @@ class ControlThread(threading.Thread):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
                     self._receive(*self._control.recv())
-        # Where files have names, nobody else is left to remove them.
-        for path in (self.config.stack_file, (self.config.world.store or "").removeprefix("file://")):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
         os._exit(1)
 
     def _receive(self, kind: str, content: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
 from fabric.launchers.notebook import is_interactive, refuse_while_importing_main
-from fabric.launchers.rank import RankConfig
+from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import Started, Supervisor, exit_status
 from fabric.world import World
 
@@ -149,7 +149,7 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     def start(control: Connection, config: RankConfig) -> Started:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
-        process = start_interpreter("fabric.launchers.rank:main", control.fileno(), shown, script.directory, stdin)
+        process = start_interpreter(main, control.fileno(), shown, script.directory, stdin)
         return process.pid, process.poll
 
     job = Supervisor(runs_script=True)

@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, Self
 
 from fabric._fabric import Fabric
@@ -32,11 +31,8 @@ __all__ = ["RankPool"]
 # Seconds: for the ranks to connect; for the other ranks to answer once one has failed; to exit by themselves; for a
 # rank that hangs to write where it does.
 _START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
-# In the innermost frame of a rank that waits for others; the second is checked mode.
-_WHERE_RANKS_WAIT = tuple(
-    os.path.join(*parts)
-    for parts in (("torch", "distributed", ""), ("fabric", "communicators", ""), ("fabric", "diagnostics", "checker"))
-)
+# In the innermost frame of a rank that waits for others; the last is checked mode.
+_WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
 
 
 class RankPool:
@@ -190,7 +186,7 @@ def _stack(job: Supervisor, rank: RankProcess) -> str:
     rank.kill(signal.SIGUSR1)
     # It is written line by line, from the innermost frame to those of the pool, which tell nothing.
     job.collect_until(_STACK, lambda: __file__ in rank.read_stack())
-    return "\n".join(takewhile(lambda line: __file__ not in line, rank.read_stack().splitlines()))
+    return rank.read_stack().partition(__file__)[0].rpartition("\n")[0]
 
 
 def _load_error(payload: bytes) -> BaseException | None:
