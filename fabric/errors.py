@@ -55,8 +55,8 @@ class FabricError(Exception):
         return "\n  ".join(filter(None, (self.request, self.problem, *advice)))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The third part carries the notes that were added on the way.
-        return type(self), (self.request, self.problem, self.expected, self.suggestion), self.__dict__
+        # The third part carries all attributes, and the notes that were added on the way.
+        return type(self), (self.request,), self.__dict__
 
 
 class ConfigurationError(FabricError, ValueError):
@@ -93,10 +93,7 @@ class RankFailedError(FabricError, RuntimeError):
         FabricError.__init__(self, request, problem)
 
     def __str__(self) -> str:
-        return "\n".join(part for part in (FabricError.__str__(self), self.traceback.rstrip()) if part)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.request, self.rank, self.exit_code, self.traceback, self.problem), self.__dict__
+        return "\n".join(filter(None, (FabricError.__str__(self), self.traceback.rstrip())))
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
