@@ -286,46 +286,39 @@ def _check_one_process(strategy: Strategy, found: _Found) -> None:
 
 def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None, found: _Found) -> _Devices:
     """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
-    if own is None and devices == "auto" and found is not None:
-        return _devices_of_environment(accelerator, found)
+    if found is None:
+        return own or accelerator.parse_devices(devices)
+    environment, world = found
+    processes = world.local_world_size
+    if own is None and devices == "auto":
+        devices, count = processes, accelerator.device_count()
+        if accelerator.name != "cpu" and count == 1:  # a scheduler that shows each process its own device only
+            return accelerator.parse_devices(1) * processes
+        if accelerator.name != "cpu" and count < processes:
+            raise ConfigurationError(
+                f"{processes} processes on this node, made by {environment.name}, on {accelerator.name}",
+                f"there are {count} {accelerator.name} devices on it (rank {world.rank} sees them)",
+                f"at most {count} processes",
+                f'{environment.name} with {count} processes a node, or Fabric(accelerator="cpu")',
+            )
     parsed = own or accelerator.parse_devices(devices)
-    if found is not None and len(parsed) != found[1].local_world_size:
-        environment, world = found
+    if len(parsed) != processes:
         raise ConfigurationError(
             f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank {world.rank})",
-            f"{environment.name} has made {world.local_world_size} process(es) on it",
-            f'devices="auto", or {world.local_world_size}',
+            f"{environment.name} has made {processes} process(es) on it",
+            f'devices="auto", or {processes}',
             'Fabric(devices="auto")',
         )
     return parsed
-
-
-def _devices_of_environment(accelerator: Accelerator, found: tuple[Environment, World]) -> _Devices:
-    """One device for each process that the environment made on this node."""
-    environment, world = found
-    count = accelerator.device_count()
-    if accelerator.name == "cpu" or count >= world.local_world_size:
-        return accelerator.parse_devices(world.local_world_size)
-    if count == 1:  # a scheduler that shows each process its own device only
-        return accelerator.parse_devices(1) * world.local_world_size
-    raise ConfigurationError(
-        f"{world.local_world_size} processes on this node, made by {environment.name}, on {accelerator.name}",
-        f"there are {count} {accelerator.name} devices on it (rank {world.rank} sees them)",
-        f"at most {count} processes",
-        f'{environment.name} with {count} processes a node, or Fabric(accelerator="cpu")',
-    )
 
 
 def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
     actual = 1 if found is None else found[1].num_nodes
     if num_nodes == "auto" or str(num_nodes).strip() == str(actual):
         return actual
-    made_by = (
-        "nothing has started this process" if found is None else f"{found[0].name} has started rank {found[1].rank}"
-    )
     raise ConfigurationError(
         f"num_nodes={num_nodes!r}",
-        f"{made_by}, on a job of {actual} node(s); fabric starts processes on its own node only",
+        f"this process belongs to a job of {actual} node(s), and fabric starts processes on its own node only",
         f'num_nodes="auto", or {actual}; more with torchrun, `fabric run`, srun or mpirun on every node',
         f"fabric run --num-nodes {num_nodes} --node-rank R --main-address HOST script.py, with R from 0",
     )

@@ -159,7 +159,7 @@ REFUSALS = [
     ({"num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
     ({"num_nodes": "many"}, {}, ConfigurationError, ["'many'"]),
     ({"num_nodes": 2}, {}, ConfigurationError, ["num_nodes=2", "fabric run --num-nodes 2"]),
-    ({"num_nodes": 2}, TWO_RANKS, ConfigurationError, ["num_nodes=2", "rank 1", "torchrun"]),
+    ({"num_nodes": 2}, TWO_RANKS, ConfigurationError, ["num_nodes=2", "a job of 1 node(s)", "torchrun"]),
     ({"devices": 3}, TWO_RANKS, ConfigurationError, ["devices=3", "2 process(es)", "rank 1"]),
     ({"environment": "slurm"}, {}, ArgumentTypeError, ["'slurm'", "SlurmEnvironment()"]),
     ({"environment": SlurmEnvironment()}, {}, ConfigurationError, ["variables are missing"]),
