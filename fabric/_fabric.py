@@ -367,14 +367,17 @@ class Fabric:
                 ``"drop"`` leaves some out.
         """
         session = self._running("setup_dataloaders")
-        options: dict[str, Any] = {
-            "shard": use_distributed_sampler,
-            "device": session.runtime.device if move_to_device else None,
-            "overlap_copies": overlap_copies,
-            "uneven": uneven,
-            "seed_workers": self._seed is None or self._seed["workers"],
-        }
-        prepared = [session.setup_loader(each, **options) for each in (loader, *more)]
+        prepared = [
+            session.setup_loader(
+                each,
+                shard=use_distributed_sampler,
+                device=session.runtime.device if move_to_device else None,
+                overlap_copies=overlap_copies,
+                uneven=uneven,
+                seed_workers=self._seed is None or self._seed["workers"],
+            )
+            for each in (loader, *more)
+        ]
         return prepared if more else prepared[0]
 
     def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
@@ -788,9 +791,8 @@ class Fabric:
 
         """
         if not isinstance(self, Fabric):
-            problem = "it was called on the class, which knows no processes to seed"
-            suggestion = "fabric = Fabric(...), then fabric.seed_everything(1)"
-            raise UsageError("Fabric.seed_everything(...)", problem, suggestion=suggestion)
+            problem = "it was called on the class: write fabric = Fabric(...), then fabric.seed_everything(1)"
+            raise UsageError("Fabric.seed_everything(...)", problem)
         world = self._plan.world or World()
         if seed is None and world.world_size > 1:
             self._running("seed_everything")
@@ -801,8 +803,8 @@ class Fabric:
 
     def __getstate__(self) -> dict[str, Any]:
         # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
-        own = {"_plan": replace(self._plan, launcher=InlineLauncher()), "_session": None, "_closed": False}
-        return {**vars(self), **own}
+        plan = replace(self._plan, launcher=InlineLauncher())
+        return {**vars(self), "_plan": plan, "_session": None, "_closed": False}
 
     def _enter_rank(self, world: World | None) -> None:
         """Join the job, in a process that was just started for it."""

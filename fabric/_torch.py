@@ -1,6 +1,5 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -68,7 +67,7 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
     return values, lambda new: pytree.tree_unflatten(new, spec)
 
 
-def hook_place(handle: RemovableHandle) -> tuple[OrderedDict[int, Any], int, Any]:
+def hook_place(handle: RemovableHandle) -> tuple[dict[int, Any], int, Any]:
     """The dict that a hook is registered in, its key there, and the hook, so that it can be removed and put back.
 
     ``RemovableHandle`` removes a hook once; the dict is known to undocumented attributes only.
@@ -87,8 +86,7 @@ def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
     from torch.distributed.algorithms.join import _JoinConfig
 
     wrapper._join_config = _JoinConfig.construct_disabled_join_config()
-    reducer: Any = wrapper.reducer
-    reducer._set_forward_pass_work_handle(None, True)
+    wrapper.reducer._set_forward_pass_work_handle(None, True)  # pyright: ignore[reportArgumentType]  # declared without None
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -99,13 +97,12 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def around_local(tensor: Tensor, local: Tensor) -> Tensor:
+def around_local(tensor: Any, local: Tensor) -> Tensor:
     """A DTensor like ``tensor`` with ``local`` as the part of this rank, on whatever device that is.
 
     ``DTensor.from_local`` would move it to the device of the mesh.
     """
-    make: Any = type(tensor)
-    return make(local, tensor._spec, requires_grad=False)  # pyright: ignore[reportAttributeAccessIssue]
+    return type(tensor)(local, tensor._spec, requires_grad=False)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -39,8 +39,7 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     """
     chosen = secrets.randbelow(_SEEDS) if seed is None else operator.index(seed)
     if not 0 <= chosen < _SEEDS:
-        problem = "numpy's generator takes seeds of 32 bits only, and all libraries get the same one"
-        raise ConfigurationError(f"seed_everything({chosen})", problem, f"0 <= seed < {_SEEDS}")
+        raise ConfigurationError(f"seed_everything({chosen})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it")
     _seed_streams(chosen, rank if per_rank else 0)
     return chosen
 
@@ -117,7 +116,7 @@ def rng_state() -> dict[str, Any]:
         A dict of tensors, numbers, strings, tuples and lists: ``torch.load(weights_only=True)`` reads it back.
     """
     state = Streams(("python", "numpy", "torch")).state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
     return state
 
