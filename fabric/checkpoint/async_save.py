@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fabric._torch import around_local, local_tensor
 from fabric.communicators import Communicator
-from fabric.tree import map_tensors
+from fabric.tree import flatten
 
 __all__ = ["AsyncSaver", "PendingSave", "StagingBuffers"]
 
@@ -83,15 +83,8 @@ class StagingBuffers:
 
     def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """A copy of ``state``, on the CPU; of a DTensor the part that this rank holds. Not a collective."""
-        copies: dict[int, Any] = {}
-
-        def stage(tensor: Tensor) -> Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = self._copy(tensor)
-            return tensor
-
         with torch.no_grad():
-            map_tensors(stage, state)
+            copies: Any = {id(each): self._copy(each) for each in flatten(state)[0] if isinstance(each, Tensor)}
         copied = copy.deepcopy(dict(state), copies)
         self._free.clear()
         for buffer, _ in self._used.values():

@@ -65,6 +65,7 @@ __all__ = ["ShardedCheckpoint", "consolidate"]
 # By name, the checksum of a data file, and its chunks by tensor: where it begins, its shape, and its place in the file.
 _Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
 
+_ALONE = LocalCommunicator(torch.device("cpu"))
 _INDEX = "index.json"
 _FORMAT = "torch-fabric sharded checkpoint"
 _SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
@@ -83,7 +84,7 @@ class ShardedCheckpoint:
         self,
         state: Mapping[str, Any],
         path: Path,
-        communicator: Communicator | None = None,
+        communicator: Communicator = _ALONE,
         per_rank: Mapping[str, Any] | None = None,
     ) -> None:
         """Write ``state`` to the folder ``path`` and return when it is on the disk.
@@ -96,7 +97,7 @@ class ShardedCheckpoint:
             state: what :func:`fabric.checkpoint.state.collect` gives, or such a state with sharded tensors in it; of
                 the same structure on every rank.
             path: the folder, on a file system that all ranks share. Missing folders on the way to it are created.
-            communicator: the ranks; None for this process alone.
+            communicator: the ranks; by default this process alone.
             per_rank: plain values that are kept for each rank; a load has them as lists in fabric's metadata.
 
         Raises:
@@ -105,7 +106,6 @@ class ShardedCheckpoint:
             ArgumentTypeError: something in ``state`` is not plain, or is of a class that only code can rebuild.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
-        communicator = communicator or LocalCommunicator(torch.device("cpu"))
         rank = communicator.rank
 
         def agreed(action: Callable[[], Any]) -> Any:
@@ -155,14 +155,13 @@ class ShardedCheckpoint:
         stored = self.open(path)
         return stored.load(stored.content)
 
-    def open(self, path: Path, communicator: Communicator | None = None) -> StoredCheckpoint:
+    def open(self, path: Path, communicator: Communicator = _ALONE) -> StoredCheckpoint:
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
             CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
         """
         request = f"load the sharded checkpoint {str(path)!r}"
-        communicator = communicator or LocalCommunicator(torch.device("cpu"))
         is_first = communicator.rank == 0
         index = raise_on_any_rank_error(
             communicator, request, lambda: _read_index(request, path)[1] if is_first else b""
