@@ -276,12 +276,10 @@ class Session:
 
 def set_up_modules(method: str, modules: Any) -> list[FabricModule]:
     """One module or several that ``setup`` returned, without what ``torch.compile`` put around them since."""
-    found = []
-    for module in modules if isinstance(modules, list | tuple) else [modules]:
-        inner = uncompiled(module) if isinstance(module, nn.Module) else module
-        if not isinstance(inner, FabricModule):
-            raise ArgumentTypeError(f"{method} with {type(module).__name__}", "it is no module that setup() returned")
-        found.append(inner)
+    given = modules if isinstance(modules, list | tuple) else [modules]
+    found: list[Any] = [uncompiled(module) if isinstance(module, nn.Module) else module for module in given]
+    if others := [type(each).__name__ for each in found if not isinstance(each, FabricModule)]:
+        raise ArgumentTypeError(f"{method} with {others[0]}", "it is no module that setup() returned")
     return found
 
 

@@ -276,7 +276,7 @@ def test_the_second_of_two_ranks_raises(first: str) -> None:
     early, late = detectors(2)
     progress = [Progress(), Progress()]
     for detector, own, length in zip((early, late), progress, (1, 2), strict=True):
-        detector.on_epoch("0/0", own, length)
+        detector.on_epoch("0", own, length)
     for detector, own in zip((early, late), progress, strict=True):
         own.received = 1
         take_step(detector)
@@ -295,13 +295,13 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
             written.append(topic)
 
         def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-            return {rank: [0, 9] for rank in ranks if topic == "batches/0"}
+            return {rank: [1, 9] for rank in ranks if topic == "batches/0"}
 
     detector = UnevenInputDetector(
         FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(single_node_worlds(2)[0], Hooks())
     )
     progress = Progress()
-    detector.on_epoch("0/0", progress, 9)
+    detector.on_epoch("0", progress, 9)
     for _ in range(9):
         progress.received += 1
         take_step(detector)

@@ -3,7 +3,6 @@
 import copy
 import operator
 from collections.abc import Callable, Iterator
-from itertools import count
 from typing import Any, Literal
 
 import torch
@@ -88,8 +87,8 @@ class FabricDataLoader:
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
                 states.
             active: where the iterations over the loaders of a job that have begun and not ended are kept.
-            on_epoch: called at the start of each iteration with a key that is the same on all ranks,
-                ``"<name>/<number>"``, its state, and its number of batches, None when that is not known.
+            on_epoch: called at the start of each iteration with the name, its state, and its number of batches, None
+                when that is not known.
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -114,7 +113,7 @@ class FabricDataLoader:
             _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
             _on_epoch=on_epoch,
-            _keys=map(f"{name}/{{}}".format, count()),
+            _name=name,
             _epoch=0,  # the number of the next one
             _saved=None,  # what load_state_dict was given, until the next iteration begins
             _latest=None,  # the iteration that yielded a batch last, or began since
@@ -135,7 +134,7 @@ class FabricDataLoader:
         if self._on_epoch is not None:
             # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
-            self._on_epoch(next(self._keys), state, length if spec.base_seed is None else 0)
+            self._on_epoch(self._name, state, length if spec.base_seed is None else 0)
         if saved is not None:
             # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
             # again, that decides where the sampler's own generators go on.

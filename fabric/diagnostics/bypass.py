@@ -19,13 +19,12 @@ A parameter that was frozen when the module was set up is no part of the synchro
 gradients would stay local: the next forward pass with gradients is an error.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
 from typing import Any, NoReturn
 from weakref import ref
 
@@ -36,7 +35,7 @@ from torch.utils.hooks import unserializable_hook
 from fabric._torch import hook_place, operations_behind, operations_recorded
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
-from fabric.tree import map_tensors
+from fabric.tree import flatten
 from fabric.world import World
 
 __all__ = ["BypassChecks", "BypassGuard", "GradientContract", "callable_parts"]
@@ -234,9 +233,9 @@ class BypassGuard:
 
     def _check_passes(self, loss: Tensor) -> None:
         # Sorted, since each thread counts operations of its own. The first is an empty pass before all operations.
-        passes, begin = [(0, 0, False), *sorted(self._passes)], itemgetter(0)
+        passes = [(0, 0, False), *sorted(self._passes)]
         for operation in operations_behind(loss):
-            _, end, is_local = passes[bisect_right(passes, operation, key=begin) - 1]
+            _, end, is_local = passes[bisect_left(passes, (operation + 1,)) - 1]
             if operation >= end:
                 continue
             if is_local:
@@ -251,22 +250,19 @@ class BypassGuard:
     def _refuse_bypass(self, call: str) -> NoReturn:
         raise UsageError(
             f"backward through {call} of {self.contract.title} on rank {self._rank}",
-            "these gradients would not be synchronized over the ranks: no forward pass through the module that setup() "
-            "returned prepared it",
+            "these gradients would not be synchronized: no forward pass through what setup() returned prepared it",
             "a forward pass model(...), or a method marked as one; forward and backward in the same no_backward_sync",
             'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
         )
 
     def _check_frozen(self) -> None:
-        names = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
+        names = ", ".join(name for name, parameter in self._frozen.items() if parameter.requires_grad)
         if names:
             raise UsageError(
                 f"a forward pass of {self.contract.title} on rank {self._rank}",
-                "these were frozen when it was set up, and their gradients would not be synchronized: "
-                f"{', '.join(names)}",
+                f"these were frozen when it was set up, and their gradients would not be synchronized: {names}",
                 "parameters that are to be trained at any time require a gradient during setup()",
-                "model.requires_grad_(True) before fabric.setup(model), then parameter.requires_grad_(False) for some, "
-                'with strategy="ddp_find_unused_parameters_true"',
+                'requires_grad_(False) only after fabric.setup(model), and strategy="ddp_find_unused_parameters_true"',
             )
 
 
@@ -286,12 +282,9 @@ class _PartHook:
 
 
 def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:
-    def watch(tensor: Tensor) -> Tensor:
-        if tensor.requires_grad:
-            tensor.register_hook(on_gradient)
-        return tensor
-
-    map_tensors(watch, output)
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(on_gradient)
 
 
 def callable_parts(

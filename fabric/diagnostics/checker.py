@@ -36,7 +36,6 @@ _ANSWER_WITHIN = 0.3  # seconds, in which other ranks make their call and publis
 _INLINE = 120  # characters of what is passed that a record holds itself; of more it holds the beginning and a digest
 _DIGEST = "... #"
 _SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a call, around the first difference
-_NOT_AN_ARGUMENT = ("operation", "collective")
 
 _EXPECTED = "a call that every rank of the group makes"
 _SUGGESTION = (
@@ -73,7 +72,7 @@ class Call(NamedTuple):
         return cls(entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data)
 
     def __str__(self) -> str:
-        arguments = (f"{name}={value}" for name, value in self.facts.items() if name not in _NOT_AN_ARGUMENT)
+        arguments = (f"{name}={value}" for name, value in self.facts.items() if name not in ("operation", "collective"))
         return f"{self.operation}({_window(self.data, 0, _SHOWN) or ', '.join(arguments)}) at {self.location}"
 
     def brief(self) -> "Call":
@@ -138,9 +137,8 @@ class CollectiveChecker:
             if own.end_reason:
                 problem = f"this rank makes no further collectives: {own.end_reason}"
                 raise CollectiveMismatchError(f"{full} (rank {self._rank} of {self._size})", problem) from self._error
-            self._own = own = own._replace(begun={**own.begun, entry.group: entry.number})
             self._latest = call
-            self._publish(own._replace(calls=(*own.calls, call)))
+            self._publish(_Record({**own.begun, entry.group: entry.number}, (*own.calls, call), ""))
         try:
             self._wait(full, entry.number)
         except dist.DistError as error:
@@ -167,7 +165,8 @@ class CollectiveChecker:
         next_search, searches, missing = started + _SEARCH_EVERY, False, list[int]()
         while True:
             # Before the records, so that what a rank published before it ended is seen.
-            ended = self._ended(missing) if searches else {}
+            processes = self._store.read("process", missing if searches else [])
+            ended = {r: pid for r, (there, pid) in processes.items() if has_ended(there, pid)}
             records = self._read(range(self._size) if searches else call.members)
             calls = _calls(records, call.group, number)
             if difference(calls):
@@ -182,9 +181,8 @@ class CollectiveChecker:
             if stopped and searches:
                 self._stop(call, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}")
             for r in ended.keys() & set(missing):
-                self._stop(
-                    call, f"rank {r} does not call: its process (pid {ended[r]}) has ended; {_latest(records[r])}"
-                )
+                problem = f"rank {r} does not call: its process (pid {ended[r]}) has ended; {_latest(records[r])}"
+                self._stop(call, problem)
             now = time.monotonic()
             if missing and now - started > self._timeout:
                 latest = _table({r: _latest(records[r]) for r in missing})
@@ -249,11 +247,6 @@ class CollectiveChecker:
         request = f"{call} (rank {self._rank} of {self._size})"
         self._error = CollectiveMismatchError(request, problem, expected, suggestion)
         raise self._error
-
-    def _ended(self, ranks: Collection[int]) -> dict[int, int]:
-        """The ids of the processes of these ranks that have ended."""
-        processes = self._store.read("process", ranks)
-        return {rank: pid for rank, (there, pid) in processes.items() if has_ended(there, pid)}
 
     def _publish(self, record: _Record) -> None:
         self._own = record

@@ -199,17 +199,18 @@ class HangReporter:
             self._polled = now
             if request := self._store.get_nowait(f"request/{self._published + 1}"):
                 self._publish_state(request)
+                if self._store.rank == 0:
+                    self._compose(request)
 
     def _request(self, signals: int = 0) -> None:
         # After a signal all ranks of a supervisor make the same request. Any that was first will do.
         own = json.dumps([0 if signals else self._store.rank, self._supervisor, signals]).encode()
         request = self._store.set_if_absent(f"request/{self._published + 1}", own)
         self._publish_state(request)
-        if self._store.rank != 0:
-            self._compose(request)
+        self._compose(request)
 
     def _publish_state(self, request: bytes) -> None:
-        """Publish the state of this rank for the next report, and compose that as rank 0."""
+        """Publish the state of this rank for the next report."""
         self._published += 1
         state = self._state()
         self._store.publish(f"state/{self._published}", state)
@@ -218,8 +219,6 @@ class HangReporter:
         _, supervisor, signals = json.loads(request)
         if supervisor == self._supervisor:
             self._signals_seen = max(signals, self._signals_seen)
-        if self._store.rank == 0:
-            self._compose(request)
 
     def _compose(self, request: bytes) -> None:
         """Compose the latest report once all states are there; as another rank only if rank 0 does not."""

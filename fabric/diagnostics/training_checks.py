@@ -40,6 +40,8 @@ _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
 
+Contracts = Callable[[], Sequence[GradientContract]]
+
 
 class TrainingChecks:
     """The checks of one optimizer, which is held weakly, until it has stepped twice; see ``[Note: Training checks]``.
@@ -53,12 +55,7 @@ class TrainingChecks:
     """
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        number: int,
-        contracts: Callable[[], Sequence[GradientContract]],
-        store: JobStore,
-        backward: Hooks,
+        self, optimizer: Optimizer, number: int, contracts: Contracts, store: JobStore, backward: Hooks
     ) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
         self._contracts, self._store = contracts, store
@@ -103,16 +100,14 @@ class TrainingChecks:
         for contract in self._contracts():
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
-                    "the last backward pass did not reduce the gradients, so that the step would not see those of "
-                    f"{_named(contract, unreduced)}",
+                    f"the last backward pass did not reduce the gradients of {_named(contract, unreduced)}",
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
             missing = self._without_gradient(contract, trained)
             if self._backwards and missing and contract.needs_all_gradients:
                 self._refuse(
-                    f"no gradient has arrived at {missing}, and without these gradients the others are not "
-                    "synchronized",
+                    f"no gradient has arrived at {missing}, and without these the others are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
                     'strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup',
                 )
@@ -191,8 +186,7 @@ class TrainingChecks:
             raise UsageError(
                 f"step {self._steps} of {self._kind} on rank {own}",
                 f"the replicas of ranks {min(own, other)} and {max(own, other)} differ after it: {_some(different)}",
-                "the same hyperparameters and closures on all ranks, no other changes of parameters, and gradients "
-                "that a backward pass through set-up modules, outside of no_backward_sync, has synchronized",
+                "the same changes on all ranks, by gradients of set-up modules from outside of no_backward_sync",
                 f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
             )
 

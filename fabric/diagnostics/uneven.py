@@ -54,6 +54,7 @@ class UnevenInputDetector:
         self._recorder, self._store, self._rank = recorder, store, store.rank
         self._bypass, self._neighbors = bypass, bypass.world.neighbours
         self._joined: list[BypassGuard] = []
+        self._begun: dict[str, int] = {}  # iterations over each loader
         self.passes = 0
         self._generation = 0  # how often fabric.join has ended
         self._steps = self._counted = 0  # steps taken, and collectives of the job before the latest one
@@ -62,18 +63,18 @@ class UnevenInputDetector:
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
 
-    def on_epoch(self, key: str, progress: Any, length: int | None) -> None:
+    def on_epoch(self, loader: str, progress: Any, length: int | None) -> None:
         """Note that an iteration over a loader begins.
 
         Args:
-            key: identifies it, as ``"loader/number"``, numbers counting up; the same on all ranks.
-            progress: counts the batches that it has ``received``, and says when it has ``finished``.
+            loader: its name, the same on all ranks.
+            progress: of the iteration; counts the batches that it has ``received``, and says when it has ``finished``.
             length: number of batches that it will have; None when that is not known.
         """
-        loader, _, number = key.rpartition("/")
+        self._begun[loader] = number = self._begun.get(loader, 0) + 1
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
-        self._store.publish(f"batches/{loader}", [int(number), length])
-        self._latest = _Iteration(loader, int(number), progress, length, list(self._neighbors))
+        self._store.publish(f"batches/{loader}", [number, length])
+        self._latest = _Iteration(loader, number, progress, length, list(self._neighbors))
         self._watch()
 
     def on_forward(self, guard: BypassGuard) -> None:
