@@ -136,9 +136,8 @@ class Session:
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
             if self._check_training:
-                checks = TrainingChecks(
-                    optimizer, next(self._optimizer_numbers), self._contracts, self.runtime.store, self.backward
-                )
+                number, store = next(self._optimizer_numbers), self.runtime.store
+                checks = TrainingChecks(optimizer, number, self._contracts, store, self.backward)
                 self._training.callback(checks.close)
             # Last: it takes gradients away from a step that is to be skipped.
             if self.scaler is not None:

@@ -8,7 +8,7 @@ backward pass, which needs every rank. So the store, which is in the memory of o
 however many ranks there are.
 
 Only what is certainly wrong is an error. A gradient that is missing is one where the strategy needs it; elsewhere it is
-a warning, after the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
+a warning, at the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
 synchronize them: they may not differ.
 """
 
@@ -104,12 +104,19 @@ class TrainingChecks:
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
-            missing = self._without_gradient(contract, trained)
-            if self._backwards and missing and contract.needs_all_gradients:
+            missing = self._without_gradient(contract, trained) if self._backwards else ""
+            if missing and contract.needs_all_gradients:
                 self._refuse(
                     f"no gradient has arrived at {missing}, and without these the others are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
                     'strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup',
+                )
+            is_last = self._steps == _STEPS - 1 and self._store.rank == 0
+            if missing and is_last and not contract.expects_unused:
+                warnings.warn(
+                    f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
+                    f"trained; parameter.requires_grad_(False) for these, or {_OFF}",
+                    stacklevel=3,
                 )
         if self._backwards and trained:
             self._without = 0 if trained & self._had_gradient else self._without + 1
@@ -137,7 +144,7 @@ class TrainingChecks:
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         trained = _trained(optimizer)
         # A step that is skipped after an overflow has no gradients either.
         if self._is_finished or all(parameter.grad is None for parameter in trained):
@@ -162,15 +169,6 @@ class TrainingChecks:
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
                 self._compare(first)
-        if not self._is_finished or not self._backwards or self._store.rank > 0:
-            return
-        for contract in contracts:
-            if not contract.expects_unused and (missing := self._without_gradient(contract, own)):
-                warnings.warn(
-                    f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
-                    f"trained; parameter.requires_grad_(False) for these, or {_OFF}",
-                    stacklevel=3,
-                )
 
     def _key(self, which: str) -> str:
         return f"first steps/{self._number}/{self._steps}/{which}"
