@@ -199,10 +199,9 @@ def _sort_key(key: Any) -> tuple[str, Any]:
     kind = type(key).__name__
     if isinstance(key, str | bytes | int | float):
         return kind, key
-    if isinstance(key, tuple):
-        return kind, tuple(map(_sort_key, key))
-    if isinstance(key, frozenset):  # has an order, "is a subset of", that sorts nothing
-        return kind, sorted(map(_sort_key, key))
+    if isinstance(key, tuple | frozenset):  # whose order, "is a subset of", sorts nothing
+        parts = list(map(_sort_key, key))
+        return kind, parts if isinstance(key, tuple) else sorted(parts)
     # The text of a tensor holds its values, and that of a function its address: neither is the same on every rank.
     text = "" if isinstance(key, Tensor) else repr(key)
     return kind, "" if " at 0x" in text else text

@@ -84,9 +84,9 @@ def test_what_has_no_chunk_for_each_rank_is_refused(leaf: Any) -> None:
         lambda tree: reduce_scatter(Listening(), tree, Reduce.SUM),
         lambda tree: all_to_all(Listening(), tree),
     ):
-        with pytest.raises(ConfigurationError, match=r"\['x'\] is (of shape|a number).*\n.*\(1, \.\.\.\)") as caught:
+        with pytest.raises(ConfigurationError, match=r"\['x'\] is of shape.*\n.*\(1, \.\.\.\)") as caught:
             call({"ok": torch.ones(1), "x": leaf})
-        with pytest.raises(ConfigurationError, match=r"\[0\] is a number; \[1\] is"):
+        with pytest.raises(ConfigurationError, match=r"\[0\] is of shape \(\); \[1\] is"):
             call([0.5, 1.0])
         assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
 

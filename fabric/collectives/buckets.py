@@ -185,11 +185,9 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
     buckets = pack(leaves, structure)
     for bucket in buckets:
         bucket.chunks, bucket.stacked = size, None
-    problems = [
-        f"{path or 'it'} is of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{path or 'it'} is a number"
-        for path, leaf in zip(leaf_paths(structure), leaves, strict=True)
-        if (tuple(leaf.shape[:1]) != (size,) if isinstance(leaf, Tensor) else as_number(leaf) is not None)
-    ]
+    shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () if as_number(leaf) else (size,) for leaf in leaves]
+    paths = zip(leaf_paths(structure), shapes, strict=True)
+    problems = [f"{path or 'it'} is of shape {shape}" for path, shape in paths if shape[:1] != (size,)]
     if problems:
         raise ConfigurationError(
             f"{operation}(...) in a group of {size}",

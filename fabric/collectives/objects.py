@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from fabric.collectives.buckets import PLAIN, check_tensor
 from fabric.communicators import Communicator, Operation
 from fabric.communicators.base import CallDescription, to_pickle
-from fabric.communicators.process_group import to_bytes
+from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten
 
@@ -110,8 +110,7 @@ def _packed(error: FabricError | None, tree: Any, device: torch.device) -> Tenso
             tensors.append(leaf.detach())
             leaves[place] = TensorMeta(tensors[-1])
     pickled = to_pickle((error, unflatten(structure, leaves)))
-    head = bytearray(len(pickled).to_bytes(_PREFIX, "little") + pickled)
-    parts = [torch.frombuffer(head, dtype=torch.uint8).to(device)]
+    parts = [to_tensor(len(pickled).to_bytes(_PREFIX, "little") + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
         # Not reshaped: what has fewer than two elements is contiguous with any strides, and would keep them.

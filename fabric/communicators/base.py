@@ -201,13 +201,13 @@ class Communicator(ABC):
             ConfigurationError: these are not different ranks of this group.
             UsageError: this is a part of the job, which torch lets make no groups without the rest.
         """
-        ranks = list(ranks)
-        if not ranks or len(set(ranks)) != len(ranks) or not set(range(self.size)).issuperset(ranks):
+        ranks, everyone = list(ranks), range(self.size)
+        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(everyone):
             raise ConfigurationError(
                 f"new_group({ranks})",
                 f"ranks are missing, repeated or outside this group of {self.size}",
                 f"different ranks between 0 and {self.size - 1}",
-                f"new_group({list(range(self.size))}) for all of them",
+                f"new_group({list(everyone)}) for all of them",
             )
         return self.run(Collective(Operation.NEW_GROUP, sorted(ranks))) or NonMember(ranks)
 

@@ -12,7 +12,7 @@ from fabric._torch import all_gather_into, reduce_scatter_into
 from fabric.communicators.base import BITWISE, Collective, Communicator, Operation, Reduce
 from fabric.errors import UsageError
 
-__all__ = ["ProcessGroupCommunicator", "to_bytes"]
+__all__ = ["ProcessGroupCommunicator", "to_bytes", "to_tensor"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
@@ -100,13 +100,13 @@ class ProcessGroupCommunicator(Communicator):
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
         length = torch.tensor([len(message or b"")], device=self.device)
         dist.broadcast(length, group_src=src, group=self._group)
-        buffer = _to_tensor(message or bytes(int(length))).to(self.device)
+        buffer = to_tensor(message or bytes(int(length))).to(self.device)
         dist.broadcast(buffer, group_src=src, group=self._group)
         return to_bytes(buffer) if message is None else message
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
         lengths = self.all_gather(torch.tensor([len(message)], device=self.device)).flatten().tolist()
-        padded = _to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
+        padded = to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
         return [to_bytes(row[:n]) for row, n in zip(self.all_gather(padded), lengths, strict=True)]
 
     def _barrier(self, name: str) -> None:
@@ -147,7 +147,8 @@ class ProcessGroupCommunicator(Communicator):
         self._owns_group = False
 
 
-def _to_tensor(message: bytes) -> Tensor:
+def to_tensor(message: bytes) -> Tensor:
+    """A tensor of uint8 with these bytes, on the CPU."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 

@@ -126,7 +126,7 @@ class FabricDataLoader:
         if saved is None:
             state = EpochState(self._epoch)
         else:
-            state = EpochState(saved["epoch"], saved["cursor"], skipped(saved, spec), saved["drawn"])
+            state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:

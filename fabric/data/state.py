@@ -37,8 +37,7 @@ class EpochState:
 
     Attributes:
         epoch: its number.
-        start: the cursor at which it began; not 0 in a resumed epoch.
-        skip: entries of this rank's shard that were received before; they are not loaded again.
+        skip: entries of this rank's shard that were received before it began; they are not loaded again.
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
@@ -46,7 +45,6 @@ class EpochState:
     """
 
     epoch: int
-    start: int = 0
     skip: int = 0
     replay: Mapping[str, State] = field(default_factory=dict)
     drawn: dict[str, State] = field(default_factory=dict)
@@ -94,9 +92,9 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        cursor, length = state.start + state.received * self.entries_per_batch * self.num_replicas, self.shard_length
+        entries, length = state.skip + state.received * self.entries_per_batch, self.shard_length
         # The last batch may be short; what was repeated to fill the last round counts as received.
-        return cursor if length is None else min(cursor, length * self.num_replicas)
+        return (entries if length is None else min(entries, length)) * self.num_replicas
 
     def summary(self) -> State:
         """What a loader has to have in common with one whose saved state it loads, but for the number of ranks."""
