@@ -32,11 +32,9 @@ from fabric.launchers.rank import Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 
-__all__ = ["UNKNOWN_EXIT_CODE", "ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
+__all__ = ["ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
 
 _START_DEADLINE = 120.0  # seconds, of which the import of torch takes most
-# What a rank shows when its server was killed and nobody knows its exit code.
-UNKNOWN_EXIT_CODE = 255
 # The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
 # function of a rank is handed a Fabric.
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
@@ -190,17 +188,15 @@ def _forked_rank(call: Callable[[], Any], control: Connection, config: RankConfi
     sys.exit(run(control, replace(config, threads=1), lambda: call))
 
 
-@cache
-def fork_server(owner: int) -> "_ForkServer":
-    """The one server of the process ``owner``, which is ``os.getpid()``: a forked child must not use its parent's."""
-    assert owner == os.getpid()
-    return _ForkServer()
-
-
 class _ForkServer:
-    """Owns the server process: starts it on first use and again should it have died, and ends it with this process."""
+    """Owns the server process: starts it on first use and again should it have died, and ends it with this process.
 
-    def __init__(self) -> None:
+    Args:
+        owner: ``os.getpid()``.
+    """
+
+    def __init__(self, owner: int) -> None:
+        assert owner == os.getpid()
         self._lock = threading.Lock()
         self._server: tuple[socket.socket, Callable[[], object]] | None = None
 
@@ -217,6 +213,10 @@ class _ForkServer:
                 process = start_interpreter(forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL)
             self._server = requests, weakref.finalize(self, _stop, requests, process)
             return _request(requests, control)
+
+
+# The one of this process: a forked child must not use its parent's.
+fork_server = cache(_ForkServer)
 
 
 def _request(requests: socket.socket, control: Connection) -> Started:
@@ -238,8 +238,8 @@ def _exit_code(status: Connection) -> int | None:
     try:
         return status.recv() if status.poll() else None
     except EOFError:
-        # The server is gone, so the rank ends too: it watches its parent's process id.
-        return UNKNOWN_EXIT_CODE
+        # The server was killed, and the rank ends too, since it watches its parent's process id: nobody knows its code.
+        return 255
 
 
 def forkserver_main() -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from fabric._fabric import Fabric
 from fabric.errors import ConfigurationError, UsageError
 from fabric.launchers.base import single_node_worlds
-from fabric.launchers.function import UNKNOWN_EXIT_CODE, fork_server, pickled_call
+from fabric.launchers.function import fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
 from fabric.launchers.supervisor import EXPLANATIONS, RankProcess, Supervisor, describe_exit
@@ -113,11 +113,6 @@ class RankPool:
         self.close()
 
     def _started(self) -> Supervisor:
-        # That the server is gone, and the ranks with it, is no failure of a call.
-        if self._job is not None and any(
-            rank.poll() and rank.exit_code == UNKNOWN_EXIT_CODE for rank in self._job.ranks
-        ):
-            self._end(0.0)
         if self._job is None:
             self._job = job = Supervisor()
             # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
