@@ -201,12 +201,12 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
                 yield from differences(own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol)
             else:
                 yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
-    elif isinstance(actual, float | complex):
-        dtype = torch.float64 if isinstance(actual, float) else torch.complex128
-        actual, expected = torch.tensor(actual, dtype=dtype), torch.tensor(expected, dtype=dtype)
-        yield from _between_tensors(actual, expected, where, rtol, atol)
-    elif actual != expected:
+    elif actual != expected and not (isinstance(actual, float | complex) and _near(actual, expected, rtol, atol)):
         yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
+
+
+def _near(actual: complex, expected: complex, rtol: float, atol: float) -> bool:
+    return abs(actual - expected) <= atol + rtol * abs(expected) or (actual != actual and expected != expected)
 
 
 def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float) -> Iterator[str]:

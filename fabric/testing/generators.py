@@ -48,7 +48,6 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _COMPLEX = (torch.complex64, torch.complex128)
 DTYPES = (*FLOATS, *_INTEGERS, torch.bool, *_COMPLEX)
 LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
-REDUCE_OPS = ("sum", "mean", "min", "max", "product", "band", "bor", "bxor")
 
 _OF_OP = {
     "sum": (*FLOATS, *_INTEGERS, *_COMPLEX),
@@ -58,6 +57,7 @@ _OF_OP = {
     "product": (*FLOATS, *_INTEGERS),
     **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
+REDUCE_OPS = tuple(_OF_OP)
 _NUMBERS = (torch.float64, torch.int64, torch.bool)  # what Python's are
 
 

@@ -35,7 +35,6 @@ _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: t
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda rows: rows.sum(0),
     "mean": lambda rows: rows.sum(0) / rows.shape[0],
-    "avg": lambda rows: rows.sum(0) / rows.shape[0],
     "min": lambda rows: rows.amin(0),
     "max": lambda rows: rows.amax(0),
     "product": lambda rows: rows.prod(0),
@@ -135,7 +134,7 @@ def _on_each_rank(values: Sequence[Any], function: Callable[[int, tuple[Any, ...
 
 
 def _reduced(leaves: Sequence[Any], reduce_op: str) -> Any:
-    reduction = _REDUCTIONS[reduce_op.lower()]
+    reduction = _REDUCTIONS[reduce_op.lower().replace("avg", "mean")]
     if not isinstance(leaves[0], Tensor):
         kind = type(leaves[0])
         return kind(reduction(torch.tensor(leaves, dtype=_NUMBERS[kind])).item())

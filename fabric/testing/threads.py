@@ -64,10 +64,10 @@ class ThreadedWorld:
 
         def call(rank: int) -> None:
             try:
-                own = copy.deepcopy([for_rank(value, rank) for value in args])
-                named = copy.deepcopy({name: for_rank(value, rank) for name, value in kwargs.items()})
+                names = {name: for_rank(value, rank) for name, value in kwargs.items()}
+                own, names = copy.deepcopy(([for_rank(value, rank) for value in args], names))
                 with self._fabric(rank, mailbox, store) as fabric:
-                    results[rank] = fn(fabric, *own, **named)
+                    results[rank] = fn(fabric, *own, **names)
             except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
                 reports[rank] = raised(rank, error)
             mailbox.leave(rank, reports[rank].did)
