@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fabric import strategies
-from fabric.accelerators import ACCELERATORS, Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
+from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
@@ -140,10 +140,8 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     found = _find_environment(given["environment"], env)
     world = None if found is None else found[1]
     one_process = named is not None and named.drives_all_devices
-    if named is not None and one_process:
-        _check_one_process(named, found)
     hardware = _parse_accelerator(given["accelerator"])
-    where = _parse_devices(hardware, given["devices"], named and named.parallel_devices, None if one_process else found)
+    where = _parse_devices(hardware, given["devices"], named, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
     chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
@@ -173,8 +171,7 @@ def parse_strategy(strategy: Strategy | str) -> Strategy | None:
 
 def _parse_accelerator(accelerator: Any) -> Accelerator:
     if accelerator == "auto":
-        candidates = (CUDAAccelerator(), MPSAccelerator(), CPUAccelerator())
-        return next(candidate for candidate in candidates if candidate.is_available())
+        return next(kind() for kind in ACCELERATORS.values() if kind().is_available())
     chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not chosen.is_available():
         problem, expected = "there is none on this machine, or torch was built without it", '"auto" or "cpu"'
@@ -271,10 +268,14 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
-def _check_one_process(strategy: Strategy, found: _Found) -> None:
-    """Refuse several processes under a strategy that drives all devices from one."""
-    if found is not None and found[1].world_size > 1:
-        environment, world = found
+def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy | None, found: _Found) -> _Devices:
+    """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
+    own = None if strategy is None else strategy.parallel_devices
+    drives_all = strategy is not None and strategy.drives_all_devices
+    if found is None or (drives_all and found[1].world_size == 1):
+        return own or accelerator.parse_devices(devices)
+    environment, world = found
+    if strategy is not None and drives_all:
         raise ConfigurationError(
             f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} node(s) by "
             f"{environment.name} (rank {world.rank})",
@@ -282,13 +283,6 @@ def _check_one_process(strategy: Strategy, found: _Found) -> None:
             "one process: the script started by itself, or torchrun with --nproc-per-node 1",
             f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
         )
-
-
-def _parse_devices(accelerator: Accelerator, devices: Any, own: _Devices | None, found: _Found) -> _Devices:
-    """The devices of this node: the strategy's ``own``, those that were asked for, or one for each process."""
-    if found is None:
-        return own or accelerator.parse_devices(devices)
-    environment, world = found
     processes = world.local_world_size
     if own is None and devices == "auto":
         devices, count = processes, accelerator.device_count()
@@ -327,9 +321,9 @@ def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
 def _choose_launcher(
     given: Mapping[str, Any], strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found
 ) -> Launcher:
-    launcher = given["launcher"]
-    named = None if launcher in (None, "auto") else _parse_name("launcher", launcher, LAUNCHERS, Launcher)
-    method = strategy.start_method if named is None else named.name
+    is_open = given["launcher"] in (None, "auto")
+    chosen = _parse_name("launcher", strategy.start_method if is_open else given["launcher"], LAUNCHERS, Launcher)
+    method = chosen.name
     if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
         raise ConfigurationError(
             f"launcher or start method {method!r} (rank {found[1].rank})",
@@ -339,10 +333,8 @@ def _choose_launcher(
         )
     if world is not None:
         return InlineLauncher()
-    if named is None:
-        # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
-        if isinstance(given["strategy"], str) and method == "popen" and is_interactive():
-            method = notebook_start_method(has_cloudpickle())
-        named = _parse_name("launcher", method, LAUNCHERS, Launcher)
-    named.check(spec)
-    return named
+    # A name such as "ddp" says nothing of how to start; at a prompt there is no script to run again.
+    if is_open and isinstance(given["strategy"], str) and method == "popen" and is_interactive():
+        chosen = LAUNCHERS[notebook_start_method(has_cloudpickle())]
+    chosen.check(spec)
+    return chosen

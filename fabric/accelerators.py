@@ -104,7 +104,7 @@ class Accelerator(ABC):
 class CPUAccelerator(Accelerator):
     """The processor: always there; its devices are processes, which share the cores."""
 
-    name: ClassVar[str] = "cpu"
+    name = "cpu"
 
     def device_count(self) -> int:
         """Number of cores that this process may use, at least 1; fewer than the machine has under an affinity mask."""
@@ -139,7 +139,7 @@ class CPUAccelerator(Accelerator):
 class CUDAAccelerator(Accelerator):
     """NVIDIA GPUs, and AMD GPUs through ROCm; those hidden by ``CUDA_VISIBLE_DEVICES`` do not count."""
 
-    name: ClassVar[str] = "cuda"
+    name = "cuda"
 
     def device_count(self) -> int:
         """Number of visible GPUs, 0 without a driver or in a torch that was built without CUDA."""
@@ -162,7 +162,7 @@ class CUDAAccelerator(Accelerator):
 class MPSAccelerator(Accelerator):
     """The GPU of a Mac with Apple silicon: there is exactly one, with index 0."""
 
-    name: ClassVar[str] = "mps"
+    name = "mps"
 
     def device_count(self) -> int:
         """1, or 0 where this Mac or this torch cannot use it."""
@@ -175,7 +175,8 @@ class MPSAccelerator(Accelerator):
             torch.mps.empty_cache()
 
 
-ACCELERATORS = {"cpu": CPUAccelerator, "cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator}
+# In the order in which "auto" asks for them; the CPU is always there.
+ACCELERATORS = {"cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator, "cpu": CPUAccelerator}
 
 
 def _parse(devices: Any, expected: str) -> Any:
