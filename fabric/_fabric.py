@@ -14,11 +14,10 @@ from typing import Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack,
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from fabric import collectives
-from fabric._plan import Plan, resolve
+from fabric._plan import resolve
 from fabric._session import Session, set_up_modules, without_sync
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
@@ -44,7 +43,7 @@ __all__ = ["Fabric"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Os = TypeVarTuple("Os")
-S = TypeVar("S", bound=LRScheduler)
+S = TypeVar("S")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
@@ -119,7 +118,7 @@ class Fabric:
         loggers: Any = None,
         check_training: bool = True,
     ) -> None:
-        self._plan: Plan = resolve(
+        self._plan = resolve(
             accelerator=accelerator,
             strategy=strategy,
             devices=devices,

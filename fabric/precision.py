@@ -7,7 +7,6 @@ float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-b
 Integers and booleans are never touched.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +73,8 @@ _ROWS = (
     Precision(name="16-mixed", compute_dtype=torch.float16, loss_scaling=True, **_MIXED),
     Precision(name="bf16-mixed", compute_dtype=torch.bfloat16, **_MIXED),
 )
-PRECISIONS: Mapping[str, Precision] = {row.name: row for row in _ROWS}
-PRECISION_ALIASES: Mapping[str, str] = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+PRECISIONS = {row.name: row for row in _ROWS}
+PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def parse_precision(precision: "Precision | str | int | None") -> Precision:
