@@ -235,14 +235,15 @@ class Strategy(ABC):
         return created_on(self.root_device, self.runtime.precision.param_dtype, empty)
 
     def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
-        """The state dict of a prepared or user's module under the user's own names.
+        """The state dict of a prepared or user's module under the user's own names; may be collective.
 
         Args:
             module: the module.
             sharded: give sharded parameters as DTensors, which is never a collective. The tensors are those of the
                 module, not copies. Else they are full tensors, complete on every rank.
         """
-        return self._users(module).state_dict()
+        state = self._users(module).state_dict()
+        return state if sharded else self.full_state(state)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load what :meth:`get_module_state_dict` returned, sharded or full, into a prepared or user's module."""

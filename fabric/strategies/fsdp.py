@@ -255,15 +255,9 @@ class FSDPStrategy(ParallelStrategy):
             group["params"][:] = [getattr(parameter, options.SHARD, parameter) for parameter in group["params"]]
 
     @override
-    def get_module_state_dict(self, module: nn.Module, *, sharded: bool = False) -> dict[str, Any]:
-        """The state dict under the user's own names. Collective, but with ``sharded``."""
-        state = super().get_module_state_dict(module)
-        return state if sharded else self.full_state(state)
-
-    @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load a state dict; of full tensors every rank takes its shards."""
-        own = super().get_module_state_dict(module)
+        own = self.get_module_state_dict(module, sharded=True)
         state_dict = {name: _shard_like(own.get(name), value) for name, value in state_dict.items()}
         super().load_module_state_dict(module, state_dict, strict)
 
