@@ -282,17 +282,14 @@ def _layout(root: nn.Module) -> str:
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
-    containers = [module for module in root.modules() if isinstance(module, (*_LISTS, nn.Sequential))]
-    in_containers = [
-        child
-        for parent in containers
-        for child in parent.children()
-        # A layer without parts in a sequence is too small for a collective of its own.
-        if _has_parts(child) or isinstance(parent, _LISTS)
-    ]
-    with_parts = [module for module in root.modules() if _has_parts(module) and module is not root]
-    for candidates in (in_containers, with_parts):
-        candidates = [module for module in dict.fromkeys(candidates) if _can_be_sharded(module)]
+    with_parts = {part for part in root.modules() if any(True for _ in part.children())}
+    in_lists = {part for parent in root.modules() if isinstance(parent, _LISTS) for part in parent.children()}
+    in_sequences = {
+        part for parent in root.modules() if isinstance(parent, nn.Sequential) for part in parent.children()
+    }
+    # A layer without parts in a sequence is too small for a collective of its own.
+    for chosen in (in_lists | (in_sequences & with_parts), with_parts - {root}):
+        candidates = [module for module in root.modules() if module in chosen and _can_be_sharded(module)]
         counts = Counter(map(type, candidates))
         repeated = [module for module in candidates if counts[type(module)] > 1]
         if repeated:
@@ -333,7 +330,3 @@ def _tied(root: nn.Module, fsdp_modules: set[nn.Module]) -> list[dict[str, nn.Mo
 def _can_be_sharded(module: nn.Module) -> bool:
     has_forward = not isinstance(module, _LISTS) or type(module).forward is not nn.Module.forward
     return has_forward and any(True for _ in module.parameters())
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
