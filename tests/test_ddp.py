@@ -275,6 +275,25 @@ def test_the_contract_of_every_strategy_on_three_ranks() -> None:
         }
 
 
+def test_a_batch_norm_stays_the_same_object_and_gets_its_class_back() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    layer, calls = net[1], []
+    layer.register_forward_hook(lambda *call: calls.append(call))
+    strategy = DDPStrategy(sync_batchnorm=True)
+    strategy.setup_environment()
+    try:
+        with pytest.raises(ValueError, match="only work with GPU modules"):  # torch's own, on the CPU
+            strategy.setup_module(net)
+        assert net[1] is layer
+        assert isinstance(layer, nn.SyncBatchNorm)
+        net.eval()(torch.ones(2, 4))
+    finally:
+        strategy.teardown()
+    assert type(layer) is nn.BatchNorm1d
+    net.train()(torch.ones(2, 4))
+    assert len(calls) == 2
+
+
 def test_a_strategy_works_without_fabric() -> None:
     strategy = DDPStrategy()
     strategy.setup_environment()

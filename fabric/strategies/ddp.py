@@ -10,7 +10,7 @@ from datetime import timedelta
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -122,7 +122,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         for layer in module.modules() if self.sync_batchnorm else ():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                self._cleanup.append(partial(_set_class, ref(layer), type(layer)))
+                self._cleanup.append(partial(setattr, layer, "__class__", type(layer)))
                 # The same object, with its parameters, buffers and hooks: torch's own conversion makes another one.
                 vars(layer)["process_group"] = None
                 layer.__class__ = nn.SyncBatchNorm
@@ -222,13 +222,6 @@ class DDPStrategy(ParallelStrategy):
         if isinstance(self.ddp_comm_state, _Packed):
             self.ddp_comm_state = pickle.loads(self.ddp_comm_state.payload)  # noqa: S301 - packed by the same object
         return self.ddp_comm_state
-
-
-def _set_class(layer: ref[nn.Module], kind: type[nn.Module]) -> None:
-    """Give a layer its class back, unless the user has dropped it."""
-    found = layer()
-    if found is not None:
-        found.__class__ = kind
 
 
 class _Packed(NamedTuple):
