@@ -258,7 +258,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     """Older name of :class:`fabric.strategies.FSDPStrategy`.
 
     The modern spelling is ``Fabric(strategy="fsdp")``, or ``FSDPStrategy(...)`` with options. It shards by
-    ``fully_shard``; options that only torch's first FSDP had are errors.
+    ``fully_shard``; options that only torch's first FSDP had are errors, but for those that mean nothing here.
 
     Args:
         accelerator: as for :class:`fabric.strategies.FSDPStrategy`, and so is what is not listed here.
