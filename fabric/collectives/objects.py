@@ -134,7 +134,7 @@ def _unpacked(message: Tensor, device: torch.device) -> Any:
 
 
 def _check_parts(parts: Any, communicator: Communicator) -> None:
-    request = f"scatter(parts, ...) on rank {communicator.rank} of {communicator.size}"
+    request = f"scatter(parts, ...) on rank {communicator.rank}"
     expected = f"a list or tuple of {communicator.size} objects, by rank"
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
         raise ArgumentTypeError(request, f"parts is a {type(parts).__name__}", expected, "list(x), or x.unbind(0)")

@@ -237,8 +237,7 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        communicator: Communicator = ctx.communicator
-        collective: Collective = ctx.collective
+        communicator, collective = ctx.communicator, ctx.collective
         operation, op = collective.operation, collective.reduce
         match operation:
             case Operation.ALL_GATHER:

@@ -118,17 +118,13 @@ class Collective(NamedTuple):
     call: CallDescription | None = None
 
     @property
-    def called(self) -> str:
-        """The name of what the user called."""
-        return self.operation.value if self.call is None else self.call.operation
-
-    @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
         own, buffer = self.operation.value, self.buffer
+        called = own if self.call is None else self.call.operation
         facts = {
-            "operation": self.called,
-            "collective": own if own != self.called else None,
+            "operation": called,
+            "collective": own if own != called else None,
             "op": self.reduce and self.reduce.value,
             "dst" if self.operation is Operation.GATHER else "src": self.peer,
             "name": repr(self.name) if self.name else None,

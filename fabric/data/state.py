@@ -153,8 +153,8 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
         )
     then = {**saved, "generators": len(saved["generators"])}
     now = {**spec.summary(), "generators": len(spec.generators)}
-    for name in ("unit", "sampler", "dataset_length", "batch_size", "generators"):
-        if then[name] != now[name]:
+    for name in now:
+        if name != "num_replicas" and then[name] != now[name]:
             raise CheckpointError(
                 f"loader.load_state_dict() at epoch {saved['epoch']}, {saved['cursor']} {saved['unit']} into it",
                 f"the saved loader has {name} {then[name]!r}, this one has {now[name]!r}: other samples are there",
@@ -206,11 +206,10 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
     unit, (kept, length) = spec.unit, _received(spec, state)
     leaves, structure = flatten(data)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
+        fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
         if isinstance(leaf, Tensor):
-            fits = unit == "single samples" or (leaf.dim() > 0 and length in (None, leaf.shape[0]))
+            fits = unit == "single samples" or (leaf.dim() > 0 and length in (None, len(leaf)))
             found = f"its shape is {tuple(leaf.shape)}"
-        else:
-            fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
         if not fits:
             raise ConfigurationError(
                 f"gather_for_metrics(...) of {path or 'the tensor'}",

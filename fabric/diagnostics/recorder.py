@@ -220,8 +220,9 @@ class RecordedCommunicator(Communicator):
             pair = collective.message(self.rank)
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
+        operation = collective.operation.value if collective.call is None else collective.call.operation
         place = user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
-        entry = Entry(group, members, recorder.counts[group], collective.called, collective.name, place)
+        entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry
         recorder.newest = group
