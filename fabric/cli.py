@@ -160,6 +160,7 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     """
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher
+    from fabric.launchers.base import node_worlds
 
     names = ("accelerator", "strategy", "devices", "precision")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
@@ -167,17 +168,7 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
     nodes, node = options.num_nodes or 1, options.node_rank
     rendezvous = {"address": options.main_address, "port": options.main_port} if nodes > 1 else {}
-    worlds = [
-        World(
-            rank=node * processes + local_rank,
-            local_rank=local_rank,
-            node_rank=node,
-            world_size=nodes * processes,
-            local_world_size=processes,
-            **rendezvous,
-        )
-        for local_rank in range(processes)
-    ]
+    worlds = node_worlds(processes, node, nodes, **rendezvous)
     if nodes > 1:
         resolve(**given, num_nodes=nodes, env=worlds[0].to_env())
     return worlds

@@ -11,7 +11,7 @@ import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.launchers.base import single_node_worlds
+from fabric.launchers.base import node_worlds
 from fabric.launchers.notebook import is_interactive, notebook_start_method
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
@@ -101,7 +101,7 @@ def test_modules_and_archives_are_run_again(tmp_path, kind):
     [({}, 2, 8, "4"), ({}, 3, 8, "2"), ({}, 8, 2, "1"), ({"OMP_NUM_THREADS": "5"}, 2, 8, "5")],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ, processes, cores, threads):
-    assert rank_variables(environ, single_node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"] == threads
+    assert rank_variables(environ, node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"] == threads
 
 
 def test_gloo_stays_on_the_loopback_interface_of_the_platform():

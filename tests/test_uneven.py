@@ -17,7 +17,7 @@ from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import FlightRecorder, Hooks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import RankFailedError
-from fabric.launchers.base import single_node_worlds
+from fabric.launchers.base import node_worlds
 from fabric.store import JobStore
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -260,7 +260,7 @@ class Progress:
 
 def detectors(number: int) -> list[UnevenInputDetector]:
     store = dist.HashStore()
-    worlds = single_node_worlds(number)
+    worlds = node_worlds(number)
     return [
         UnevenInputDetector(FlightRecorder(), JobStore(store, world.rank, number), BypassChecks(world, Hooks()))
         for world in worlds
@@ -298,7 +298,7 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
             return {rank: [1, 9] for rank in ranks if topic == "batches/0"}
 
     detector = UnevenInputDetector(
-        FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(single_node_worlds(2)[0], Hooks())
+        FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(node_worlds(2)[0], Hooks())
     )
     progress = Progress()
     detector.on_epoch("0", progress, 9)

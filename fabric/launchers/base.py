@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from fabric.errors import ConfigurationError
 from fabric.world import World
 
-__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "single_node_worlds", "start_interpreter"]
+__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "node_worlds", "start_interpreter"]
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -86,9 +86,10 @@ class InlineLauncher(Launcher):
         return None if fn is None else fn(*args, **kwargs)
 
 
-def single_node_worlds(size: int) -> list[World]:
-    """The places of the processes of a job on one machine."""
-    return [World(rank=rank, local_rank=rank, world_size=size, local_world_size=size) for rank in range(size)]
+def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
+    """The places of the ``size`` processes on one of the nodes of a job, all of the same size."""
+    place: dict[str, Any] = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
+    return [World(rank=node * size + local_rank, local_rank=local_rank, **place) for local_rank in range(size)]
 
 
 def start_interpreter(

@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
+from fabric.launchers.base import Launcher, LaunchSpec, node_worlds, start_interpreter
 from fabric.launchers.notebook import initialized_backend, is_interactive, refuse_while_importing_main
 from fabric.launchers.rank import Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
@@ -108,7 +108,7 @@ class ProcessLauncher(Launcher):
                     "fork": partial(_fork, partial(fn, *args, **kwargs)),
                     "forkserver": fork_server(os.getpid()).start_rank,
                 }[self.name]
-                job.start(start, single_node_worlds(spec.num_processes), payload, spec.results)
+                job.start(start, node_worlds(spec.num_processes), payload, spec.results)
                 results = list(map(load, job.run()))
         except KeyboardInterrupt:
             if job.signals and job.signals[0][0] == signal.SIGTERM:

@@ -336,9 +336,9 @@ class StopRequest:
 
     def close(self) -> None:
         """Restore the handler of SIGTERM."""
-        if self._installed and signal.getsignal(signal.SIGTERM) == self._note:
+        if signal.getsignal(signal.SIGTERM) == self._note:
             # None: installed from C, which Python cannot put back.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
+            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
         self._installed = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:

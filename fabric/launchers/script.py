@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import Launcher, LaunchSpec, single_node_worlds, start_interpreter
+from fabric.launchers.base import Launcher, LaunchSpec, node_worlds, start_interpreter
 from fabric.launchers.notebook import is_interactive, refuse_while_importing_main
 from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import Started, Supervisor, exit_status
@@ -129,7 +129,7 @@ class ScriptLauncher(Launcher):
             SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        code, _ = run_script(Script.of(sys.modules["__main__"]), single_node_worlds(spec.num_processes))
+        code, _ = run_script(Script.of(sys.modules["__main__"]), node_worlds(spec.num_processes))
         raise SystemExit(code)
 
 

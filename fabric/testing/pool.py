@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from fabric._fabric import Fabric
 from fabric.errors import ConfigurationError, UsageError
-from fabric.launchers.base import single_node_worlds
+from fabric.launchers.base import node_worlds
 from fabric.launchers.function import fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
@@ -118,7 +118,7 @@ class RankPool:
             # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
             self._close = weakref.finalize(self, _close, os.getpid(), job)
             payload = pickled_call(Call(_serve, (self._fabric,), {}))
-            job.start(fork_server(os.getpid()).start_rank, single_node_worlds(self.size), payload)
+            job.start(fork_server(os.getpid()).start_rank, node_worlds(self.size), payload)
             _results(job, "the start of the pool", _START)
         return self._job
 
