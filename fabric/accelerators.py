@@ -25,10 +25,10 @@ from fabric.world import available_cores
 
 __all__ = ["ACCELERATORS", "Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
 
-# Parameters of mallopt(3), and our values in bytes. Smaller blocks stay with the process: each page that the system
-# hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of `python -m benchmarks gpt-fsdp`;
-# from 4 MiB on, a third of it).
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 32 * 2**20), (-3, 4 * 2**20)
+# M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3), with our values in bytes. Smaller blocks stay with the process:
+# each page that the system hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of
+# `python -m benchmarks gpt-fsdp`; from 4 MiB on, a third of it).
+_MALLOPT = ((-1, 32 * 2**20), (-3, 4 * 2**20))
 
 
 class Accelerator(ABC):
@@ -131,7 +131,7 @@ class CPUAccelerator(Accelerator):
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         is_set = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
         if mallopt is not None and not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
-            for parameter, value in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+            for parameter, value in _MALLOPT:
                 mallopt(parameter, value)
 
 
