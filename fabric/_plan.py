@@ -39,14 +39,11 @@ _START_METHODS = {
     "ddp_notebook": "forkserver",
 }
 _DDP = {name: partial(DDPStrategy, start_method=method) for name, method in _START_METHODS.items()}
-_UNUSED = {
-    f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()
-}
 STRATEGIES: Mapping[str, Any] = {
     "single_device": SingleDeviceStrategy,
     "dp": strategies.DataParallelStrategy,
     **_DDP,
-    **_UNUSED,
+    **{f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
     "fsdp": lambda: strategies.FSDPStrategy(),  # imported then
     "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
 }
@@ -139,13 +136,12 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         given[argument] = _one_value(argument, given[argument], value, source)
     found = _find_environment(given["environment"], env)
     world = None if found is None else found[1]
-    one_process = named is not None and named.drives_all_devices
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], named, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
     chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
-    if world is None and (one_process or len(where) * nodes == 1):
+    if world is None and (chosen.drives_all_devices or len(where) * nodes == 1):
         world = World()
     spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
     launcher = _choose_launcher(given, chosen, spec, world, found)
