@@ -138,9 +138,13 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
         waiting += [before for before, _ in node.next_functions]
 
 
+# The name under which a ``torch.compile(module)`` holds the module.
+COMPILED_MODULE = "_orig_mod"
+
+
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
-    inner: Any = module._modules.get("_orig_mod", module)
+    inner: Any = module._modules.get(COMPILED_MODULE, module)
     return inner
 
 

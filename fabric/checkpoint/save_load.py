@@ -178,6 +178,7 @@ class CheckpointCoordinator:
     def _prepare_shards(
         self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
     ) -> _Prepared:
+        """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
         rank, content, modules = self._communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
         metadata = read_metadata({METADATA_KEY: stored.metadata})
