@@ -97,9 +97,7 @@ class FabricModule(nn.Module):
             call(output, None)
         return output
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as calling the module."""
-        return self(*args, **kwargs)
+    forward = __call__
 
     @property
     def module(self) -> Any:

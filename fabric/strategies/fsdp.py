@@ -193,9 +193,7 @@ class FSDPStrategy(ParallelStrategy):
             if torch.equal(first, before):
                 torch.set_rng_state(last.clone())  # torch reads a view from its storage's begin
 
-    def model_sharded_context(self) -> AbstractContextManager[Any]:
-        """Older name of :meth:`module_init_context`."""
-        return self.module_init_context()
+    model_sharded_context = ParallelStrategy.module_init_context  # its older name
 
     @override
     def module_to_device(self, module: M) -> M:
