@@ -67,8 +67,8 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
     return values, lambda new: pytree.tree_unflatten(new, spec)
 
 
-def hook_place(handle: RemovableHandle) -> tuple[dict[int, Any], int, Any]:
-    """The dict that a hook is registered in, its key there, and the hook, so that it can be removed and put back.
+def hook_place(handle: RemovableHandle) -> tuple[Any, int, Any]:
+    """The OrderedDict that has a hook, its key there, and the hook, so that it can be removed and put back.
 
     ``RemovableHandle`` removes a hook once; the dict is known to undocumented attributes only.
     """
