@@ -30,7 +30,7 @@ ORDER = {
     "checkpoint": "state file async_save stored sharded save_load",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
-    "data": "prefetch state sharding loader",
+    "data": "state sharding loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
     "launchers": "serialize base notebook rank supervisor function script",
     "strategies": "init_module fsdp_options base data_parallel ddp fsdp",
