@@ -67,10 +67,7 @@ class JobStore:
         keys = {rank: f"{topic}/{rank}" for rank in ranks}
         self._present |= {key for key in keys.values() if key not in self._present and self._store.check([key])}
         there = {rank: key for rank, key in keys.items() if key in self._present}
-        if len(there) > 1:
-            values = self._store.multi_get(list(there.values()))
-        else:  # which stores of users have
-            values = [self._store.get(key) for key in there.values()]
+        values = self._store.multi_get(list(there.values())) if there else ()
         return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
 
     def close(self) -> None:
@@ -98,5 +95,4 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
             "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
         )
     host = f"[{world.address}]" if ":" in world.address else world.address
-    store, _, _ = next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))
-    return store
+    return next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))[0]

@@ -134,7 +134,7 @@ def _moves(leaf: Any) -> bool:
 
 
 def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
-    return all(old is new for old, new in zip(before, after, strict=True))
+    return all(map(operator.is_, before, after))
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
