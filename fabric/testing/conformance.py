@@ -13,6 +13,7 @@ from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
 from fabric._session import prepared_module
 from fabric.communicators import Communicator, Reduce
+from fabric.communicators.base import BITWISE, ORDERED
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.strategies import Strategy
 from fabric.testing.base import assert_same
@@ -21,8 +22,6 @@ from fabric.testing.pool import RankPool
 __all__ = ["assert_equivalent", "check_communicator", "check_strategy"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.complex64)
-_ORDERED = (Reduce.SUM, Reduce.MIN, Reduce.MAX, Reduce.PRODUCT)
-_BITWISE = (Reduce.BAND, Reduce.BOR, Reduce.BXOR)
 _assert_raises = TestCase().assertRaises
 _SHAPES = ((), (3,), (2, 2), (0,))
 
@@ -125,7 +124,7 @@ def _check_oracles(communicator: Communicator) -> None:
         assert_same(communicator.all_gather(own), torch.stack(values))
         assert_same(communicator.all_to_all(own_rows), oracles.all_to_all(rows)[rank])
         assert_same([own, own_rows], [values[rank], rows[rank]])
-        real = (*_ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else _BITWISE))
+        real = (Reduce.SUM, *ORDERED, *([Reduce.MEAN] if dtype.is_floating_point else BITWISE))
         for op in [Reduce.SUM] if dtype.is_complex else real:
             buffer = own.clone()
             assert communicator.all_reduce(buffer, op) is buffer, "all_reduce returns its buffer"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fabric.errors import MissingDependencyError
 from fabric.testing.base import Pair, PerRank, Record
+from fabric.tree import map_leaves
 
 try:
     from hypothesis import strategies as st
@@ -52,8 +53,7 @@ LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
 _OF_OP = {
     "sum": (*FLOATS, *_INTEGERS, *_COMPLEX),
     "mean": (*FLOATS, *_COMPLEX),
-    "min": (*FLOATS, *_INTEGERS, torch.bool),
-    "max": (*FLOATS, *_INTEGERS, torch.bool),
+    **dict.fromkeys(("min", "max"), (*FLOATS, *_INTEGERS, torch.bool)),
     "product": (*FLOATS, *_INTEGERS),
     **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
@@ -114,7 +114,7 @@ def tensors(
 
 def numbers() -> st.SearchStrategy[Any]:
     """Python numbers: floats, integers and booleans."""
-    return st.sampled_from(_NUMBERS).flatmap(lambda dtype: _elements(dtype, exact=True))
+    return st.sampled_from(_NUMBERS).flatmap(_elements)
 
 
 def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
@@ -176,7 +176,7 @@ def per_rank_trees(
     leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
     kinds = [dtype for dtype in _NUMBERS if reduce_op is None or dtype in _OF_OP[reduce_op]]
     if with_numbers and kinds:
-        leaves |= st.sampled_from(kinds).map(lambda dtype: _elements(dtype, exact=True))
+        leaves |= st.sampled_from(kinds).map(_elements)
     of_ranks = trees(leaves.flatmap(lambda values: per_rank(values, size)), max_leaves)
     return of_ranks.map(lambda tree: PerRank([_of_rank(tree, rank) for rank in range(size)]))
 
@@ -227,20 +227,19 @@ def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrate
 
 def _of_rank(tree: Any, rank: int) -> Any:
     """What a rank has of a collection of values by rank; each rank begins its dicts with another key."""
-    if isinstance(tree, PerRank):
-        return tree.values[rank]
-    if isinstance(tree, dict):
-        first = rank % max(1, len(tree))
-        items = [*tree.items()][first:] + [*tree.items()][:first]
+
+    def of(part: Any) -> Any:
+        if isinstance(part, PerRank):
+            return part.values[rank]
+        first = rank % max(1, len(part))
+        items = [*part.items()][first:] + [*part.items()][:first]
         return {key: _of_rank(value, rank) for key, value in items}
-    if isinstance(tree, Record):
-        return Record(_of_rank(tree.left, rank), _of_rank(tree.right, rank))
-    parts = [_of_rank(part, rank) for part in tree]
-    return Pair(*parts) if isinstance(tree, Pair) else type(tree)(parts)
+
+    return map_leaves(of, tree, is_leaf=lambda part: isinstance(part, dict))
 
 
 @functools.cache
-def _elements(dtype: torch.dtype, exact: bool) -> st.SearchStrategy[Any]:
+def _elements(dtype: torch.dtype, exact: bool = True) -> st.SearchStrategy[Any]:
     if dtype is torch.bool:
         return st.booleans()
     if dtype.is_complex:
