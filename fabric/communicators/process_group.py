@@ -43,9 +43,9 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, collective.reduce)
             case Operation.ALL_GATHER:
-                output = buffer.new_empty(self.size * buffer.numel())
-                all_gather_into(output, buffer.reshape(-1), group=group)
-                return output.view(self.size, *buffer.shape)
+                output = buffer.new_empty((self.size, *buffer.shape))
+                all_gather_into(output.view(-1), buffer.reshape(-1), group=group)
+                return output
             case Operation.REDUCE_SCATTER:
                 return self._reduce_scatter(buffer, collective.reduce)
             case Operation.ALL_TO_ALL:
@@ -98,10 +98,8 @@ class ProcessGroupCommunicator(Communicator):
     # torch's own collectives of objects need numpy, which is optional.
 
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
-        length = torch.tensor([len(message or b"")], device=self.device)
-        dist.broadcast(length, group_src=src, group=self._group)
-        buffer = to_tensor(message or bytes(int(length))).to(self.device)
-        dist.broadcast(buffer, group_src=src, group=self._group)
+        length = self.broadcast(torch.tensor([len(message or b"")], device=self.device), src)
+        buffer = self.broadcast(to_tensor(message or bytes(int(length))).to(self.device), src)
         return to_bytes(buffer) if message is None else message
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
@@ -129,8 +127,8 @@ class ProcessGroupCommunicator(Communicator):
                 "groups that are made of all processes of the job",
                 "new_group(...) of the communicator over the whole job, on every rank",
             )
-        members = [dist.get_global_rank(self._group, rank) for rank in ranks] if self._group else ranks
-        group = dist.new_group(sorted(members), timeout=self._timeout)
+        members = dist.get_process_group_ranks(self._group)
+        group = dist.new_group(sorted(members[rank] for rank in ranks), timeout=self._timeout)
         if not isinstance(group, dist.ProcessGroup):  # torch's marker for "not a member"
             return None
         communicator = ProcessGroupCommunicator(group, self._own_device, self._timeout)
