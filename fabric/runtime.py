@@ -80,10 +80,27 @@ class Runtime:
         if communicator is None and not self.connected:
             return
         shared = store or self._connect()
-        self.store = JobStore(shared, self.world.rank, self.world.world_size)
+        rank, size = self.world.rank, self.world.world_size
+        self.store = JobStore(shared, rank, size)
         self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self.timeout)
-        if self.world.world_size > 1:
-            self._record(shared, reports=communicator is None)
+        if size == 1:
+            return
+        self.recorder = FlightRecorder()
+        own = second_connection(shared, bool(self.watchdog)) if communicator is None else None
+        if own is not None:
+            is_asynchronous = self.communicator.device.type != "cpu"
+            reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
+            self.recorder = reporter.recorder
+            self._closers.callback(reporter.close)
+            reporter.start()
+        if self.check_collectives:
+            # A file that few programs need.
+            from fabric.diagnostics.checker import CollectiveChecker
+
+            checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
+            self.recorder.checks = (checker.check,)
+            self._closers.callback(checker.close)
+        self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
     def communicator_over(self, group: dist.ProcessGroup) -> Communicator:
         """The collectives over a process group of torch, recorded and checked where all are; not a collective."""
@@ -151,24 +168,6 @@ class Runtime:
         self._meshes.clear()
         self.store.close()
         return closes_group
-
-    def _record(self, shared: dist.Store, *, reports: bool) -> None:
-        rank, size, self.recorder = self.world.rank, self.world.world_size, FlightRecorder()
-        own = second_connection(shared, bool(self.watchdog)) if reports else None
-        if own is not None:
-            is_asynchronous = self.communicator.device.type != "cpu"
-            reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
-            self.recorder = reporter.recorder
-            self._closers.callback(reporter.close)
-            reporter.start()
-        if self.check_collectives:
-            # A file that few programs need.
-            from fabric.diagnostics.checker import CollectiveChecker
-
-            checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
-            self.recorder.checks = (checker.check,)
-            self._closers.callback(checker.close)
-        self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
     def _connect(self) -> dist.Store:
         world, is_connected = self.world, dist.is_initialized()
