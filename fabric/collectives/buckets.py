@@ -77,22 +77,18 @@ class Bucket:
     number_places: list[int] = field(default_factory=list)
     stacked: Tensor | None = None
 
-    def buffer(self, device: torch.device, detach: bool = False, mean: bool = False) -> Tensor:
+    def buffer(self, device: torch.device, mean: bool) -> Tensor:
         """A new buffer that holds all leaves, in the dtype in which they travel; of shape ``(n,)`` or ``(chunks, n)``.
 
         Args:
             device: where it has to live.
-            detach: whether it is cut off from the graph of its leaves.
             mean: whether the mean will be taken.
         """
         dtype = (MEAN_WIRE_DTYPES if mean else WIRE_DTYPES).get(self.dtype, self.dtype)
         if self.stacked is not None:
-            return (self.stacked.detach() if detach else self.stacked).to(device, dtype)
+            return self.stacked.to(device, dtype)
         leading = () if self.chunks is None else (self.chunks,)
-        parts = [
-            (tensor.detach() if detach else tensor).to(device).reshape(*leading, tensor.numel() // prod(leading))
-            for tensor in self.tensors
-        ]
+        parts = [tensor.to(device).reshape(*leading, tensor.numel() // prod(leading)) for tensor in self.tensors]
         if self.numbers:
             if code := _ARRAYS.get(self.dtype):
                 numbers = torch.frombuffer(array(code, self.numbers), dtype=self.dtype)

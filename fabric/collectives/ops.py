@@ -57,7 +57,6 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         src: rank of the sender in the communicator.
         device: this process's device, where tensors arrive that were on an accelerator at the sender.
     """
-    communicator.check_rank(Operation.BROADCAST, src)
     call = CallDescription("broadcast", lambda: f"{src=}")
     error = metas = None
     leaves, structure = flatten(tree if communicator.rank == src else None)
@@ -94,9 +93,9 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
     call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
     own = _signature(tree, sync_grads and torch.is_grad_enabled(), ragged=True), [len(leaves[at]) for at in places]
-    answers = communicator.gather_objects(own, call, error)
-    _check_same([signature for signature, _ in answers], communicator.rank)
-    lengths = dict(zip(places, zip(*(of_rank for _, of_rank in answers), strict=True), strict=True))
+    signatures, of_all = zip(*communicator.gather_objects(own, call, error), strict=True)
+    _check_same(signatures)
+    lengths = dict(zip(places, zip(*of_all, strict=True), strict=True))
     for place, of_ranks in lengths.items():
         leaf = leaves[place]
         leaves[place] = torch.cat([leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])])
@@ -144,9 +143,9 @@ def _run(
     """Make one collective for each bucket, and put the results in the places of the leaves."""
     ranks = communicator.size if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL) else None
     for bucket in buckets:
-        buffer = bucket.buffer(communicator.device, detach, template.reduce is Reduce.MEAN)
-        collective = template._replace(buffer=buffer)
-        tracked = buffer.requires_grad and torch.is_grad_enabled()
+        buffer = bucket.buffer(communicator.device, template.reduce is Reduce.MEAN)
+        collective = template._replace(buffer=buffer.detach())
+        tracked = buffer.requires_grad and not detach
         result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
         bucket.unpack(result, leaves, ranks)
 
@@ -169,12 +168,12 @@ def _signature(tree: Any, grads: bool, numbers: bool = True, ragged: bool = Fals
     return [part.lstrip() for part in parts]
 
 
-def _check_same(signatures: list[list[str]], rank: int) -> None:
+def _check_same(signatures: Sequence[list[str]]) -> None:
     for other, theirs in enumerate(signatures):
         for zero, this in zip_longest(signatures[0], theirs, fillvalue="nothing more"):
             if zero != this:
                 raise ConfigurationError(
-                    f"all_gather(...) of different lengths on rank {rank}",
+                    "all_gather(...) of different lengths",
                     f"rank 0 has {zero}, rank {other} has {this}",
                     "the same structure and dtypes on all ranks, and the same shape behind dim 0",
                     "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
@@ -184,7 +183,7 @@ def _check_same(signatures: list[list[str]], rank: int) -> None:
 def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
     """Put tensors to receive into in the places of metas; those that were passed, if a gradient has to reach them."""
     metas = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)}
-    own = flatten(passed)[0] if any(meta.requires_grad for meta in metas.values()) else []
+    own = flatten(passed)[0]
     for place, meta in metas.items():
         fits = meta.requires_grad and len(own) == len(leaves) and meta.describes(own[place])
         leaves[place] = own[place] if fits else meta.empty(device)
@@ -198,30 +197,30 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
     for bucket in buckets:
         tensors = zip(bucket.places, bucket.tensors, strict=True) if op in ORDERED and torch.is_grad_enabled() else ()
         trained = [place for place, leaf in tensors if leaf.requires_grad]
-        problem = _problem(op, bucket.dtype, bool(trained))
-        if problem is not None:
-            place = min(trained or [*bucket.places, *bucket.number_places], default=0)
-            leaf = leaf_paths(structure)[place] or "the tensor or number"
-            request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({bucket.dtype})"
-            raise ConfigurationError(request, problem[0], suggestion=problem[1])
-
-
-def _problem(op: Reduce, dtype: torch.dtype, tracked: bool) -> tuple[str, str] | None:
-    """Why a reduction has no meaning for a dtype, and what to write instead; None where it has one."""
-    is_inexact = dtype.is_floating_point or dtype.is_complex
-    if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
-        return f"booleans have no {op.value}", '"min" for all, "max" for any; x.long() or x.float() for a count'
-    if op is Reduce.MEAN and not is_inexact:
-        return "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
-    if op in BITWISE and is_inexact:
-        return f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
-    if dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
-        return f"no backend carries uint64, and as int64 its {op.value} is another", "x.long(), for values below 2**63"
-    if dtype.is_complex and op in ORDERED:
-        return f"complex numbers have no {op.value} over ranks", "fabric.all_gather(x).prod(0), or x.abs()"
-    if tracked:
-        return f"the {op.value} over ranks has no gradient, and this tensor requires one", "x.detach()"
-    return None
+        dtype = bucket.dtype
+        is_inexact = dtype.is_floating_point or dtype.is_complex
+        if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
+            problem = f"booleans have no {op.value}"
+            suggestion = '"min" for all, "max" for any; x.long() or x.float() for a count'
+        elif op is Reduce.MEAN and not is_inexact:
+            problem, suggestion = "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
+        elif op in BITWISE and is_inexact:
+            problem, suggestion = f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
+        elif dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
+            problem = f"no backend carries uint64, and as int64 its {op.value} is another"
+            suggestion = "x.long(), for values below 2**63"
+        elif dtype.is_complex and op in ORDERED:
+            problem = f"complex numbers have no {op.value} over ranks"
+            suggestion = "fabric.all_gather(x).prod(0), or x.abs()"
+        elif trained:
+            problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
+            suggestion = "x.detach()"
+        else:
+            continue
+        place = min(trained or [*bucket.places, *bucket.number_places], default=0)
+        leaf = leaf_paths(structure)[place] or "the tensor or number"
+        request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
+        raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
