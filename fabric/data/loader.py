@@ -12,12 +12,13 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabric.data.sharding import FromRank0, Uneven
 from fabric.data.sharding import shard as _shard
 from fabric.data.state import ActiveIterator, EpochState, check_saved, length_of, saved_state, skipped
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -55,10 +56,10 @@ class FabricDataLoader:
         rank: int,
         num_replicas: int,
         device: torch.device | None,
-        uneven: Literal["pad", "drop"] = "pad",
+        uneven: Uneven = "pad",
         shard: bool = True,
         overlap_copies: bool = True,
-        from_rank0: Callable[[str, bytes], bytes] | None = None,
+        from_rank0: FromRank0 | None = None,
         name: str = "0",
         seed_workers: bool = True,
         active: list[ActiveIterator] | None = None,
@@ -113,15 +114,18 @@ class FabricDataLoader:
         object.__setattr__(prepared, "_iterator", None)
         place = rank, num_replicas
         spec = _shard(prepared, place, enabled=shard, uneven=uneven, from_rank0=from_rank0, name=name)
-        if seed_workers and rank > 0 and loader.num_workers > 0 and spec.base_seed is None:
+        if seed_workers and rank > 0 and spec.base_seed is None:
             object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
         targets = [(target, 0) for target in candidates if callable(getattr(target, "set_epoch", None))]
+        has_state = hasattr(spec.dataset, "state_dict") and hasattr(spec.dataset, "load_state_dict")
         # Past __setattr__, which takes the names that are here for our own, and all others for the loader's.
         vars(self).update(
             loader=prepared,
             original=loader,
             _spec=spec,
+            _has_own_state=hasattr(type(loader), "state_dict"),  # as torchdata's, which knows its own position
+            _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
             _move=_mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
             _on_epoch=on_epoch,
@@ -219,9 +223,9 @@ class FabricDataLoader:
             return {**self._saved, **self._spec.summary()}
         state = self._latest
         if state is None or state.finished:
-            return saved_state(self._spec, self._epoch)
+            return saved_state(self._spec, EpochState(self._epoch), begun=False)
         dataset = self._spec.dataset.state_dict() if self._keeps_dataset_state else None
-        return saved_state(self._spec, state.epoch, state, dataset)
+        return saved_state(self._spec, state, begun=True, dataset=dataset)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position: the next ``iter()`` goes on where :meth:`state_dict` was called.
@@ -266,16 +270,6 @@ class FabricDataLoader:
             generator.set_state(saved)
         self._epoch, self._latest = state["epoch"], None
         self._saved = state if inside else None
-
-    @property
-    def _has_own_state(self) -> bool:
-        return hasattr(type(self.loader), "state_dict") and hasattr(type(self.loader), "load_state_dict")
-
-    @property
-    def _keeps_dataset_state(self) -> bool:
-        dataset = self._spec.dataset
-        has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
-        return self._spec.indices is None and self.loader.num_workers == 0 and has_state
 
     def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
         # Past __setattr__, which would be a Python call for every batch.

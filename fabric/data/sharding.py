@@ -292,7 +292,7 @@ class InterleavedIterable(IterableDataset[Any]):
         # Copying and pickling ask for special methods: ours count. While being unpickled there is no dataset yet.
         if name.startswith("__") or "_dataset" not in vars(self):
             raise AttributeError(name)
-        return getattr(vars(self)["_dataset"], name)
+        return getattr(self._dataset, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_dataset"], name, value)
+        setattr(self._dataset, name, value)

@@ -118,22 +118,22 @@ def length_of(sized: Any) -> int | None:
     return None
 
 
-def saved_state(spec: LoaderSpec, epoch: int, state: EpochState | None = None, dataset: Any = None) -> State:
+def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any = None) -> State:
     """A position as plain dicts, numbers, strings and tensors.
 
     Args:
         spec: of the loader.
-        epoch: number of the epoch, the next one if the last has ended.
-        state: of the iteration that has begun over this epoch, be it without a batch; ``None`` when none has.
+        state: of the epoch, the next one if the last has ended.
+        begun: whether an iteration over it has begun, be it without a batch.
         dataset: the dataset's own state, when it has one and is iterated in this process.
     """
     return {
         "format": _FORMAT,
         **spec.summary(),
-        "epoch": epoch,
-        "begun": state is not None,
-        "cursor": 0 if state is None else spec.cursor(state),
-        "drawn": {} if state is None else dict(state.drawn),
+        "epoch": state.epoch,
+        "begun": begun,
+        "cursor": spec.cursor(state),
+        "drawn": dict(state.drawn),
         "generators": [generator.get_state() for generator in spec.generators],
         "dataset": dataset,
     }
