@@ -29,7 +29,7 @@ from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher, LaunchSpec
-from fabric.launchers.notebook import refuse_while_importing_main
+from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule

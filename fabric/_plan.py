@@ -21,7 +21,7 @@ from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
-from fabric.launchers.notebook import is_interactive, notebook_start_method
+from fabric.launchers.base import is_interactive, notebook_start_method
 from fabric.launchers.serialize import has_cloudpickle
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT

@@ -11,8 +11,7 @@ import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.launchers.base import node_worlds
-from fabric.launchers.notebook import is_interactive, notebook_start_method
+from fabric.launchers.base import is_interactive, node_worlds, notebook_start_method
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
 from fabric.launchers.serialize import Call, dump_call

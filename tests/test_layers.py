@@ -32,7 +32,7 @@ ORDER = {
     "communicators": "base process_group",
     "data": "state sharding loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
-    "launchers": "serialize base notebook rank supervisor function script",
+    "launchers": "serialize base rank supervisor function script",
     "strategies": "init_module fsdp_options base data_parallel ddp fsdp",
     "testing": "oracles base generators threads pool conformance plugin",
 }

@@ -1,4 +1,4 @@
-"""The interface of launchers, what a launch consists of, and the launcher that starts nothing."""
+"""The interface of launchers, what a launch consists of, and what may be started from this process."""
 
 import subprocess
 import sys
@@ -8,10 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["InlineLauncher", "LaunchSpec", "Launcher", "node_worlds", "start_interpreter"]
+__all__ = [
+    "InlineLauncher",
+    "LaunchSpec",
+    "Launcher",
+    "initialized_backend",
+    "is_interactive",
+    "node_worlds",
+    "notebook_start_method",
+    "refuse_while_importing_main",
+    "start_interpreter",
+]
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -88,8 +98,17 @@ class InlineLauncher(Launcher):
 
 def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
     """The places of the ``size`` processes on one of the nodes of a job, all of the same size."""
-    place: dict[str, Any] = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
-    return [World(rank=node * size + local_rank, local_rank=local_rank, **place) for local_rank in range(size)]
+    return [
+        World(
+            rank=node * size + local_rank,
+            local_rank=local_rank,
+            node_rank=node,
+            world_size=nodes * size,
+            local_world_size=size,
+            **rendezvous,
+        )
+        for local_rank in range(size)
+    ]
 
 
 def start_interpreter(
@@ -114,3 +133,47 @@ def start_interpreter(
     statement = f"import sys; sys.path.append({_ROOT!r}); from {fn.__module__} import {name}; sys.path.pop(); {name}()"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
     return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin)
+
+
+def is_interactive() -> bool:
+    """Whether this process is a notebook, a Python or IPython prompt, or ``python -i``."""
+    ipython = sys.modules.get("IPython")
+    ipython_shell = None if ipython is None else ipython.get_ipython()
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or ipython_shell is not None
+
+
+def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platform) -> Literal["forkserver", "fork"]:
+    """The start method for functions that are typed in: ``"fork"`` only where they cannot be sent, and it is safe.
+
+    Args:
+        can_pickle_functions: whether ``cloudpickle`` is installed.
+        platform: as in ``sys.platform``; the libraries of macOS do not survive a fork.
+    """
+    is_fork_safe = platform != "darwin" and initialized_backend("cuda") is None
+    return "fork" if is_fork_safe and not can_pickle_functions else "forkserver"
+
+
+def initialized_backend(device_type: str) -> str | None:
+    """The name of a device library that is initialized in this process, such as ``"CUDA"``; None when there is none."""
+    torch = sys.modules.get("torch")
+    for name in dict.fromkeys(("cuda", "xpu", device_type)):
+        module = getattr(torch, name, None)
+        # The CPU needs no initialization and calls itself initialized.
+        if name != "cpu" and module is not None and getattr(module, "is_initialized", bool)():
+            return name.upper()
+    return None
+
+
+def refuse_while_importing_main() -> None:
+    """Raise when a launch is attempted by a script without a guard, which would launch for ever.
+
+    A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
+    """
+    importing = sys.modules.get("__mp_main__")
+    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
+    if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
+        raise UsageError(
+            "launch() at the top level of a script",
+            "another process imports the script to find the function it has to run, and so reaches launch() again",
+            suggestion="if __name__ == '__main__': above the lines that create Fabric and launch; or launcher='fork'",
+        )

@@ -26,8 +26,15 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import Launcher, LaunchSpec, node_worlds, start_interpreter
-from fabric.launchers.notebook import initialized_backend, is_interactive, refuse_while_importing_main
+from fabric.launchers.base import (
+    Launcher,
+    LaunchSpec,
+    initialized_backend,
+    is_interactive,
+    node_worlds,
+    refuse_while_importing_main,
+    start_interpreter,
+)
 from fabric.launchers.rank import Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status

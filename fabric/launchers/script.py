@@ -14,8 +14,14 @@ from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import Launcher, LaunchSpec, node_worlds, start_interpreter
-from fabric.launchers.notebook import is_interactive, refuse_while_importing_main
+from fabric.launchers.base import (
+    Launcher,
+    LaunchSpec,
+    is_interactive,
+    node_worlds,
+    refuse_while_importing_main,
+    start_interpreter,
+)
 from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import Started, Supervisor, exit_status
 from fabric.world import World
