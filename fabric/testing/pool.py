@@ -139,21 +139,19 @@ def _close(owner: int, job: Supervisor) -> None:
 
 def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
     """What the ranks have answered by the time limit, or shortly after one has failed."""
-    job.collect_until(limit, lambda: all(map(_has_answered, job.ranks)) or any(map(_has_failed, job.ranks)))
-    failed = any(map(_has_failed, job.ranks))
-    if failed:
-        job.collect_until(_COLLECT, lambda: all(map(_has_answered, job.ranks)))
-    elif all(map(_has_answered, job.ranks)):
+
+    def all_answered() -> bool:
+        return all("reply" in rank.messages or rank.poll() for rank in job.ranks)
+
+    def any_failed() -> bool:
+        return any(rank.messages["reply"][0].failed if "reply" in rank.messages else rank.poll() for rank in job.ranks)
+
+    job.collect_until(limit, lambda: all_answered() or any_failed())
+    if failed := any_failed():
+        job.collect_until(_COLLECT, all_answered)
+    elif all_answered():
         return [load(rank.messages["reply"][1]) for rank in job.ranks]
     raise failure(name, [_report(job, rank, failed, limit) for rank in job.ranks])
-
-
-def _has_answered(rank: RankProcess) -> bool:
-    return "reply" in rank.messages or rank.poll()
-
-
-def _has_failed(rank: RankProcess) -> bool:
-    return rank.messages["reply"][0].failed if "reply" in rank.messages else rank.poll()
 
 
 def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> Report:
@@ -233,7 +231,7 @@ def _dump(call: Call) -> bytes:
     loaded it in a way of its own.
     """
     function = getattr(call.fn, "func", call.fn)  # functools.partial
-    module = sys.modules.get(getattr(function, "__module__", None) or type(function).__module__)
+    module = sys.modules.get(getattr(function, "__module__", None))
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
         return dump_call(call, main_is_importable=False)[0]
