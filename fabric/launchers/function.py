@@ -181,7 +181,11 @@ def _spawn(control: Connection, config: RankConfig) -> Started:
 
 
 def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> Started:
-    process = multiprocessing.get_context("fork").Process(target=_forked_rank, args=(call, control, config))
+
+    def be_rank() -> None:
+        sys.exit(run(control, replace(config, threads=1), lambda: call))
+
+    process = multiprocessing.get_context("fork").Process(target=be_rank)
     # What is garbage here may wait for threads, which the copy does not have: to collect it there can crash or hang.
     gc.freeze()
     try:
@@ -189,10 +193,6 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
     finally:
         gc.unfreeze()
     return process.pid or 0, lambda: process.exitcode
-
-
-def _forked_rank(call: Callable[[], Any], control: Connection, config: RankConfig) -> None:
-    sys.exit(run(control, replace(config, threads=1), lambda: call))
 
 
 class _ForkServer:

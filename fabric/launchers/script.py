@@ -139,7 +139,7 @@ class ScriptLauncher(Launcher):
         raise SystemExit(code)
 
 
-def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str] | None = None) -> tuple[int, bool]:
+def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str] = {}) -> tuple[int, bool]:
     """Run a script in one process for each of these places, and wait for them.
 
     Args:
@@ -158,10 +158,10 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
         process = start_interpreter(main, control.fileno(), shown, script.directory, stdin)
         return process.pid, process.poll
 
-    job = Supervisor(runs_script=True)
+    job = Supervisor()
     try:
         with job:
-            job.start(start, worlds, script, variables=variables)
+            job.start(start, worlds, script, variables=variables, runs_script=True)
             job.run()
     except KeyboardInterrupt:
         return 128 + job.signals[0][0], True

@@ -177,20 +177,15 @@ class RankProcess:
 class Supervisor:
     """The ranks of one job on this machine. Leaving the ``with`` block ends those that still run.
 
-    Args:
-        runs_script: whether the ranks run a script; one that runs a function has failed if it exits before that
-            returns.
-
     Attributes:
         ranks: those that have been started.
         signals: each SIGINT and SIGTERM that has arrived since the block was entered, and when.
     """
 
-    def __init__(self, *, runs_script: bool = False) -> None:
+    def __init__(self) -> None:
         _open_standard_streams()
         self.ranks: list[RankProcess] = []
         self.signals: list[tuple[int, float]] = []
-        self._runs_script = runs_script
         self._store = _PrivateFile()
         self._handlers: dict[int, Any] = {}
         self._report_requested = False
@@ -229,7 +224,9 @@ class Supervisor:
         worlds: Sequence[World],
         payload: Payload | None,
         results: str = "none",
-        variables: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] = {},
+        *,
+        runs_script: bool = False,
     ) -> None:
         """Start the ranks.
 
@@ -239,10 +236,11 @@ class Supervisor:
             payload: what is sent to them; None where they share the memory of this process.
             results: of which ranks results are sent back, as in :class:`~fabric.launchers.LaunchSpec`.
             variables: what they add to their environment, besides their place and :func:`rank_variables`.
+            runs_script: whether they run a script; one that runs a function has failed if it exits before that returns.
         """
         for place in worlds:
             world = replace(place, store=f"file://{self._store.path}") if place.port is None else place
-            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables or {})
+            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables)
             stack = _PrivateFile()
             config = RankConfig(
                 world=world,
@@ -250,7 +248,7 @@ class Supervisor:
                 # OpenMP allows a list, one number per level of nesting.
                 threads=int(added["OMP_NUM_THREADS"].split(",")[0]),
                 stack_file=stack.path,
-                runs_script=self._runs_script,
+                runs_script=runs_script,
                 returns=results == "all" or (results == "first" and world.rank == 0),
             )
             control, theirs = multiprocessing.Pipe()
