@@ -146,18 +146,15 @@ class CollectiveChecker:
         with self._lock:  # not published: the next call does
             self._own = self._own._replace(calls=tuple(one for one in self._own.calls if one is not call))
 
-    def close(self) -> None:
-        """Publish that this rank makes no further calls, and why."""
-        self._end(exit_reason())
-
-    def _end(self, reason: str) -> None:
+    def close(self, reason: str = "") -> None:
+        """Publish that this rank makes no further calls, and why: that it has finished or raised, unless given."""
         with self._lock:
             if self._own.end_reason:
                 return
             latest = "" if self._latest is None else f"; its latest call was {self._latest}"
             # The store goes with the process that hosts it; then nobody is left who could read this.
             with suppress(dist.DistError):
-                self._publish(self._own._replace(end_reason=reason + latest))
+                self._publish(self._own._replace(end_reason=(reason or exit_reason()) + latest))
 
     def _wait(self, call: Call, number: int) -> None:
         """Wait until all members have begun call ``number`` of the group, and raise if they never will or differ."""
@@ -243,7 +240,7 @@ class CollectiveChecker:
 
     def _stop(self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION) -> NoReturn:
         """Raise, and make no further calls: the ranks are out of step from here on."""
-        self._end(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
+        self.close(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
         request = f"{call} (rank {self._rank} of {self._size})"
         self._error = CollectiveMismatchError(request, problem, expected, suggestion)
         raise self._error

@@ -84,7 +84,7 @@ class TrainingChecks:
         if (optimizer := self._optimizer()) is not None:
             self._backwards += 1
             self._note_gradients(optimizer)
-            self._compare(self._store.get_nowait(self._key("other")))
+            self._compare("other")
         if self._is_finished:
             self.close()
 
@@ -92,7 +92,7 @@ class TrainingChecks:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._calls += 1
-        self._compare(self._store.get_nowait(self._key("other")))
+        self._compare("other")
         # A closure computes the gradients within the step.
         if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
@@ -168,13 +168,14 @@ class TrainingChecks:
             first = self._store.set_if_absent(self._key("first"), published)
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
-                self._compare(first)
+                self._compare("first")
 
     def _key(self, which: str) -> str:
         return f"first steps/{self._number}/{self._steps}/{which}"
 
-    def _compare(self, published: bytes | None) -> None:
+    def _compare(self, which: str) -> None:
         """Raise if another rank has published a fingerprint that is not that of this one."""
+        published = self._store.get_nowait(self._key(which))
         if published is None:
             return
         own, (other, theirs) = self._store.rank, json.loads(published)

@@ -121,13 +121,13 @@ class UnevenInputDetector:
                 "a rank that has run out of batches takes no part in it",
                 suggestion="the collective, be it a checkpoint or a metric, after the with block",
             )
-        self._check_ends(self._recorder.counts[JOB] - self._counted)
+        self._check_ends()
 
     def finish(self) -> None:
         """Compare at the end of the job, as :meth:`check` does."""
         # The rank that hosts the store may have finished before.
         with suppress(dist.DistError):
-            self._check_ends(self._recorder.counts[JOB] - self._counted + 1)
+            self._check_ends(is_end=True)
 
     @contextmanager
     def joined(self, guards: Sequence[BypassGuard]) -> Iterator[None]:
@@ -183,8 +183,9 @@ class UnevenInputDetector:
             "model.module(x), or the end of the with block, for a pass without gradients",
         )
 
-    def _check_ends(self, collectives: int) -> None:
-        """Compare for the iterations that have ended since; ``collectives`` is how many followed the latest step."""
+    def _check_ends(self, is_end: bool = False) -> None:
+        """Compare for the iterations that have ended since; the end of the job counts as one more collective."""
+        collectives = self._recorder.counts[JOB] - self._counted + is_end
         for iteration in (self._latest, self._trained):
             if iteration is None or iteration.is_checked or not iteration.progress.finished:
                 continue
