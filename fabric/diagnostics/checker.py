@@ -12,13 +12,13 @@ counts as one that computes.)
 
 import os
 import threading
-import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from graphlib import CycleError, TopologicalSorter
 from hashlib import blake2b
 from itertools import pairwise
+from time import monotonic, sleep
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -158,7 +158,7 @@ class CollectiveChecker:
 
     def _wait(self, call: Call, number: int) -> None:
         """Wait until all members have begun call ``number`` of the group, and raise if they never will or differ."""
-        started, pause = time.monotonic(), _FIRST_PAUSE
+        started, pause = monotonic(), _FIRST_PAUSE
         next_search, searches, missing = started + _SEARCH_EVERY, False, list[int]()
         while True:
             # Before the records, so that what a rank published before it ended is seen.
@@ -180,7 +180,7 @@ class CollectiveChecker:
             for r in ended.keys() & set(missing):
                 problem = f"rank {r} does not call: its process (pid {ended[r]}) has ended; {_latest(records[r])}"
                 self._stop(call, problem)
-            now = time.monotonic()
+            now = monotonic()
             if missing and now - started > self._timeout:
                 latest = _table({r: _latest(records[r]) for r in missing})
                 self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not call:{latest}")
@@ -188,7 +188,7 @@ class CollectiveChecker:
             if searches:
                 next_search = now + _SEARCH_EVERY
             else:
-                time.sleep(pause)
+                sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _disagree(self, call: Call, number: int) -> NoReturn:
@@ -196,12 +196,12 @@ class CollectiveChecker:
         with self._lock:
             own = tuple(call if one.group == call.group else one for one in self._own.calls)
             self._publish(self._own._replace(calls=own))
-        until, calls = time.monotonic() + _ANSWER_WITHIN, dict[int, Call]()
-        while time.monotonic() < until:
+        until, calls = monotonic() + _ANSWER_WITHIN, dict[int, Call]()
+        while monotonic() < until:
             calls = _calls(self._read(call.members), call.group, number)
             if len(calls) == len(call.members) and not any(_DIGEST in one.data for one in calls.values()):
                 break
-            time.sleep(_FIRST_PAUSE)
+            sleep(_FIRST_PAUSE)
         self._stop(
             call,
             f"{in_words(call.members)} make different calls:{_table(calls)}\n  They differ in {difference(calls)}",

@@ -11,10 +11,10 @@ this is a collective.
 import json
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from time import monotonic, sleep
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -140,7 +140,7 @@ class HangReporter:
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
         self._snapshot: object = None  # of the flight recorder, and when it was another
-        self._unchanged_since = self._polled = time.monotonic()
+        self._unchanged_since = self._polled = monotonic()
         self._signals_seen = self._signals()
         self._published = 0  # the number of the latest report for which this rank has published its state
         self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
@@ -172,16 +172,16 @@ class HangReporter:
     def wait_for_report(self) -> str:
         """The report on what this rank waits in, requested now if there is none yet."""
         self._needs_report.set()
-        until = time.monotonic() + 2 * self._grace
-        while self._report is None and self._thread.is_alive() and time.monotonic() < until:
-            time.sleep(_PAUSE)
+        until = monotonic() + 2 * self._grace
+        while self._report is None and self._thread.is_alive() and monotonic() < until:
+            sleep(_PAUSE)
         self._needs_report.clear()
         return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(min(_LONGEST_TICK, self._interval)):
-                self._poll(time.monotonic())
+                self._poll(monotonic())
         except dist.DistError as error:
             self._store_error = f"the store of the job is gone: {error}"
 
@@ -224,13 +224,13 @@ class HangReporter:
 
     def _compose(self, request: bytes) -> None:
         """Compose the latest report once all states are there; as another rank only if rank 0 does not."""
-        store, number, until = self._store, self._published, time.monotonic() + self._grace
+        store, number, until = self._store, self._published, monotonic() + self._grace
         ranks, own = range(store.size), str(store.rank).encode()
         awaited = [(f"state/{number}/{rank}", f"closed/{rank}") for rank in ranks]
         if store.rank != 0:
             awaited, until = [(f"report/{number}",)], until + self._grace / 2
         for keys in awaited:
-            while all(store.get_nowait(key) is None for key in keys) and time.monotonic() < until:
+            while all(store.get_nowait(key) is None for key in keys) and monotonic() < until:
                 if self._stop.wait(_PAUSE):
                     return
         if store.set_if_absent(f"composed/{number}", own) != own:
@@ -269,5 +269,5 @@ class HangReporter:
             more += f"; its latest collective was {latest}" if latest else ""
             more += f"; its latest phase was {key}" if not phase and key and not members else ""
         members = () if len(members) == self._store.size else tuple(members)
-        waited = self._waited(time.monotonic())
+        waited = self._waited(monotonic())
         return RankState(place, more, bool(call or phase), waited, key, members, counts, self._stacks.own())

@@ -6,7 +6,6 @@ disk, and no setting of ``faulthandler`` that a user may have made is touched: t
 and is used only where nothing else catches it.
 """
 
-import contextlib
 import faulthandler
 import os
 import re
@@ -14,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import cache
 from itertools import islice, takewhile
 from pathlib import Path
@@ -80,7 +80,7 @@ def read_stack(address: Address) -> str:
         return "it does not answer, on another node"
     if has_ended(there, pid):
         return f"its process (pid {pid}) has ended"
-    with contextlib.suppress(OSError):  # it may end meanwhile
+    with suppress(OSError):  # it may end meanwhile
         if fd >= 0 and _catches(pid):
             with open(f"/proc/{pid}/fd/{fd}", "rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -120,7 +120,7 @@ def _catches(pid: int) -> bool:
 
 def _status(pid: int) -> str:
     """What Linux says of a process; empty elsewhere, and once it is gone."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         return Path(f"/proc/{pid}/status").read_text()
     return ""
 

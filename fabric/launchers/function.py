@@ -7,10 +7,8 @@ files: the rank's end of the control pipe, a pipe on which the server sends the 
 and the owner's standard output and error of this moment.
 """
 
-import contextlib
 import gc
 import importlib
-import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
@@ -20,6 +18,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
@@ -212,7 +211,7 @@ class _ForkServer:
         with self._lock:
             if self._server is not None:
                 requests, stop = self._server
-                with contextlib.suppress(OSError, EOFError):  # it was killed since the last launch
+                with suppress(OSError, EOFError):  # it was killed since the last launch
                     return _request(requests, control)
                 stop()
             requests, theirs = socket.socketpair()
@@ -287,7 +286,7 @@ def forkserver_main() -> None:
 
 def _send(status: Connection, number: int | None) -> None:
     # The owner may have gone; the next look at the requests shows it.
-    with contextlib.suppress(BrokenPipeError):
+    with suppress(BrokenPipeError):
         status.send(number)
 
 

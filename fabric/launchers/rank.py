@@ -22,7 +22,6 @@ The end of the pipe means to a rank that its supervisor is gone: it exits at onc
 """
 
 import atexit
-import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -37,6 +36,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -171,7 +171,7 @@ class ControlThread(threading.Thread):
         """Send a message; one to a supervisor that is gone is lost."""
         # A process that the script forks runs on through this code, and is not the rank.
         if os.getpid() == self._process:
-            with self._lock, contextlib.suppress(OSError):
+            with self._lock, suppress(OSError):
                 self._control.send((kind, content))
 
     def reports_requested(self) -> int:
@@ -185,7 +185,7 @@ class ControlThread(threading.Thread):
         """
         parent = os.getppid()
         # A process that the parent forked for other ends may hold its end of the pipe; the process id shows it.
-        with contextlib.suppress(EOFError, OSError):
+        with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
                     self._receive(*self._control.recv())
@@ -369,7 +369,7 @@ def exit_process(code: int) -> NoReturn:
     # Texts first: they go through the buffers.
     for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
         # Closed, detached or on a full disk: the interpreter's end would pass over it as well, and the others count.
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             file.flush()
     os._exit(code)
 

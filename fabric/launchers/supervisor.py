@@ -11,7 +11,6 @@ ended lately, or computes; where none of this is the case, the ranks wait for ea
 ``finally``.
 """
 
-import contextlib
 import math
 import multiprocessing
 import os
@@ -19,11 +18,12 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from time import monotonic
 from types import FrameType
 from typing import Any, Self
 
@@ -118,7 +118,7 @@ class RankProcess:
     def poll(self) -> bool:
         """Whether it has ended."""
         if self.exit_code is None:
-            self.exit_code, self.ended = self.exit_code_of(), time.monotonic()
+            self.exit_code, self.ended = self.exit_code_of(), monotonic()
         return self.exit_code is not None
 
     def has_failed(self) -> bool:
@@ -130,12 +130,12 @@ class RankProcess:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal, unless it has ended."""
         if not self.poll():
-            with contextlib.suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def send(self, kind: Any, content: Any = None) -> None:
         """Send a message; that a rank has died is found by :meth:`poll`."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.control.send((kind, content))
 
     def receive(self) -> None:
@@ -292,16 +292,16 @@ class Supervisor:
 
     def collect_until(self, seconds: float, done: Callable[[], object] = bool) -> None:
         """Take messages and exits until all ranks have ended, something is done, or so many seconds are over."""
-        deadline = time.monotonic() + seconds
-        while not self._collect(min(_POLL, max(0.0, deadline - time.monotonic()))) and not done():
-            if time.monotonic() >= deadline:
+        deadline = monotonic() + seconds
+        while not self._collect(min(_POLL, max(0.0, deadline - monotonic()))) and not done():
+            if monotonic() >= deadline:
                 return
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self._report_requested = True
         else:
-            self.signals.append((number, time.monotonic()))
+            self.signals.append((number, monotonic()))
 
     def _alive(self) -> list[RankProcess]:
         return [rank for rank in self.ranks if not rank.poll()]
@@ -339,8 +339,8 @@ class Supervisor:
             if not rank.is_exiting:
                 rank.kill(number if "ready" in rank.messages else signal.SIGKILL)
         # As long as it makes sense: [Note: Unresponsive ranks].
-        until = time.monotonic() + grace
-        while (alive := self._alive()) and (left := until - time.monotonic()) > 0 and not stop():
+        until = monotonic() + grace
+        while (alive := self._alive()) and (left := until - monotonic()) > 0 and not stop():
             before = sum(rank.processor_seconds() for rank in alive)
             self.collect_until(min(RESPOND, left), stop)
             worked = sum(rank.processor_seconds() for rank in alive) - before
