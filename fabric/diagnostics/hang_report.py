@@ -11,7 +11,7 @@ this is a collective.
 import json
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -130,10 +130,10 @@ class HangReporter:
     def __init__(
         self, store: JobStore, threshold: timedelta, timeout: timedelta, is_asynchronous: bool = False
     ) -> None:
-        control = ControlThread.of_this_process()
-        # How often a report has been requested by a signal of the supervisor, whose name is the same on its ranks.
-        self._signals: Callable[[], int] = int if control is None else control.reports_requested
-        self._supervisor = "" if control is None else control.supervisor
+        # It knows how often a report has been requested by a signal of the supervisor.
+        self._control = control = ControlThread.of_this_process()
+        self._supervisor = control.supervisor if control else ""  # the same on all ranks of it
+        self._signals_seen = control.reports_requested if control else 0
         self._store, self._is_asynchronous = store, is_asynchronous
         self._prints, half = bool(threshold), timeout / 2
         self._due = min(threshold or half, half).total_seconds()
@@ -141,7 +141,6 @@ class HangReporter:
         self._grace = _GRACE_PERIOD + 2 * self._interval
         self._snapshot: object = None  # of the flight recorder, and when it was another
         self._unchanged_since = self._polled = monotonic()
-        self._signals_seen = self._signals()
         self._published = 0  # the number of the latest report for which this rank has published its state
         self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
         self._report: str | None = None
@@ -193,7 +192,8 @@ class HangReporter:
         if self._report_number and self._report is None:
             text = self._store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
-        if (signals := self._signals()) > self._signals_seen:
+        signals = self._control.reports_requested if self._control else 0
+        if signals > self._signals_seen:
             self._request(signals)  # again until the signal is seen, if another request was first
         elif not self._report_number and (self._waited(now) > self._due or self._needs_report.is_set()):
             self._request()

@@ -152,6 +152,7 @@ class ControlThread(threading.Thread):
         config: that of this rank.
         calls: what a rank of a pool has to call, in order.
         supervisor: names the supervising process, or its fork server, among those of all machines.
+        reports_requested: how often it has asked for a report.
     """
 
     def __init__(self, control: Connection, config: RankConfig) -> None:
@@ -160,7 +161,7 @@ class ControlThread(threading.Thread):
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._control, self._process, self._lock = control, os.getpid(), threading.Lock()
         self.supervisor = f"{socket.gethostname()}:{os.getppid()}"
-        self._reports = 0
+        self.reports_requested = 0
 
     @classmethod
     def of_this_process(cls) -> "ControlThread | None":
@@ -173,10 +174,6 @@ class ControlThread(threading.Thread):
         if os.getpid() == self._process:
             with self._lock, suppress(OSError):
                 self._control.send((kind, content))
-
-    def reports_requested(self) -> int:
-        """How often the supervisor has asked for a report."""
-        return self._reports
 
     def run(self) -> None:
         """Serve the pipe until the supervisor is gone, then exit at once, whatever the main thread waits for.
@@ -199,7 +196,7 @@ class ControlThread(threading.Thread):
             is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.send("described", Failure.of(error) if is_failure else None)
         elif kind == "report":
-            self._reports += 1
+            self.reports_requested += 1
         else:
             self.calls.put(content)
 
