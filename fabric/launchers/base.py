@@ -137,9 +137,8 @@ def start_interpreter(
 
 def is_interactive() -> bool:
     """Whether this process is a notebook, a Python or IPython prompt, or ``python -i``."""
-    ipython = sys.modules.get("IPython")
-    ipython_shell = None if ipython is None else ipython.get_ipython()
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or ipython_shell is not None
+    ipython_shell = getattr(sys.modules.get("IPython"), "get_ipython", bool)()
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive or ipython_shell)
 
 
 def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platform) -> Literal["forkserver", "fork"]:

@@ -31,7 +31,7 @@ from fabric.errors import RankFailedError
 from fabric.launchers.rank import Failure, Payload, RankConfig
 from fabric.world import World, available_cores
 
-__all__ = ["EXPLANATIONS", "RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
+__all__ = ["RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
 
 Started = tuple[int, Callable[[], int | None]]
 """The id of a process, and what returns its exit code, negative for a signal, or None while it runs."""
@@ -360,8 +360,7 @@ class Supervisor:
             # To end early is no error by itself: show what it did to the first of the others.
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
         how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
-        request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
-        return RankFailedError(request, rank.rank, code, text, EXPLANATIONS.get(code, ""))
+        return RankFailedError(f"rank {rank.rank} of {rank.config.world.world_size} {how}", rank.rank, code, text)
 
 
 def rank_variables(environ: Mapping[str, str], world: World, cores: int, platform: str) -> dict[str, str]:
@@ -387,15 +386,11 @@ def exit_status(code: int) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """How a rank ended, for a sentence that begins with its name."""
-    if code >= 0:
+    """How a rank ended and what that usually means, for a sentence that begins with its name."""
+    if code == 0:
+        return "exited with exit code 0: it ended early, without an error, while the other ranks still needed it"
+    if code > 0:
         return f"exited with exit code {code}"
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
-    return f"was killed by {name} (exit code {code})"
-
-
-# What an exit code usually means.
-EXPLANATIONS = {
-    0: "it ended early, without an error, while the other ranks still needed it",
-    -signal.SIGKILL: "fabric did not do it; the system kills this way when memory runs out",
-}
+    hint = ": fabric did not do it; the system kills this way when memory runs out" if code == -signal.SIGKILL else ""
+    return f"was killed by {name} (exit code {code}){hint}"

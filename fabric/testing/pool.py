@@ -22,7 +22,7 @@ from fabric.launchers.base import node_worlds
 from fabric.launchers.function import fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
 from fabric.launchers.serialize import Call, dump_call, dump_result, has_cloudpickle, load
-from fabric.launchers.supervisor import EXPLANATIONS, RankProcess, Supervisor, describe_exit
+from fabric.launchers.supervisor import RankProcess, Supervisor, describe_exit
 from fabric.seed import seed_everything
 from fabric.testing.base import Report, check_arguments, failure, for_rank, name_of, raised
 
@@ -160,7 +160,7 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
         report, payload = rank.messages["reply"]
         return replace(report, error=_load_error(payload)) if report.failed else report
     if rank.exit_code is not None:
-        did = "; ".join(filter(None, (describe_exit(rank.exit_code), EXPLANATIONS.get(rank.exit_code))))
+        did = describe_exit(rank.exit_code)
         return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.read_stack())
     if failed:
         return Report(rank=rank.rank, did="was still in the call")
