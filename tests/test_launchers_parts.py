@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
-from fabric.launchers import LAUNCHERS, LaunchSpec
+from fabric.launchers import LAUNCHERS, LaunchSpec, serialize
 from fabric.launchers.base import is_interactive, node_worlds, notebook_start_method
 from fabric.launchers.rank import is_secondary
 from fabric.launchers.script import Script
@@ -137,34 +137,42 @@ def test_secondary_failures_are_told_from_causes(error, expected):
     assert is_secondary(error) is expected
 
 
+@pytest.fixture
+def no_cloudpickle(monkeypatch):
+    monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
+
+
 def test_a_function_of_a_module_travels_by_name():
-    packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False, by_value=False)
+    packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False)
     assert not needs_main
     assert len(packed) < 200
 
 
+@pytest.mark.usefixtures("no_cloudpickle")
 def test_a_closure_without_cloudpickle_names_the_installation():
     with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[notebook\]"'):
-        dump_call(Call(lambda: None, (), {}), main_is_importable=True, by_value=False)
+        dump_call(Call(lambda: None, (), {}), main_is_importable=True)
 
 
-def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation():
+def test_a_function_of_a_notebook_without_cloudpickle_names_the_installation(monkeypatch):
     main = sys.modules["__main__"]
     exec("def typed(): return 1", main.__dict__)
     function = main.typed
     try:
+        assert not dump_call(Call(function, (), {}), main_is_importable=False)[1]
+        monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
+        assert dump_call(Call(function, (), {}), main_is_importable=True)[1]
         with pytest.raises(MissingDependencyError, match="typed"):
-            dump_call(Call(function, (), {}), main_is_importable=False, by_value=False)
-        assert dump_call(Call(function, (), {}), main_is_importable=True, by_value=False)[1]
-        assert not dump_call(Call(function, (), {}), main_is_importable=False, by_value=True)[1]
+            dump_call(Call(function, (), {}), main_is_importable=False)
     finally:
         del main.typed
 
 
 @pytest.mark.parametrize("by_value", [False, True])
-def test_an_argument_that_cannot_travel_is_named(by_value):
+def test_an_argument_that_cannot_travel_is_named(monkeypatch, by_value):
+    monkeypatch.setattr(serialize, "has_cloudpickle", lambda: by_value)
     with pytest.raises(ArgumentTypeError, match=r"kwargs\['data'\]\[2\] is a generator"):
-        dump_call(Call(print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True, by_value=by_value)
+        dump_call(Call(print, (), {"data": [1, 2, (x for x in ())]}), main_is_importable=True)
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-def dump_call(
-    call: Call, *, main_is_importable: bool, by_value: bool | None = None, by_name: bool = True
-) -> tuple[bytes, bool]:
+def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
     What lives in importable modules is pickled by name, and so is what a script defines: the ranks import the script,
@@ -34,7 +32,6 @@ def dump_call(
     Args:
         call: function, positional and keyword arguments.
         main_is_importable: whether a rank could import ``__main__`` instead.
-        by_value: whether ``cloudpickle`` may be used; None finds out whether it is installed.
         by_name: whether the standard library's ``pickle`` may be tried first.
 
     Returns:
@@ -44,7 +41,7 @@ def dump_call(
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not installed.
         ArgumentTypeError: a part of the call cannot be pickled; the text names it.
     """
-    by_value = has_cloudpickle() if by_value is None else by_value
+    by_value = has_cloudpickle()
     dump = _cloudpickle().dumps if by_value else pickle.dumps
     packed = _attempt(pickle.dumps, call) if by_name else None
     # Anything that is pickled by name holds the name of its module: without this text nothing refers to __main__.
