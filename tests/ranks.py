@@ -23,9 +23,6 @@ class SharedRanks(Launcher):
 
     name = "shared"
 
-    def check(self, spec: LaunchSpec) -> None:
-        pass
-
     def launch(
         self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
     ) -> Any:

@@ -63,7 +63,6 @@ class Launcher(ABC):
     name: str
     runs_function: ClassVar[bool] = True
 
-    @abstractmethod
     def check(self, spec: LaunchSpec) -> None:
         """Raise a :class:`~fabric.errors.FabricError` when this launch cannot work; starts no process."""
 
@@ -85,9 +84,6 @@ class InlineLauncher(Launcher):
     """Runs a function in this process: the only one of its job, or one that somebody else made."""
 
     name = "inline"
-
-    def check(self, spec: LaunchSpec) -> None:
-        """Accept everything: there is nothing to start."""
 
     def launch(
         self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
