@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +40,7 @@ T = TypeVar("T")
 _Prepared = tuple[dict[str, Any], list[tuple[dict[str, Any], Callable[[], None]]]]
 
 
+@dataclass
 class CheckpointCoordinator:
     """Saves and loads the checkpoints of one running job.
 
@@ -50,16 +52,11 @@ class CheckpointCoordinator:
         scaler: the loss scaler of the job, or None.
     """
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        saver: AsyncSaver,
-        io: CheckpointIO,
-        access: Access,
-        scaler: Any = None,
-    ) -> None:
-        self._communicator, self._saver, self._io = communicator, saver, io
-        self._access, self._scaler = access, scaler
+    communicator: Communicator
+    saver: AsyncSaver
+    io: CheckpointIO
+    access: Access
+    scaler: Any = None
 
     def save(
         self,
@@ -74,21 +71,21 @@ class CheckpointCoordinator:
         Collective. Rank 0 writes, or every rank its shards if that is the format; ``async_``, after this has returned.
         """
         self._join_pending()
-        request, io = f"fabric.save({str(path)!r}, ...)", self._io
-        sharded, is_first = isinstance(io, ShardedCheckpoint), self._communicator.rank == 0
-        contents = self._agreed(request, lambda: self._access.read(state))
-        contents = contents if sharded else self._access.full(contents)
+        request, io = f"fabric.save({str(path)!r}, ...)", self.io
+        sharded, is_first = isinstance(io, ShardedCheckpoint), self.communicator.rank == 0
+        contents = self._agreed(request, lambda: self.access.read(state))
+        contents = contents if sharded else self.access.full(contents)
         # The format of shards checks the content itself, once it has taken the DTensors out.
         entries = self._agreed(request, lambda: collect(state, contents, filter, trainable_only, not sharded))
         metadata: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "torch_version": str(torch.__version__),
-            "world_size": self._communicator.size,
-            "loss_scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "world_size": self.communicator.size,
+            "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
         own = {"rng": rng_state()}
         if not sharded:
-            metadata["rng"] = gather_on_first(self._communicator, own["rng"])
+            metadata["rng"] = gather_on_first(self.communicator, own["rng"])
         content = {**entries, METADATA_KEY: metadata} if sharded or is_first else {}
 
         def write(content: Mapping[str, Any], communicator: Communicator) -> None:
@@ -98,13 +95,13 @@ class CheckpointCoordinator:
                 raise_on_any_rank_error(communicator, request, lambda: io.save(content, path) if is_first else None)
 
         if not async_:
-            write(content, self._communicator)
+            write(content, self.communicator)
             return None
         path = Path(os.path.abspath(path))  # the process may go to another folder meanwhile
-        group = self._saver.group()
-        staged = self._agreed(request, lambda: self._saver.buffers.copy(content))
-        self._saver.pending = PendingSave(path, lambda: write(staged, group))
-        return self._saver.pending
+        group = self.saver.group()
+        staged = self._agreed(request, lambda: self.saver.buffers.copy(content))
+        self.saver.pending = PendingSave(path, lambda: write(staged, group))
+        return self.saver.pending
 
     def load(
         self,
@@ -124,15 +121,15 @@ class CheckpointCoordinator:
         """
         request = f"fabric.load{'_raw' if is_raw else ''}({str(path)!r}, ...)"
         self._join_pending()
-        io = self._io
+        io = self.io
         if isinstance(io, FullCheckpoint | ShardedCheckpoint):
             is_folder = os.path.isdir(path) if os.path.exists(path) else isinstance(io, ShardedCheckpoint)
             # As rank 0 sees it. A folder is no bare state dict, as the format of one file says.
-            io = own_format(self._communicator.broadcast_object(is_folder and not is_raw, 0))
+            io = own_format(self.communicator.broadcast_object(is_folder and not is_raw, 0))
         if not weights_only and not isinstance(io, FullCheckpoint):
             problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
-        stored = io.open(path, self._communicator) if isinstance(io, ShardedCheckpoint) else None
+        stored = io.open(path, self.communicator) if isinstance(io, ShardedCheckpoint) else None
         targets = state or {}
 
         def prepare() -> _Prepared:
@@ -147,50 +144,50 @@ class CheckpointCoordinator:
                     raise ArgumentTypeError(request, "the object has no state_dict() and load_state_dict()")
                 loaded = dict.fromkeys(targets, loaded)
             metadata = read_metadata(loaded)
-            check_fits(loaded, targets, self._access.module_state, strict)
+            check_fits(loaded, targets, self.access.module_state, strict)
             modules = {name: loaded.pop(name) for name in [*loaded] if isinstance(targets.get(name), nn.Module)}
             return metadata, [(loaded, lambda: None), (modules, lambda: None)]
 
         def read(content: dict[str, Any], fill: Callable[[], None]) -> dict[str, Any]:
             fill()
-            return restore(content, state, self._access, strict)
+            return restore(content, state, self.access, strict)
 
         metadata, parts = self._agreed(request, prepare)
         # An object that refuses its state, on whichever rank, leaves the modules of all ranks alone.
         others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
         if state is None:
             return others
-        if self._scaler is not None and metadata.get("loss_scaler") is not None:
-            self._scaler.load_state_dict(metadata["loss_scaler"])
+        if self.scaler is not None and metadata.get("loss_scaler") is not None:
+            self.scaler.load_state_dict(metadata["loss_scaler"])
         # The streams of another number of ranks belong to none of these.
-        if rng and metadata.get("world_size") == self._communicator.size and metadata.get("rng"):
-            set_rng_state(metadata["rng"][self._communicator.rank])
+        if rng and metadata.get("world_size") == self.communicator.size and metadata.get("rng"):
+            set_rng_state(metadata["rng"][self.communicator.rank])
         return others
 
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
-        return raise_on_any_rank_error(self._communicator, request, action)
+        return raise_on_any_rank_error(self.communicator, request, action)
 
     def _join_pending(self) -> None:
-        pending = self._saver.pending
+        pending = self.saver.pending
         if pending is not None:
-            self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self._saver.join)
+            self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self.saver.join)
 
     def _prepare_shards(
         self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
     ) -> _Prepared:
         """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
-        rank, content, modules = self._communicator.rank, stored.content, {}
+        rank, content, modules = self.communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
         metadata = read_metadata({METADATA_KEY: stored.metadata})
-        if metadata.get("world_size") == self._communicator.size and stored.per_rank:
+        if metadata.get("world_size") == self.communicator.size and stored.per_rank:
             metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
         if state is not None:
-            check_fits(content, state, self._access.module_state, strict)
+            check_fits(content, state, self.access.module_state, strict)
             for name in content:
                 value = state.get(name)
                 if isinstance(value, nn.Module):
                     del others[name]
-                    own = self._access.module_state(value).items()
+                    own = self.access.module_state(value).items()
                     modules[name] = {key: None if is_lazy(item) else item for key, item in own}
                 elif name in state:
                     others[name] = _targets(value, content[name])
