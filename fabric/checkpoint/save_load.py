@@ -266,7 +266,17 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
         yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
         return
     if isinstance(target, Optimizer):
-        yield from _optimizer_mismatches(target, content)
+        if "state" not in content or "param_groups" not in content:
+            entries = listed(map(repr, content))
+            yield f"the file has {entries} where an optimizer's 'state' and 'param_groups' have to be"
+            return
+        groups = content["param_groups"], target.param_groups
+        saved, present = ([len(group["params"]) for group in each] for each in groups)
+        if saved != present:
+            yield (
+                f"the groups of the {type(target).__name__} hold {listed(present)} parameters, "
+                f"those of the file {listed(saved)}"
+            )
         return
     expected = module_state(target)
     missing = [name for name in expected if name not in content]
@@ -287,20 +297,6 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
     if shapes:
         # All of them: the one that shows what is wrong may be the last.
         yield f"other shapes: {', '.join(shapes)}"
-
-
-def _optimizer_mismatches(optimizer: Optimizer, content: Mapping[str, Any]) -> Iterator[str]:
-    if "state" not in content or "param_groups" not in content:
-        yield f"the file has {listed(map(repr, content))} where an optimizer's 'state' and 'param_groups' have to be"
-        return
-    saved, present = (
-        [len(group["params"]) for group in groups] for groups in (content["param_groups"], optimizer.param_groups)
-    )
-    if saved != present:
-        yield (
-            f"the groups of the {type(optimizer).__name__} hold {listed(present)} parameters, "
-            f"those of the file {listed(saved)}"
-        )
 
 
 def own_format(sharded: bool) -> CheckpointIO:
