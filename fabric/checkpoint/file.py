@@ -141,9 +141,17 @@ class FullCheckpoint:
             try:
                 loaded: Any = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
             except pickle.UnpicklingError as error:
-                if weights_only:
-                    _refuse_code(request, path, error)
-                raise
+                names = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
+                if not (weights_only and names):  # somebody else's code, or damage
+                    raise
+                raise UnsafeCheckpointError(
+                    request,
+                    f"it holds {', '.join(names)}: rebuilding that could run any code, so nothing was loaded",
+                    "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
+                    "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what "
+                    "the file names. A class of your own can be allowed with "
+                    "torch.serialization.add_safe_globals([TheClass])",
+                ) from error
         if not isinstance(loaded, dict):
             problem = f"the file holds a {type(loaded).__name__}"
             raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
@@ -395,19 +403,6 @@ def _verify(path: Path) -> bool:
             if changed := next(packed, None) or archive.testzip():
                 raise ValueError(f"the checksum of {changed} does not match")
     return True
-
-
-def _refuse_code(request: str, path: Path, error: Exception) -> None:
-    """Raise, with names, if a file that torch could not load would run code: else it is damaged."""
-    offenders = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
-    if offenders:
-        raise UnsafeCheckpointError(
-            request,
-            f"it holds {', '.join(offenders)}: rebuilding that could run any code, so nothing was loaded",
-            "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
-            "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what the file "
-            "names. A class of your own can be allowed with torch.serialization.add_safe_globals([TheClass])",
-        ) from error
 
 
 def _names_in(path: Path) -> list[str]:
