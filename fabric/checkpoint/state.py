@@ -80,12 +80,13 @@ class Access:
             ConfigurationError: one is called ``"__fabric__"``.
         """
         check_entries(state)
-        return {name: self._read(value) for name, value in state.items()}
-
-    def _read(self, value: Any) -> Any:
-        if isinstance(value, nn.Module):
-            return self.module_state(value)
-        return value.state_dict() if is_stateful(value) else value
+        contents = dict(state)
+        for name, value in state.items():
+            if isinstance(value, nn.Module):
+                contents[name] = self.module_state(value)
+            elif is_stateful(value):
+                contents[name] = value.state_dict()
+        return contents
 
 
 def collect(
@@ -147,7 +148,7 @@ def is_stateful(value: Any) -> bool:
     Raises:
         ArgumentTypeError: it is a ``DataLoader`` that is not set up.
     """
-    if not isinstance(value, type) and all(hasattr(value, name) for name in ("state_dict", "load_state_dict")):
+    if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return True
     if isinstance(value, DataLoader):
         raise ArgumentTypeError(
