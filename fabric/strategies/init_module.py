@@ -14,6 +14,7 @@ checkpoint may hold.
 import ctypes
 import mmap
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ class MappedMemory(DispatchMode):
         self._used = 0
         _unnamed_file(SMALLEST)
         folder = tempfile.gettempdir()
-        if warn and _file_system(folder) in ("tmpfs", "ramfs"):
+        if warn and _is_memory(folder):
             warnings.warn(
                 f"init_module() builds the model in {folder}, which is itself memory (tmpfs). Name a folder on a disk "
                 "in the environment of the job, such as TMPDIR=/var/tmp",
@@ -246,9 +247,8 @@ def _release_pages(storage: torch.UntypedStorage) -> None:
     advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
 
 
-def _file_system(folder: str) -> str:
-    """The type of the file system that a folder is on, such as "tmpfs"; empty where it is not known."""
+def _is_memory(folder: str) -> bool:
+    """Whether a folder is on a file system that keeps its files in memory; false where it is not known."""
     mounts, device = Path("/proc/self/mountinfo"), os.stat(folder).st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    lines = mounts.read_text().splitlines() if mounts.exists() else []
-    return next((line.split(" - ")[1].split()[0] for line in lines if line.split()[2] == number), "")
+    entry = rf"(?m)^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (tmpfs|ramfs) "
+    return mounts.exists() and re.search(entry, mounts.read_text()) is not None
