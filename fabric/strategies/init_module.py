@@ -172,11 +172,6 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    places: dict[Tensor, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for named in (owner.named_parameters, owner.named_buffers):
-            for name, tensor in named(recurse=False, remove_duplicate=False):
-                places.setdefault(tensor, []).append((owner, name))
     copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.is_meta:
@@ -199,8 +194,11 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
             continue
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        for owner, name in places[tensor]:
-            setattr(owner, name, value)
+        for owner in module.modules():
+            for held in (owner._parameters, owner._buffers):
+                for name, each in held.items():
+                    if each is tensor:
+                        setattr(owner, name, value)
 
 
 class _WithoutInit(TorchFunctionMode):
