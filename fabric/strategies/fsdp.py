@@ -32,7 +32,14 @@ from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
-from fabric.strategies.init_module import built_for_shards, created_on, is_mapped, receive_values
+from fabric.strategies.init_module import (
+    EmptyParameter,
+    MappedMemory,
+    created_on,
+    is_mapped,
+    receive_values,
+    registered_on_meta,
+)
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]
@@ -177,7 +184,10 @@ class FSDPStrategy(ParallelStrategy):
         before, from_rank0 = torch.get_rng_state(), source == "rank0" and not empty
         receives = from_rank0 and not self.is_global_zero
         key, states = f"init_module/{next(self._builds)}", b""
-        memory = built_for_shards(empty, receives, warn=self.local_rank == 0)
+        if empty or receives:
+            memory = registered_on_meta(EmptyParameter if empty else nn.Parameter)
+        else:
+            memory = MappedMemory(warn=self.local_rank == 0)
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
                 yield

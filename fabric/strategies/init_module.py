@@ -18,7 +18,7 @@ import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -35,7 +35,7 @@ from fabric.communicators import Communicator
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "built_for_shards", "created_on", "is_mapped", "receive_values"]
+__all__ = ["EmptyParameter", "MappedMemory", "created_on", "is_mapped", "receive_values", "registered_on_meta"]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -124,22 +124,9 @@ class EmptyParameter(nn.Parameter):
     """A meta parameter that a checkpoint is to fill. A class, since that survives ``deepcopy``."""
 
 
-def built_for_shards(empty: bool, receives: bool, warn: bool) -> AbstractContextManager[Any]:
-    """A context in which modules are built as ``[Note: Building for shards]`` says.
-
-    Args:
-        empty: the values of parameters are left to a checkpoint.
-        receives: this rank receives all values from rank 0.
-        warn: see :class:`MappedMemory`, and the errors there.
-    """
-    if empty or receives:
-        return _registered_on_meta(EmptyParameter if empty else nn.Parameter)
-    return MappedMemory(warn)
-
-
 @contextmanager
-def _registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
-    """Within this context, parameters of 64 KB or more become meta parameters when a module registers them."""
+def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
+    """Within this context, parameters of 64 KB or more become meta ones of this type when a module registers them."""
     replacements = WeakTensorKeyDictionary()
 
     def replace(module: nn.Module, name: str, tensor: nn.Parameter | None) -> Any:
