@@ -283,12 +283,14 @@ def _layout(root: nn.Module) -> str:
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     with_parts = {part for part in root.modules() if any(True for _ in part.children())}
-    in_lists = {part for parent in root.modules() if isinstance(parent, _LISTS) for part in parent.children()}
-    in_sequences = {
-        part for parent in root.modules() if isinstance(parent, nn.Sequential) for part in parent.children()
+    in_lists = {
+        part
+        for parent in root.modules()
+        for part in parent.children()
+        # A layer without parts in a sequence is too small for a collective of its own.
+        if isinstance(parent, _LISTS) or (isinstance(parent, nn.Sequential) and part in with_parts)
     }
-    # A layer without parts in a sequence is too small for a collective of its own.
-    for chosen in (in_lists | (in_sequences & with_parts), with_parts - {root}):
+    for chosen in (in_lists, with_parts - {root}):
         candidates = [module for module in root.modules() if module in chosen and _can_be_sharded(module)]
         counts = Counter(map(type, candidates))
         repeated = [module for module in candidates if counts[type(module)] > 1]
