@@ -113,7 +113,7 @@ class FabricModule(nn.Module):
         Raises:
             ArgumentTypeError: the user's module has no such method.
         """
-        name = method if isinstance(method, str) else getattr(method, "__name__", repr(method))
+        name = str(getattr(method, "__name__", method))
         if name == "forward" or not callable(getattr(self._fabric_original, name, None)):
             problem = f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself"
             raise ArgumentTypeError(f"mark_forward_method({method!r})", problem)
@@ -127,9 +127,7 @@ class FabricModule(nn.Module):
     eval = nn.Module.eval  # calls train()
 
     def __getattr__(self, name: str) -> Any:
-        original = self.__dict__.get("_fabric_original")
-        if original is None:  # while a copy is being made
-            raise AttributeError(name)
+        original = self.__dict__["_fabric_original"]
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
             if name in FORWARD_METHODS or name in self._fabric_marked:
