@@ -8,6 +8,7 @@ which is exact, since scales are powers of two.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -16,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
 from fabric.errors import ConfigurationError, UsageError
@@ -66,7 +66,7 @@ class LossScaler:
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
         self._growth_interval, self._max_over_ranks = growth_interval, max_over_ranks
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
 
     @property
     def scale(self) -> float:
@@ -76,14 +76,12 @@ class LossScaler:
     def register(self, optimizer: Optimizer) -> None:
         """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
         self._states[optimizer] = _OptimizerState(_Stage.STEPPED, torch.zeros_like(self._scale))
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
         """Remove the hooks: the optimizers step as if they had never been watched."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, to be called once at the start of each backward pass, on its tensor.

@@ -4,7 +4,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -101,7 +101,7 @@ class DDPStrategy(ParallelStrategy):
         # The names that DistributedDataParallel numbers: what is frozen later keeps its number.
         self._wrappers: WeakKeyDictionary[DistributedDataParallel, list[str]] = WeakKeyDictionary()
         # What teardown has to do to modules and optimizers.
-        self._cleanup: list[Callable[[], object]] = []
+        self._cleanup = ExitStack()
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
@@ -122,7 +122,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         for layer in module.modules() if self.sync_batchnorm else ():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
-                self._cleanup.append(partial(setattr, layer, "__class__", type(layer)))
+                self._cleanup.callback(setattr, layer, "__class__", type(layer))
                 # The same object, with its parameters, buffers and hooks: torch's own conversion makes another one.
                 vars(layer)["process_group"] = None
                 layer.__class__ = nn.SyncBatchNorm
@@ -151,7 +151,7 @@ class DDPStrategy(ParallelStrategy):
             if any(parameter.grad is not None for group in stepped.param_groups for parameter in group["params"]):
                 averager.average_parameters(stepped.param_groups)
 
-        self._cleanup.append(optimizer.register_step_post_hook(average).remove)
+        self._cleanup.callback(optimizer.register_step_post_hook(average).remove)
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -205,9 +205,7 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        for undo in self._cleanup:
-            undo()
-        self._cleanup.clear()
+        self._cleanup.close()
         self._wrappers.clear()
         super().teardown()
 
