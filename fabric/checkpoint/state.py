@@ -119,7 +119,7 @@ def collect(
         if trainable_only and isinstance(value, nn.Module):
             dropped = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
         if name in keep:
-            dropped |= {key for key, item in content.items() if key not in dropped and not keep[name](key, item)}
+            dropped |= {key for key, item in content.items() if not keep[name](key, item)}
         if dropped:
             # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
             content = copy.copy(content)
