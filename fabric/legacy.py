@@ -173,8 +173,12 @@ class DDPSpawnPlugin(DDPStrategy):
     ) -> None:
         _deprecated("DDPSpawnPlugin(...)", 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn")')
         super().__init__(
-            *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
-            *(_one_precision(precision_plugin, precision), *ddp_comm),
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            _one_precision(precision_plugin, precision),
+            *ddp_comm,
             start_method="spawn",
             **options,
         )
@@ -298,9 +302,12 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     ) -> None:
         _deprecated("DDPFullyShardedNativeStrategy(...)", 'Fabric(strategy="fsdp"), or FSDPStrategy(...)')
         super().__init__(
-            *(accelerator, parallel_devices, cluster_environment, checkpoint_io),
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
             _one_precision(precision_plugin, precision),
-            process_group_backend=process_group_backend,
+            process_group_backend,
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
