@@ -199,8 +199,6 @@ def raise_on_any_rank_error(communicator: Communicator, request: str, action: Ca
         raise error or CheckpointError(
             f"{request} on rank {communicator.rank}",
             f"it failed on rank {failed} of {size}: {text}",
-            "a call that succeeds on every rank",
-            f"see the error of rank {failed}",
         )
     return result
 
@@ -384,10 +382,10 @@ def _require_file(request: str, path: Path) -> None:
             "it is a folder",
             "a file that fabric.save wrote",
             f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
-            f"or, in a shell, fabric consolidate {os.fspath(path)}, which makes one file of it",
+            f"or, in a shell, fabric consolidate {path}, which makes one file of it",
         )
     if not os.path.isfile(path):
-        raise not_found(request, Path(path), "file")
+        raise not_found(request, path, "file")
 
 
 def _verify(path: Path) -> bool:

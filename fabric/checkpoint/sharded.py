@@ -175,7 +175,6 @@ class ShardedCheckpoint:
             CheckpointNotFoundError: there is none.
             CheckpointError: ``path`` is a file, or its ``index.json`` is not of fabric.
         """
-        path = Path(path)
         _read_index(f"remove the checkpoint {str(path)!r}", path)
         # First, so that what remains of an interrupted removal is no checkpoint.
         (path / _INDEX).unlink()
@@ -206,8 +205,7 @@ def consolidate(directory: Path, output: Path | None = None, key: str | None = N
         ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
             a file that holds all entries.
     """
-    directory = Path(directory)
-    output = Path(f"{os.path.abspath(directory)}.pt") if output is None else Path(output)
+    output = output or Path(f"{os.path.abspath(directory)}.pt")
     request = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
     stored = ShardedCheckpoint().open(directory)
     names = list(stored.content)
@@ -356,14 +354,13 @@ def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
 
 
-def _read_index(request: str, path: str | os.PathLike[str]) -> tuple[str, bytes]:
+def _read_index(request: str, path: Path) -> tuple[str, bytes]:
     """Which save the folder ``path`` holds, and what else its index says, as JSON.
 
     Raises:
         CheckpointNotFoundError: there is nothing at ``path``, or a folder in which no save was ever committed.
         CheckpointError: ``path`` is a file, the index is damaged or not of fabric, or another version wrote it.
     """
-    path = Path(path)
     if not (path / _INDEX).is_file():
         raise _absent(request, path)
     with read_errors(request):

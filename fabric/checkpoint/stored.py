@@ -48,7 +48,7 @@ class StoredCheckpoint:
     """
 
     def __init__(self, request: str, path: Path, index: bytes) -> None:
-        self._request, self._path = request, Path(path)
+        self._request, self._path = request, path
         self._files: dict[str, Tensor] = {}
         with read_errors(request):
             self._index = json.loads(index)
