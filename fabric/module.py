@@ -193,8 +193,7 @@ def _cast_forward(module: nn.Module, prepared: nn.Module, precision: Precision, 
     if precision.compute_dtype is not None:
         return _mixed_forward(prepared, precision, device.type)
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return prepared if dtype is None else _true_forward(prepared, dtype)
+    return _true_forward(prepared, dtypes.pop()) if len(dtypes) == 1 else prepared
 
 
 def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
