@@ -175,13 +175,34 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
 
     @override
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
-        """Run each replica on its part, in threads that end before this returns."""
+        """Run each replica on its part, in a thread; once all have ended, raise the error of the first that has one."""
         as_caller = _as_caller(self.src_device_obj.type)
-        calls = [
-            partial(as_caller, replica, *own_inputs, **own_kwargs)
-            for replica, own_inputs, own_kwargs in zip(replicas, inputs, kwargs, strict=True)
-        ]
-        return _run_in_threads(calls, self.src_device_obj)
+        results: list[Any] = [None] * len(replicas)
+        errors: dict[int, BaseException] = {}
+
+        def work(index: int) -> None:
+            try:
+                results[index] = as_caller(replicas[index], *inputs[index], **kwargs[index])
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
+                errors[index] = error
+
+        indices = range(len(replicas))
+        threads = [threading.Thread(target=work, args=(index,), name=f"replica-{index}") for index in indices]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            first = min(errors)
+            errors[first].add_note(
+                f"replica {first} of {len(replicas)} on {self.src_device_obj} raised this on its part of the batch"
+            )
+            try:
+                raise errors[first]
+            finally:
+                # The error's traceback leads to these frames: without this, their tensors would outlive it.
+                errors.clear()
+        return results
 
     @override
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
@@ -231,33 +252,6 @@ def _as_caller(device_type: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return call
-
-
-def _run_in_threads(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
-    """Call each in a thread of its own; once all have ended, raise the error of the first that has one."""
-    results: list[Any] = [None] * len(calls)
-    errors: dict[int, BaseException] = {}
-
-    def work(index: int) -> None:
-        try:
-            results[index] = calls[index]()
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            errors[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,), name=f"replica-{index}") for index in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        first = min(errors)
-        errors[first].add_note(f"replica {first} of {len(calls)} on {device} raised this on its part of the batch")
-        try:
-            raise errors[first]
-        finally:
-            # The error's traceback leads to these frames: without this, their tensors would outlive it.
-            errors.clear()
-    return results
 
 
 def _part(start: int, size: int, tensor: Tensor) -> Tensor:
