@@ -181,7 +181,7 @@ class FSDPStrategy(ParallelStrategy):
         With ``source="rank0"`` the other ranks wait for rank 0 when they leave it: one whose generator was in rank 0's
         state gets the state that rank 0's is in.
         """
-        before, from_rank0 = torch.get_rng_state(), source == "rank0" and not empty
+        before, from_rank0 = bytes(torch.get_rng_state().tolist()), source == "rank0" and not empty
         receives = from_rank0 and not self.is_global_zero
         key, states = f"init_module/{next(self._builds)}", b""
         if empty or receives:
@@ -191,7 +191,7 @@ class FSDPStrategy(ParallelStrategy):
         try:
             with created_on(torch.device("cpu"), self.runtime.precision.param_dtype, empty), memory:
                 yield
-            states = bytes((*before.tolist(), *torch.get_rng_state().tolist()))
+            states = before + bytes(torch.get_rng_state().tolist())
         finally:
             if from_rank0 and self.is_global_zero:
                 self.runtime.store.set(key, states)
@@ -199,9 +199,8 @@ class FSDPStrategy(ParallelStrategy):
             states = self.runtime.store.from_rank0(key, states)
             if not states:
                 raise UsageError(f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it")
-            first, last = torch.frombuffer(bytearray(states), dtype=torch.uint8).chunk(2)
-            if torch.equal(first, before):
-                torch.set_rng_state(last.clone())  # torch reads a view from its storage's begin
+            if states.startswith(before):
+                torch.set_rng_state(torch.tensor(list(states.removeprefix(before)), dtype=torch.uint8))
 
     model_sharded_context = ParallelStrategy.module_init_context  # its older name
 
