@@ -331,7 +331,7 @@ def _inline(place: _Place, value: Any) -> dict[str, Any]:
             return {"$sparse": encode([value.layout, value.shape, parts])}
         if _is_dense(value):
             return {"$values": encode([value.dtype, value.shape, bytes(tensor_bytes(value))])}
-    raise _refused(place, value, "a sharded checkpoint has no place for it")
+    raise _refused(place, value)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -386,13 +386,11 @@ def _memory(tensor: Any) -> Any:
     return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape, bits
 
 
-def _refused(
-    place: _Place, value: Any, problem: str = "it could not be loaded again without running code"
-) -> Exception:
+def _refused(place: _Place, value: Any) -> Exception:
     kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
-        problem,
+        "this format could not load it again without running code",
         "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these, by exact type",
         f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), dict(value), enum.name, "
         "dataclasses.asdict(value), value.state_dict(), or its own entry for what has load_state_dict(). Classes "
