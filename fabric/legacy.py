@@ -64,7 +64,7 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
         raise UsageError("setup(trainer)", problem, suggestion=_MODERN_SETUP)
     optimizers = _listed(getattr(trainer, "optimizers", None) or ())
     self.check_setup(module, optimizers)
-    self.runtime.precision.convert_module(module)
+    precision.convert_module(module)
     self.model = self.setup_module(self.module_to_device(module))
     for optimizer in optimizers:
         self.setup_optimizer(optimizer)
