@@ -6,7 +6,7 @@ import json
 import numbers
 import operator
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
@@ -38,8 +38,30 @@ class Logger(Protocol):
         """Finish writing. Called once, at the end; may be called again."""
 
 
+class _RunLogger:
+    """A logger that writes into the folder ``root_dir/name/version_k`` of one run, created at the first write."""
+
+    def __init__(
+        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
+    ) -> None:
+        self._parent = Path(root_dir) / name
+        self._name = f"version_{version}" if isinstance(version, int) else version
+
+    def _folder(self) -> Path:
+        while self._name is None:
+            self._parent.mkdir(parents=True, exist_ok=True)
+            taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
+            name = f"version_{max((int(number) for number in taken if number.isdecimal()), default=-1) + 1}"
+            with suppress(FileExistsError):  # another process was faster with this number
+                (self._parent / name).mkdir()
+                self._name = name
+        path = self._parent / self._name
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+
 @final
-class CSVLogger:
+class CSVLogger(_RunLogger):
     """Writes ``metrics.csv`` and ``hparams.json`` into ``root_dir/name/version_k``; needs no other package.
 
     ``metrics.csv`` has a row per call of :meth:`log_metrics`: the column ``step``, then one column per metric in order
@@ -53,12 +75,8 @@ class CSVLogger:
         version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
     """
 
-    def __init__(
-        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
-    ) -> None:
-        self._folder = _RunFolder(root_dir, name, version)
-        self._columns: list[str] = []
-        self._hyperparams: dict[str, Any] = {}
+    _columns: Sequence[str] = ()
+    _hyperparams: Mapping[str, Any] = {}
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row.
@@ -75,7 +93,7 @@ class CSVLogger:
         if "step" in values:
             raise ConfigurationError("log a metric named 'step'", "that is the column of log_metrics(..., step=...)")
         row = {"step": None if step is None else operator.index(step), **values}
-        path = self._folder.create() / "metrics.csv"
+        path = self._folder() / "metrics.csv"
         if not row.keys() <= set(self._columns):
             self._columns = _add_columns(path, row)
         with open(path, "a", newline="", encoding="utf-8") as file:
@@ -87,15 +105,15 @@ class CSVLogger:
         Args:
             params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
         """
-        self._hyperparams.update(json.loads(_hyperparams_as_json(params)))
-        _replace(self._folder.create() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
+        self._hyperparams = {**self._hyperparams, **json.loads(_hyperparams_as_json(params))}
+        _replace(self._folder() / "hparams.json", json.dumps(self._hyperparams, indent=2) + "\n")
 
     def close(self) -> None:
         """Does nothing: every row is in the file already."""
 
 
 @final
-class TensorBoardLogger:
+class TensorBoardLogger(_RunLogger):
     """Writes TensorBoard's event files into ``root_dir/name/version_k``, for ``tensorboard --logdir root_dir``.
 
     Needs the extra ``tensorboard``, which is imported at the first write. No file or folder is created before that.
@@ -106,11 +124,7 @@ class TensorBoardLogger:
         version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
     """
 
-    def __init__(
-        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
-    ) -> None:
-        self._folder = _RunFolder(root_dir, name, version)
-        self._writer: Any = None  # torch's SummaryWriter
+    _writer: Any = None  # torch's SummaryWriter
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a scalar per metric, and hand them to the file before returning.
@@ -158,7 +172,7 @@ class TensorBoardLogger:
             except ImportError as error:
                 suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
                 raise MissingDependencyError("TensorBoardLogger", str(error), suggestion=suggestion) from error
-            self._writer = SummaryWriter(log_dir=str(self._folder.create()))
+            self._writer = SummaryWriter(log_dir=str(self._folder()))
         return self._writer
 
 
@@ -183,26 +197,6 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _hyperparams_as_json(params: Any) -> str:
     return json.dumps(dict(params if isinstance(params, Mapping) else vars(params)), indent=2, default=str)
-
-
-class _RunFolder:
-    """The folder ``root_dir/name/version_k`` of one run, created when it is first asked for."""
-
-    def __init__(self, root_dir: str | os.PathLike[str], name: str, version: int | str | None) -> None:
-        self._parent = Path(root_dir) / name
-        self._name = f"version_{version}" if isinstance(version, int) else version
-
-    def create(self) -> Path:
-        while self._name is None:
-            self._parent.mkdir(parents=True, exist_ok=True)
-            taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
-            name = f"version_{max((int(number) for number in taken if number.isdecimal()), default=-1) + 1}"
-            with suppress(FileExistsError):  # another process was faster with this number
-                (self._parent / name).mkdir()
-                self._name = name
-        path = self._parent / self._name
-        path.mkdir(parents=True, exist_ok=True)
-        return path
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
