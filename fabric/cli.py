@@ -114,7 +114,6 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     """``fabric run``."""
-    _check_run(options)
     worlds = _worlds(options)
     from fabric._plan import RUN_OPTIONS
     from fabric.launchers.script import Script, run_script
@@ -137,14 +136,18 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_run(options: argparse.Namespace) -> None:
-    """Refuse a script that is not there and nodes that contradict each other."""
-    script, nodes, error = options.script, options.num_nodes or 1, options.parser.error
+def _worlds(options: argparse.Namespace) -> list[World]:
+    """The places of this machine's ranks.
+
+    All is checked before any process starts: the script, the nodes, and the options as the script's ``Fabric()`` will.
+    """
+    script, error = options.script, options.parser.error
+    nodes, node = options.num_nodes or 1, options.node_rank
     # A module is looked for by the ranks: to find it is to run its packages.
     if not options.module and not os.path.isfile(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         error(f"{script!r} in {os.getcwd()!r} is neither a file nor a folder with a __main__.py; a module needs -m")
-    if options.node_rank >= nodes:
-        error(f"--num-nodes {nodes} has no machine --node-rank {options.node_rank}: they are counted from 0")
+    if node >= nodes:
+        error(f"--num-nodes {nodes} has no machine --node-rank {node}: they are counted from 0")
     if nodes > 1 and not options.main_address:
         error(f"--num-nodes {nodes} needs --main-address, the host name of machine 0, the same on every machine")
     if nodes > 1 and options.max_restarts:
@@ -152,12 +155,6 @@ def _check_run(options: argparse.Namespace) -> None:
     if nodes == 1 and options.main_address:
         print("fabric run: --main-address has no meaning on one machine and is ignored", file=sys.stderr)
 
-
-def _worlds(options: argparse.Namespace) -> list[World]:
-    """The places of this machine's ranks.
-
-    The options are resolved as the script's ``Fabric()`` will, so that errors are raised before any process starts.
-    """
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher
     from fabric.launchers.base import node_worlds
@@ -166,7 +163,6 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     # This command starts the processes, however it was started itself.
     processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
-    nodes, node = options.num_nodes or 1, options.node_rank
     rendezvous = {"address": options.main_address, "port": options.main_port} if nodes > 1 else {}
     worlds = node_worlds(processes, node, nodes, **rendezvous)
     if nodes > 1:
