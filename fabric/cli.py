@@ -33,9 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         explained on standard error before any process starts. The environment is as it was before.
     """
     try:
-        options, unknown = _parser().parse_known_args(argv)
-        if unknown:
-            options.parser.error(f"there is no option {unknown[0]!r}")
+        options = _parser().parse_args(argv)
         return options.command(options)
     except FabricError as error:
         print(error, file=sys.stderr, flush=True)
