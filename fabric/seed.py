@@ -93,20 +93,15 @@ class Streams:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the streams to a snapshot of the same choice; what the snapshot lacks stays as it is."""
-        self.restore_shared(state)
+        self.restore_shared(state, {})
         for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
 
-    def restore_shared(self, state: Mapping[str, Any], unless: Mapping[str, Any] | None = None) -> bool:
-        """Set the shared streams alone, but those whose entry in ``unless`` is the same.
-
-        Returns:
-            Whether any was set.
-        """
-        names = [name for name in self.shared if name in state and not _same(state[name], (unless or {}).get(name))]
-        for name in names:
-            _WRITE[name](state[name])
-        return bool(names)
+    def restore_shared(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
+        """Set the shared streams alone, but those whose entry in ``unless`` is the same."""
+        for name in self.shared:
+            if name in state and not _same(state[name], unless.get(name)):
+                _WRITE[name](state[name])
 
 
 def rng_state() -> dict[str, Any]:

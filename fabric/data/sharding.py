@@ -156,7 +156,7 @@ class AgreedStreams:
             return own, action()
         self.streams.restore(state)
         result = action()
-        self.streams.restore_shared(own, unless=state if saved is None else None)
+        self.streams.restore_shared(own, unless=state if saved is None else {})
         return state, result
 
 
