@@ -28,7 +28,7 @@ from fabric.data import FabricDataLoader, gather_batch
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
-from fabric.launchers import InlineLauncher, Launcher, LaunchSpec
+from fabric.launchers import InlineLauncher, Launcher
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import metrics_as_floats
@@ -242,7 +242,7 @@ class Fabric:
             raise UsageError(request, problem, suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))")
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
-            spec = LaunchSpec(num_processes=plan.processes_per_node, device_type=plan.accelerator.name, results=results)
+            spec = replace(plan.launch_spec, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
         if self._session is not None and not is_given:
             raise UsageError(f"fabric.launch() on rank {plan.world.rank}", "the job has been launched already")

@@ -74,6 +74,7 @@ class Plan:
         strategy: what is done to modules.
         world: the place of this process; None when the processes are still to be made.
         launcher: how processes are started.
+        launch_spec: what is to be started on each node.
         started_by: the name of what starts the processes of this job.
         check_collectives: whether the ranks compare each collective before they make it.
         timeout: how long a collective may wait.
@@ -87,21 +88,17 @@ class Plan:
     strategy: Strategy
     world: World | None
     launcher: Launcher
+    launch_spec: LaunchSpec
     started_by: str
     check_collectives: bool
     timeout: timedelta
     watchdog: timedelta
 
     @property
-    def processes_per_node(self) -> int:
-        """Number of processes on each node."""
-        return 1 if self.strategy.drives_all_devices else len(self.devices)
-
-    @property
     def world_size(self) -> int:
         """Number of processes of the job."""
         # Nodes may hold different numbers of processes, which the launcher that made them knows.
-        return self.processes_per_node * self.num_nodes if self.world is None else self.world.world_size
+        return self.launch_spec.num_processes * self.num_nodes if self.world is None else self.world.world_size
 
     def describe(self) -> list[str]:
         """What was resolved, a line each."""
@@ -141,9 +138,9 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     nodes = _parse_num_nodes(given["num_nodes"], found)
     chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
-    if world is None and (chosen.drives_all_devices or len(where) * nodes == 1):
+    spec = LaunchSpec(num_processes=1 if chosen.drives_all_devices else len(where), device_type=hardware.name)
+    if world is None and spec.num_processes == 1:
         world = World()
-    spec = LaunchSpec(num_processes=len(where), device_type=hardware.name)
     launcher = _choose_launcher(given, chosen, spec, world, found)
     return Plan(
         accelerator=hardware,
@@ -153,6 +150,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         strategy=chosen,
         world=world,
         launcher=launcher,
+        launch_spec=spec,
         started_by=found[0].name if found else launcher.name if world is None else "this script",
         check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "") not in ("", "0"),
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),

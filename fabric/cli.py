@@ -160,7 +160,7 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     names = ("accelerator", "strategy", "devices", "precision")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     # This command starts the processes, however it was started itself.
-    processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).processes_per_node
+    processes = resolve(**given, launcher=InlineLauncher(), environment="none", env={}).launch_spec.num_processes
     rendezvous = {"address": options.main_address, "port": options.main_port} if nodes > 1 else {}
     worlds = node_worlds(processes, node, nodes, **rendezvous)
     if nodes > 1:
