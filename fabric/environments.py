@@ -15,10 +15,7 @@ __all__ = ["Environment", "MPICHEnvironment", "OpenMPIEnvironment", "SlurmEnviro
 class Environment(Protocol):
     """A launcher that fabric recognizes by the variables it sets."""
 
-    @property
-    def name(self) -> str:
-        """Its name in messages, such as ``"slurm"``; a plain attribute does."""
-        ...
+    name: str  # in messages, such as "slurm"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """This process's place in the job, or ``None`` when this launcher did not start it.
