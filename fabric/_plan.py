@@ -48,10 +48,11 @@ STRATEGIES: Mapping[str, Any] = {
     "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
-_ARGUMENTS = ("accelerator", "strategy", "devices", "num_nodes", "precision")
-RUN_OPTIONS = {argument: f"FABRIC_{argument.upper()}" for argument in _ARGUMENTS}
+RUN_OPTIONS = {
+    name: f"FABRIC_{name.upper()}" for name in ("accelerator", "strategy", "devices", "num_nodes", "precision")
+}
 _DEFAULTS: Mapping[str, Any] = {
-    **dict.fromkeys(("accelerator", "strategy", "devices", "num_nodes"), "auto"),
+    **dict.fromkeys(RUN_OPTIONS, "auto"),
     **dict.fromkeys(("precision", "environment", "launcher", "timeout")),
     "check_collectives": False,
     "watchdog": DEFAULT_WATCHDOG,
@@ -278,7 +279,7 @@ def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy | 
             f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
         )
     processes = world.local_world_size
-    if own is None and devices == "auto":
+    if devices == "auto":  # and not the strategy's own
         devices, count = processes, accelerator.device_count()
         if accelerator.name != "cpu" and count == 1:  # a scheduler that shows each process its own device only
             return accelerator.parse_devices(1) * processes
