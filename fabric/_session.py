@@ -218,7 +218,7 @@ class Session:
             yield CheckpointCoordinator(
                 self.runtime.communicator,
                 self._saves,
-                own_format(strategy.saves_shards) if strategy.checkpoint_io is None else strategy.checkpoint_io,
+                strategy.checkpoint_io or own_format(strategy.saves_shards),
                 Access(state, load, strategy.load_optimizer_state_dict, strategy.full_state),
                 self.scaler,
             )
