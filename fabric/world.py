@@ -72,9 +72,9 @@ class World:
         Raises:
             ConfigurationError: a variable is not an integer, or they contradict each other.
         """
-        if not (read(env, "RANK") and read(env, "WORLD_SIZE")):
+        rank, world_size = read_integer(env, "RANK"), read_integer(env, "WORLD_SIZE")
+        if rank is None or world_size is None:
             return None
-        rank, world_size = read_integer(env, "RANK") or 0, read_integer(env, "WORLD_SIZE") or 0
         local_world_size = read_integer(env, "LOCAL_WORLD_SIZE")
         local_rank = read_integer(env, "LOCAL_RANK")
         if local_world_size is None and local_rank is not None and local_rank != rank:
