@@ -807,7 +807,7 @@ class Fabric:
 
     def _enter_rank(self, world: World | None) -> None:
         """Join the job, in a process that was just started for it."""
-        self._plan = replace(self._plan, world=world, launcher=InlineLauncher())
+        self._plan = replace(self._plan, world=world)
         self._running("launch")
         if self._seed is not None:
             self.seed_everything(**self._seed)
