@@ -151,7 +151,6 @@ class _Variables:
     local_rank: _Names = ()
     local_world_size: _Names = ()  # a number, or one for each node as SLURM writes them
     node_rank: _Names = ()  # empty: derived from the ranks
-    num_nodes: _Names = ()
     hosts: _Names = ()  # of the job's nodes, as SLURM writes them
     job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
 
@@ -183,7 +182,6 @@ _SLURM = _Variables(
     local_rank=("SLURM_LOCALID",),
     local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
     node_rank=("SLURM_NODEID",),
-    num_nodes=("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
     hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
     job_id=(("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID")),
 )
@@ -210,7 +208,7 @@ def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
     if world_size > 1:
         local_rank = _require(env, variables, variables.local_rank)
         node_rank = _require(env, variables, variables.node_rank) if variables.node_rank else None
-        local_world_size = _tasks_on_node(env, variables, world_size, node_rank or 0)
+        local_world_size = _tasks_on_node(env, variables, node_rank or 0)
         if node_rank is None:
             # Nodes of equal size are assumed, filled one after the other unless local_rank shows that ranks alternate.
             in_order = rank % local_world_size == local_rank
@@ -240,12 +238,11 @@ def _require(env: Mapping[str, str], variables: _Variables, names: _Names) -> in
     return value
 
 
-def _tasks_on_node(env: Mapping[str, str], variables: _Variables, world_size: int, node: int) -> int:
+def _tasks_on_node(env: Mapping[str, str], variables: _Variables, node: int) -> int:
     """Number of tasks on one node. SLURM has a list for all nodes, in which ``2(x3),1`` is 2, 2, 2 and 1."""
     tasks = read(env, *variables.local_world_size)
     if tasks is None:
-        on_one_node = read_integer(env, *variables.num_nodes) == 1
-        return world_size if on_one_node else _require(env, variables, variables.local_world_size)
+        return _require(env, variables, variables.local_world_size)  # raises
     fields = [_TASKS.fullmatch(field.strip()) for field in tasks.split(",")]
     counts = [int(field[1]) for field in fields if field for _ in range(int(field[2] or 1))]
     if None in fields or not 0 <= node < len(counts):
