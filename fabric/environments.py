@@ -240,9 +240,7 @@ def _require(env: Mapping[str, str], variables: _Variables, names: _Names) -> in
 
 def _tasks_on_node(env: Mapping[str, str], variables: _Variables, node: int) -> int:
     """Number of tasks on one node. SLURM has a list for all nodes, in which ``2(x3),1`` is 2, 2, 2 and 1."""
-    tasks = read(env, *variables.local_world_size)
-    if tasks is None:
-        return _require(env, variables, variables.local_world_size)  # raises
+    tasks = read(env, *variables.local_world_size) or ""
     fields = [_TASKS.fullmatch(field.strip()) for field in tasks.split(",")]
     counts = [int(field[1]) for field in fields if field for _ in range(int(field[2] or 1))]
     if None in fields or not 0 <= node < len(counts):
