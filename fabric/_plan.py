@@ -129,13 +129,14 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
             source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
             given[argument] = _one_value(argument, given[argument], value, source)
     named = parse_strategy(given["strategy"])
-    for argument, value in ({} if named is None else _options_of(named)).items():
+    known = named or DDPStrategy()  # one that is still to be chosen has no options and no devices
+    for argument, value in _options_of(known).items():
         source = f"{_spelling(argument, value)!r} in the strategy"
         given[argument] = _one_value(argument, given[argument], value, source)
     found = _find_environment(given["environment"], env)
     world = None if found is None else found[1]
     hardware = _parse_accelerator(given["accelerator"])
-    where = _parse_devices(hardware, given["devices"], named, found)
+    where = _parse_devices(hardware, given["devices"], known, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
     chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
@@ -263,14 +264,13 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
-def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy | None, found: _Found) -> _Devices:
+def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found) -> _Devices:
     """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
-    own = None if strategy is None else strategy.parallel_devices
-    drives_all = strategy is not None and strategy.drives_all_devices
-    if found is None or (drives_all and found[1].world_size == 1):
+    own = strategy.parallel_devices
+    if found is None or (strategy.drives_all_devices and found[1].world_size == 1):
         return own or accelerator.parse_devices(devices)
     environment, world = found
-    if strategy is not None and drives_all:
+    if strategy.drives_all_devices:
         raise ConfigurationError(
             f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} node(s) by "
             f"{environment.name} (rank {world.rank})",
