@@ -231,7 +231,7 @@ def _dump(call: Call) -> bytes:
     loaded it in a way of its own.
     """
     function = getattr(call.fn, "func", call.fn)  # functools.partial
-    module = sys.modules.get(getattr(function, "__module__", None))
+    module = sys.modules.get(getattr(function, "__module__", ""))
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
     if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
         return dump_call(call, main_is_importable=False)[0]
