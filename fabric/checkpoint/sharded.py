@@ -383,4 +383,7 @@ def _absent(request: str, path: Path) -> CheckpointError:
     elif (path / ".metadata").is_file():
         problem = "torch.distributed.checkpoint wrote it, without fabric"
         suggestion = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE, if you trust it"
+    elif (path / "manifest.json").is_file():
+        problem = "fabric wrote it before its first release, in a format that is not read any more"
+        suggestion = "fabric consolidate with the version that wrote it, which makes one file"
     return CheckpointNotFoundError(request, problem, f"a folder with an {_INDEX}, as fabric.save writes it", suggestion)
