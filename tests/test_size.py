@@ -13,14 +13,14 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 89,
-    "code lines": 11_680,
-    "tokens": 108_120,
-    "code lines of the core": 3_160,
-    "tokens of the core": 28_300,
-    "raw lines of a file": 469,
+    "files": 69,
+    "code lines": 9_310,
+    "tokens": 89_820,
+    "code lines of the core": 2_810,
+    "tokens of the core": 26_170,
+    "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
-    "code lines of a class": 243,  # but Fabric, which is a line a method
+    "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
 # The files that somebody reads in an evening to know how it works: a file, or all files of a package.
