@@ -58,6 +58,12 @@ class World:
         # Rounded up: with 3 processes here and 2 elsewhere there is a second node, and loopback would not reach it.
         return -(-self.world_size // self.local_world_size)
 
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks before and after this one, with the last before the first; none when it is the only one."""
+        around = {(self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size}
+        return tuple(sorted(around - {self.rank}))
+
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "World | None":
         """Read the variables that ``torchrun`` and fabric's own launchers set.

@@ -60,6 +60,11 @@ def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
     assert World(world_size=world_size, local_world_size=local_world_size).num_nodes == nodes
 
 
+@pytest.mark.parametrize(("rank", "world_size", "ranks"), [(0, 1, ()), (0, 2, (1,)), (0, 4, (1, 3)), (2, 4, (1, 3))])
+def test_the_neighbours_of_a_rank_are_those_around_it(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
+    assert World(rank=rank, world_size=world_size, local_world_size=world_size).neighbours == ranks
+
+
 def test_torchruns_variables_are_read_as_they_stand() -> None:
     expected = World(
         rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, address="node-a", port=29511, store=None

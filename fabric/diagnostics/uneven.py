@@ -52,8 +52,7 @@ class UnevenInputDetector:
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
         self._recorder, self._store, self._rank = recorder, store, store.rank
-        # The ranks before and after this one, the last being before the first.
-        self._bypass, self._neighbors = bypass, sorted({(store.rank + step) % store.size for step in (-1, 1)})
+        self._bypass, self._neighbors = bypass, bypass.world.neighbours
         self._joined: list[BypassGuard] = []
         self._begun: dict[str, int] = {}  # iterations over each loader
         self.passes = 0
