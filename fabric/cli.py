@@ -150,6 +150,8 @@ def _worlds(options: argparse.Namespace) -> list[World]:
         error(f"--num-nodes {nodes} needs --main-address, the host name of machine 0, the same on every machine")
     if nodes > 1 and options.max_restarts:
         error("--max-restarts is for one machine: several would start again at different times")
+    if nodes == 1 and options.main_address:
+        print("fabric run: --main-address has no meaning on one machine and is ignored", file=sys.stderr)
 
     from fabric._plan import resolve
     from fabric.launchers import InlineLauncher

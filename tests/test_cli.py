@@ -115,9 +115,10 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
 @pytest.mark.slow
 def test_the_exit_code_of_the_script_is_passed_on(tmp_path, fabric_run):
     name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()")
-    run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
+    run = fabric_run("--devices", "2", "--accelerator", "cpu", "--main-address", "elsewhere", name)
     assert run.returncode == 3
     assert "rank 1 of 2 exited with exit code 3" in run.stderr
+    assert "--main-address has no meaning on one machine" in run.stderr
 
 
 @pytest.mark.slow
