@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 69,
-    "code lines": 9_312,
-    "tokens": 89_870,
+    "code lines": 9_314,
+    "tokens": 89_907,
     "code lines of the core": 2_810,
     "tokens of the core": 26_170,
     "raw lines of a file": 450,

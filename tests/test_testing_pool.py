@@ -201,8 +201,6 @@ def test_a_call_after_the_fork_server_was_killed_finds_new_ranks(pool: RankPool)
     ranks = [psutil.Process(pid) for pid in pool.run(lambda fabric: os.getpid())]
     server.kill()
     psutil.wait_procs([server, *ranks], 20)
-    with pytest.raises(RankFailedError, match="exited with exit code 255"):
-        pool.run(total, 1)
     assert pool.run(total, 1) == [2, 2]
 
 

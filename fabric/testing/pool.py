@@ -113,6 +113,9 @@ class RankPool:
         self.close()
 
     def _started(self) -> Supervisor:
+        # That the server is gone, and the ranks with it, is no failure of a call.
+        if self._job is not None and any(rank.poll() and rank.exit_code == 255 for rank in self._job.ranks):
+            self._end(0.0)
         if self._job is None:
             self._job = job = Supervisor()
             # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
