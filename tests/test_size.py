@@ -13,11 +13,11 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 69,
-    "code lines": 9_314,
-    "tokens": 89_907,
-    "code lines of the core": 2_810,
-    "tokens of the core": 26_170,
+    "files": 70,
+    "code lines": 10_014,
+    "tokens": 97_500,
+    "code lines of the core": 2_900,
+    "tokens of the core": 27_300,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
