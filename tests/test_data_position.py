@@ -413,11 +413,9 @@ def test_loader_with_its_own_state_keeps_it() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {
     "length": (lambda: prepare(DataLoader(Counted(22), 4, shuffle=True), 0, 2), "dataset_length 23.*has 22"),
-    "batch size": (lambda: prepare(DataLoader(Counted(), 5, shuffle=True), 0, 2), "batch_size 4.*has 5"),
     "sampler": (lambda: prepare(DataLoader(Counted(), 4), 0, 2), "RandomSampler.*SequentialSampler"),
     "unit": (lambda: prepare(LOADERS["eager batches"](Counted()), 0, 2), "unit 'samples'.*'batches'"),
     "generator": (lambda: prepare(LOADERS["own generator"](Counted()), 0, 2), "generators 0.*has 1"),
-    "ranks": (lambda: prepare(LOADERS["shuffled"](Counted()), 0, 3), "3 ranks.*divides 8"),
 }
 
 

@@ -60,12 +60,41 @@ def test_orders_of_other_kinds(replicas: int) -> None:
     assert seen(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
 
 
-def test_a_sampler_that_shards_by_itself_does_not_say_what_it_repeated() -> None:
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_distributed_sampler_of_the_users_counts_every_sample_once(drop_last: bool) -> None:
     def by_hand(rank: int) -> DataLoader[Any]:
-        return DataLoader(range(5), 2, sampler=DistributedSampler(range(5), 2, rank, shuffle=False))
+        sampler = DistributedSampler(range(11), 3, rank, shuffle=False, drop_last=drop_last)
+        return DataLoader(range(11), 2, sampler=sampler)
 
-    with pytest.raises(RankFailedError, match="DistributedSampler shards the data itself"):
-        seen(2, by_hand)
+    assert seen(3, by_hand) == list(range(9 if drop_last else 11))
+
+
+class Contiguous(DistributedSampler[int]):
+    def __iter__(self) -> Any:
+        return iter(range(self.rank * 3, self.rank * 3 + 3))
+
+
+def test_a_sampler_that_shards_in_its_own_way_does_not_say_what_it_repeated() -> None:
+    with pytest.raises(RankFailedError, match="Contiguous shards the data itself"):
+        seen(2, lambda rank: DataLoader(range(5), 2, sampler=Contiguous(range(5), 2, rank)))
+
+
+def test_a_position_of_another_number_of_ranks_counts_every_sample_once() -> None:
+    def loop(fabric: Fabric, state: Any) -> Any:
+        loader = fabric.setup_dataloaders(DataLoader(range(23), 10 // fabric.world_size))
+        if state is not None:
+            loader.load_state_dict(state)
+        for batch in loader:
+            samples = fabric.gather_for_metrics(batch).tolist()
+            if state is None:
+                return loader.state_dict()
+            seen.append(samples)
+        return seen
+
+    seen: list[Any] = []
+    [state] = ThreadedWorld(1).run(loop, None)
+    ThreadedWorld(3).run(loop, state)
+    assert list(itertools.chain.from_iterable(sorted(seen)[::3])) == list(range(10, 23))
 
 
 class Rows:

@@ -35,7 +35,8 @@ class FabricDataLoader:
 
     Made by ``fabric.setup_dataloaders``. It iterates as the user's own loader would, each ``iter()`` an epoch of its
     own. Attributes are read from and written to the prepared copy. A loader with a ``state_dict`` of its own
-    (torchdata's ``StatefulDataLoader``) keeps it.
+    (torchdata's ``StatefulDataLoader``) keeps it on one process, and for an iterable dataset. Elsewhere the position is
+    fabric's.
 
     Batches go to the device one by one as they are asked for. A CUDA device gets them from pinned memory while it
     computes the step before, unless ``overlap_copies`` is false. On a CPU device they are handed out as the loader made
@@ -124,7 +125,8 @@ class FabricDataLoader:
             loader=prepared,
             original=loader,
             _spec=spec,
-            _has_own_state=hasattr(type(loader), "state_dict"),  # as torchdata's, which knows its own position
+            # As torchdata's, which knows its own position, but not in an order that we shard.
+            _has_own_state=hasattr(type(loader), "state_dict") and spec.indices is None,
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
             _move=_mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
@@ -217,12 +219,14 @@ class FabricDataLoader:
         Returns:
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them back.
         """
+        state = None if self._latest is None or self._latest.finished else self._latest
         if self._has_own_state:
-            return self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for just above
+            own = self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
+            # The number that the sampler or dataset was given is not in it.
+            return {"epoch": self._epoch if state is None else state.epoch, "loader": own} if self._targets else own
         if self._saved is not None:
             return {**self._saved, **self._spec.summary()}
-        state = self._latest
-        if state is None or state.finished:
+        if state is None:
             return saved_state(self._spec, EpochState(self._epoch), begun=False)
         dataset = self._spec.dataset.state_dict() if self._keeps_dataset_state else None
         return saved_state(self._spec, state, begun=True, dataset=dataset)
@@ -239,12 +243,23 @@ class FabricDataLoader:
             state: what :meth:`state_dict` returned, on any rank.
 
         Raises:
-            CheckpointError: the state is of another kind of loader; the dataset, its length, the batch size or the kind
-                of sampler differ; the number of ranks differs and does not divide the cursor; or it is inside an epoch
-                and the dataset is iterable without a state of its own, or workers yield batches out of order.
+            CheckpointError: the state is of another kind of loader; the dataset, its length or the kind of sampler
+                differ, or the batch size of one that yields batches; the number of ranks of a sampler that shards by
+                itself differs and does not divide the cursor; or it is inside an epoch and the dataset is iterable
+                without a state of its own, or workers yield batches out of order.
         """
         if self._has_own_state:
-            self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for just above
+            names = set(state) if isinstance(state, Mapping) else set[str]()
+            if {"cursor", "drawn", "num_replicas"} <= names:
+                raise CheckpointError(
+                    f"loader.load_state_dict() with {self._spec.num_replicas} process(es)",
+                    f"the {type(self.loader).__name__} keeps its own position here, and the saved one is fabric's, of "
+                    f"{state['num_replicas']} processes",
+                    "a state saved at the same number of processes, or a plain DataLoader, which resumes at any",
+                )
+            if names == {"epoch", "loader"}:
+                self._epoch, self._latest, state = state["epoch"], None, state["loader"]
+            self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             return
         check_saved(state, self._spec)
         skipped(state, self._spec)

@@ -63,7 +63,7 @@ def shard(
                 f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={replicas}, rank={rank}",
             )
         shards = replicas if own_place is None else 1
-        if shards > 1 or not hasattr(type(loader), "state_dict"):
+        if replicas > 1 or not hasattr(type(loader), "state_dict"):
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
             pads = uneven == "pad" and not (batches is not None and loader.drop_last)
             indices = ShardedSampler(order, (rank % shards, shards), pads, agreed, batches)
@@ -196,7 +196,12 @@ class ShardedSampler:
     def __len__(self) -> int:
         if self._batches is not None:
             return len(self._batched(self.epoch))
-        length: int = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
+        return self.length(0)
+
+    def length(self, skip: int) -> int:
+        """Entries of the shard of what is left of the order after ``skip``."""
+        whole: int = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
+        length = max(0, whole - skip)
         return -(-length // self.num_replicas) if self.pads else length // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
@@ -234,19 +239,21 @@ class ShardedSampler:
             return chain(received[skip:], order)
         if length_of(self.sampler) is None:
             first = list(islice(order, replicas))  # not privately, so that the next epoch draws another order
-            private = Streams(self._streams.streams.shared)
-            return islice(self._rounds(first, order, private, private.state()), skip, None)
+            rest = islice(chain(first, order), skip, None)
+            entries, private = list(islice(rest, replicas)), Streams(self._streams.streams.shared)
+            return self._rounds(entries, first, rest, private, private.state())
         # The indices of a sequential sampler need not be held in memory.
         whole = range(len(self.sampler)) if type(self.sampler) is SequentialSampler else list(order)
-        complete = len(whole) // replicas * replicas
-        shard = whole[self.rank : complete : replicas]
+        complete = len(whole) - max(0, len(whole) - skip) % replicas
+        shard = whole[skip + self.rank : complete : replicas]
         if complete < len(whole) and self.pads:
             shard = chain(shard, [whole[(complete + self.rank) % len(whole)]])
-        return islice(shard, skip, None)
+        return iter(shard)
 
-    def _rounds(self, entries: list[Any], order: Iterator[Any], streams: Streams, private: State) -> Iterator[Any]:
-        """This rank's entry of each round, the first of which is ``entries``, of an order that may have no end."""
-        first = entries
+    def _rounds(
+        self, entries: list[Any], first: list[Any], order: Iterator[Any], streams: Streams, private: State
+    ) -> Iterator[Any]:
+        """This rank's entry of each round, from ``entries`` on; the order begins with ``first`` and may have no end."""
         while entries:
             if len(entries) == self.num_replicas:
                 yield entries[self.rank]

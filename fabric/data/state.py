@@ -4,17 +4,19 @@
 from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``rank, rank + num_replicas, ...``. The
 *cursor* counts how many entries of the order all ranks together have received, in the *unit* of the order:
 ``"samples"`` that make batches, ``"single samples"`` of a loader without automatic batching, or ``"batches"``. It is a
-position that does not depend on the number of ranks.
+position that depends neither on the number of ranks nor, in samples, on the batch size: what is left of the order is
+sharded anew.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from fabric.collectives import all_gather, all_gather_ragged
 from fabric.communicators import Communicator
@@ -37,7 +39,8 @@ class EpochState:
 
     Attributes:
         epoch: its number.
-        skip: entries of this rank's shard that were received before it began; they are not loaded again.
+        skip: entries of the order, or of the part of it that the sampler gives this rank by itself, that were received
+            before it began; they are not loaded again.
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
@@ -81,9 +84,13 @@ class LoaderSpec:
     base_seed: Any = None
 
     @property
-    def shard_length(self) -> int | None:
-        """Entries that this rank receives in an epoch; ``None`` when that is not known."""
-        return None if self.indices is None else length_of(self.indices.samples(EpochState(0)))
+    def shards(self) -> int:
+        """Over how many ranks fabric shards the order; the sampler or the dataset itself, over the others."""
+        return self.num_replicas if self.base_seed is not None else getattr(self.indices, "num_replicas", 1)
+
+    def shard_length(self, state: EpochState) -> int | None:
+        """Entries that this rank receives in an iteration; ``None`` when that is not known."""
+        return None if self.indices is None or length_of(self.order) is None else self.indices.length(state.skip)
 
     @property
     def entries_per_batch(self) -> int:
@@ -92,16 +99,17 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        entries, length = state.skip + state.received * self.entries_per_batch, self.shard_length
+        entries, length = state.received * self.entries_per_batch, self.shard_length(state)
         # The last batch may be short; what was repeated to fill the last round counts as received.
-        return (entries if length is None else min(entries, length)) * self.num_replicas
+        entries = entries if length is None else min(entries, length)
+        return (state.skip + entries * self.shards) * (self.num_replicas // self.shards)
 
     def summary(self) -> State:
-        """What a loader has to have in common with one whose saved state it loads, but for the number of ranks."""
+        """What a loader has to have in common with one whose saved state it loads; see :func:`check_saved`."""
         return {
             "unit": self.unit,
             "num_replicas": self.num_replicas,
-            "batch_size": self.batch_size,
+            "batch_size": getattr(self.order, "batch_size", None) if self.unit == "batches" else self.batch_size,
             # A dataset need not have a length when its sampler knows one.
             "dataset_length": None if self.indices is None else length_of(self.dataset),
             "sampler": type(self.order).__name__,
@@ -143,7 +151,8 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
     """Refuse a saved state with which this loader would put other samples at the same places.
 
     Raises:
-        CheckpointError: it is something else, or the loaders differ in something other than the number of ranks.
+        CheckpointError: it is something else, or the loaders differ in something other than the number of ranks and,
+            but for an order of batches, the batch size.
     """
     needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
     if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or needed - set(saved):
@@ -153,8 +162,9 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
         )
     then = {**saved, "generators": len(saved["generators"])}
     now = {**spec.summary(), "generators": len(spec.generators)}
+    free = {"num_replicas"} if spec.unit == "batches" else {"num_replicas", "batch_size"}
     for name in now:
-        if name != "num_replicas" and then[name] != now[name]:
+        if name not in free and then[name] != now[name]:
             raise CheckpointError(
                 f"loader.load_state_dict() at epoch {saved['epoch']}, {saved['cursor']} {saved['unit']} into it",
                 f"the saved loader has {name} {then[name]!r}, this one has {now[name]!r}: other samples are there",
@@ -163,20 +173,22 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
 
 
 def skipped(saved: State, spec: LoaderSpec) -> int:
-    """How many entries of its shard each rank of this job has received before the saved position.
+    """:attr:`EpochState.skip` of an iteration that goes on at the saved position.
 
     Raises:
-        CheckpointError: the cursor is not a multiple of the number of ranks, and the order is not at its end.
+        CheckpointError: the sampler or the dataset shards by itself, the cursor is not a multiple of its number of
+            ranks, and the order is not at its end.
     """
-    cursor, length = saved["cursor"], spec.shard_length
-    entries, rest = divmod(cursor, spec.num_replicas)
+    cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
+    entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
     if not rest:
         return entries
     if length is not None and entries >= length:
         return entries + 1
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
-        f"{cursor} {saved['unit']} were received, which {spec.num_replicas} ranks cannot have received evenly",
+        f"{cursor} {saved['unit']} were received, of which the {type(spec.order).__name__}, which shards the data "
+        f"itself, cannot have given {spec.num_replicas} ranks equally many",
         f"a number of ranks that divides {cursor}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
@@ -235,20 +247,22 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
         How many places hold no repetition, None for all; and the samples of this rank's batch, None when that is not
         known.
     """
-    sharded = spec.indices
     if spec.num_replicas == 1 or spec.base_seed is not None:
         return None, None
-    is_ours = getattr(sharded, "num_replicas", 1) == spec.num_replicas
-    total, length = length_of(sharded.sampler) if is_ours else None, spec.shard_length
-    if not is_ours or (total is None and sharded.pads):
+    order: Any = spec.order
+    # Of those that shard the data themselves, torch's is known: rank r has entries r, r + num_replicas, ... as here.
+    is_torchs, is_ours = getattr(type(order), "__iter__", None) is DistributedSampler.__iter__, spec.shards > 1
+    total = length_of(order.dataset if is_torchs else order)
+    if not (is_ours or is_torchs) or (total is None and spec.indices.pads):
         problem = "has no length" if is_ours else "shards the data itself"
         raise UsageError(
             "fabric.gather_for_metrics(...)",
-            f"the {type(spec.order).__name__} {problem}: which samples are repetitions is not known",
+            f"the {type(order).__name__} {problem}: which samples are repetitions is not known",
             "a loader that fabric shards, with a sampler that has a length",
             'setup_dataloaders(DataLoader(dataset)), or uneven="drop"; or fabric.all_gather(x, concat=True), '
             "repetitions included",
         )
-    before = state.skip + (state.received - 1) * spec.entries_per_batch
-    kept = None if total is None else total - before * spec.num_replicas
-    return kept, None if spec.unit != "samples" or length is None else min(spec.entries_per_batch, length - before)
+    before, length = replace(state, received=state.received - 1), spec.shard_length(state)
+    kept = None if total is None else total - spec.cursor(before)
+    left = None if length is None else length - before.received * spec.entries_per_batch
+    return kept, None if spec.unit != "samples" or left is None else min(spec.entries_per_batch, left)

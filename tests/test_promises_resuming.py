@@ -1,0 +1,181 @@
+"""A run that is resumed, on the same or on another number of processes, is the run that was interrupted."""
+
+from collections.abc import Callable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+
+from fabric import Fabric
+from fabric.data import FabricDataLoader
+from fabric.errors import CheckpointError
+from tests.ranks import outcome, run_in_ranks
+
+N = 53
+
+
+class Unsized(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(N).tolist()
+
+
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "in order": lambda batch_size: DataLoader(range(N), batch_size),
+    "shuffled": lambda batch_size: DataLoader(range(N), batch_size, shuffle=True),
+    "own generator": lambda batch_size: DataLoader(
+        range(N), batch_size, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "without a length": lambda batch_size: DataLoader(range(N), batch_size, sampler=Unsized()),
+    "single samples": lambda _: DataLoader(range(N), None, sampler=Unsized()),
+}
+
+
+def prepare(loader: DataLoader[Any], rank: int, size: int, state: Any = None) -> FabricDataLoader:
+    torch.manual_seed(0)
+    prepared = FabricDataLoader(loader, rank=rank, num_replicas=size, device=None)
+    if state is not None:
+        prepared.load_state_dict(state)
+    return prepared
+
+
+def taken(loader: FabricDataLoader, steps: int) -> list[int]:
+    return torch.cat([torch.as_tensor(batch).flatten() for batch in islice(loader, steps)]).tolist()
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 1, 4), (2, 5, 2), (5, 3, 1)])
+def test_c15_another_number_of_processes_goes_on_in_the_same_order(kind: str, sizes: tuple[int, ...]) -> None:
+    expected = taken(prepare(LOADERS[kind](12), 0, 1), N)
+    found: list[int] = []
+    state = None
+    for size, steps in zip(sizes, (2, 1, N), strict=True):
+        loaders = [prepare(LOADERS[kind](12 // size), rank, size, state) for rank in range(size)]
+        parts = []
+        for loader in loaders:
+            torch.manual_seed(0)
+            parts.append(taken(loader, steps))
+        found += chain.from_iterable(zip(*parts, strict=True))
+        states = [loader.state_dict() for loader in loaders]
+        assert len({one["cursor"] for one in states}) == 1
+        state = states[-1]
+    assert found[:N] == expected
+    assert found[N:] == expected[: len(found) - N]  # all ranks get equally many
+
+
+def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
+    loader = fabric.setup_dataloaders(DataLoader(torch.arange(N), 12 // fabric.world_size, shuffle=True))
+    if path.exists():
+        fabric.load(path, {"loader": loader})
+    else:
+        fabric.seed_everything(5)
+    found = []
+    for step, batch in enumerate(loader):
+        found.append(fabric.gather_for_metrics(batch).tolist())
+        if step + 1 == steps:
+            fabric.save(path, {"loader": loader})
+            break
+    return found
+
+
+def test_c15_the_documented_recipe_resumes_on_another_number_of_processes(tmp_path: Path) -> None:
+    whole = run_in_ranks(recipe, tmp_path / "none", N, ranks=1)[0]
+    for first, then in [(1, 2), (2, 1)]:
+        path = tmp_path / f"{first}.pt"
+        before, after = (run_in_ranks(recipe, path, 3, ranks=size)[0] for size in (first, then))
+        assert before + after == whole[:6]
+        assert sorted(chain.from_iterable(whole)) == list(range(N))
+
+
+def test_c15_batches_of_another_size_are_refused_where_batches_are_counted() -> None:
+    def make(batch_size: int) -> FabricDataLoader:
+        batches = BatchSampler(SequentialSampler(range(N)), batch_size, drop_last=False)
+        return prepare(DataLoader(range(N), batch_sampler=batches), 0, 2)
+
+    loader = make(6)
+    next(iter(loader))
+    with pytest.raises(CheckpointError, match="batch_size 6, this one has 12"):
+        make(12).load_state_dict(loader.state_dict())
+
+
+def test_c15_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally_many() -> None:
+    def make(rank: int, size: int, state: Any = None) -> FabricDataLoader:
+        sampler = DistributedSampler(range(N), size, rank)
+        return prepare(DataLoader(range(N), 12 // size, sampler=sampler), rank, size, state)
+
+    loader = make(0, 2)
+    expected = taken(make(0, 1), N)
+    taken(loader, 2)
+    state = loader.state_dict()
+    parts = [taken(make(rank, 4, state), 1) for rank in range(4)]
+    assert list(chain.from_iterable(zip(*parts, strict=True))) == expected[24:36]
+    with pytest.raises(CheckpointError, match=r"(?s)DistributedSampler, which shards.*divides 24"):
+        make(0, 5, state)
+
+
+class Stateful(DataLoader[Any]):
+    """Knows how many batches it has yielded and goes past them when resumed, as torchdata's StatefulDataLoader."""
+
+    yielded = behind = 0
+
+    def __iter__(self) -> Any:
+        behind, self.behind, self.yielded = self.behind, 0, self.behind
+        for batch in islice(super().__iter__(), behind, None):
+            self.yielded += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.behind = state["yielded"]
+
+
+class Epochs(IterableDataset[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.epoch * 100, self.epoch * 100 + 12))
+
+
+def interrupted(fabric: Fabric) -> dict[str, bool]:
+    kinds: dict[str, Callable[[], DataLoader[Any]]] = {
+        "shuffled": lambda: Stateful(range(20), 2, shuffle=True),
+        "sampler": lambda: Stateful(
+            range(20), 2, sampler=DistributedSampler(range(20), fabric.world_size, fabric.global_rank)
+        ),
+        "epochs": lambda: Stateful(Epochs(), 2),
+    }
+    found = {}
+    for kind, make in kinds.items():
+        loader = fabric.setup_dataloaders(make())
+        taken(loader, N)
+        whole, state = [], None
+        for batch in loader:
+            whole.append(batch.tolist())
+            if len(whole) == 2:
+                state = loader.state_dict()
+        for resumed in (loader, fabric.setup_dataloaders(make())):
+            resumed.load_state_dict(state)
+            found[f"{kind}, {'in place' if resumed is loader else 'anew'}"] = whole[2:] == [
+                batch.tolist() for batch in resumed
+            ]
+    return found
+
+
+def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
+    for found in run_in_ranks(interrupted):
+        assert len(found) == 6
+        assert all(found.values()), found
+
+
+def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
+    saved = prepare(Stateful(range(20), 2), 0, 2).state_dict()
+    with pytest.raises(CheckpointError, match="Stateful keeps its own position"):
+        prepare(Stateful(range(20), 2), 0, 1, saved)
+    assert "not what state_dict" in outcome(lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3}))
