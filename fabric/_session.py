@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -18,7 +19,7 @@ from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
-from fabric.diagnostics.training_checks import TrainingChecks
+from fabric.diagnostics.training_checks import SetupChecks, TrainingChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers.rank import StopRequest
@@ -82,6 +83,12 @@ class Session:
         self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward)))
         self._uneven = None if recorder is None else UnevenInputDetector(recorder, self.runtime.store, self._bypass)
         self._training = self._parts.enter_context(ExitStack())
+        if check_training:
+            checks = SetupChecks(
+                self._contracts, self.runtime.store, self.backward, optimizers=self.optimizers, loaders=self.loaders,
+                check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
+            )  # fmt: skip
+            self._training.callback(checks.close)
         if self._uneven is not None:
             self._parts.callback(self._uneven.finish)
         if self.strategy.checkpoint_io is not None:

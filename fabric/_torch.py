@@ -1,5 +1,6 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
+import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import dataloader
 from torch.utils.hooks import RemovableHandle
 
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
@@ -119,6 +122,17 @@ def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """
     if {"gloo", "nccl"} & set(dist.get_backend_config(group).replace(",", ":").split(":")):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def datasets_iterated_in_full() -> list[str]:
+    """The types of the datasets that DataLoaders are just iterating over in torch's own orders, all of each.
+
+    torch exports neither the type of the iterators nor what they have. This goes through all objects of the process.
+    """
+    whole, kind = (data.SequentialSampler, data.RandomSampler), dataloader._BaseDataLoaderIter
+    iterators: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    orders = ((each, each._index_sampler) for each in iterators)
+    return [type(each._dataset).__name__ for each, order in orders if type(getattr(order, "sampler", order)) in whole]
 
 
 def in_backward() -> bool:

@@ -30,7 +30,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "results.json"
 
 def warm_calls(one: Callable[[], Any]) -> int:
     # The first steps are watched, and on several ranks until the others' results have come through the store.
-    for _ in range(5):
+    for _ in range(8):
         one()
     return count_calls(one, number=10)
 

@@ -46,7 +46,7 @@ def operations(fabric: Fabric, folder: str) -> dict[str, list[str]]:
         module, sgd, inputs, targets = tiny()
         entered["setup"] = files_entered(lambda module=module, sgd=sgd: kept.update(both=fabric.setup(module, sgd)))
         model, optimizer = kept["both"]
-        for _ in range(5):  # the first steps are watched
+        for _ in range(8):  # the first steps are watched
             entered["forward"] = files_entered(lambda model=model, x=inputs: kept.update(output=model(x)))
             loss = mse_loss(kept.pop("output"), targets)
             entered["backward"] = files_entered(lambda loss=loss: fabric.backward(loss))

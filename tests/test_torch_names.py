@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import data
 
 from fabric import Fabric, _torch
 
@@ -31,6 +32,16 @@ def test_a_backward_pass_is_noticed_from_inside():
     x.sum().backward()
     seen.append(_torch.in_backward())
     assert seen == [False, True, False]
+
+
+def test_loaders_that_are_iterated_over_are_found_while_they_are():
+    dataset = data.TensorDataset(torch.ones(4))
+    found = []
+    for options in ({}, {"shuffle": True}, {"batch_size": None}, {"sampler": data.WeightedRandomSampler([1.0], 1)}):
+        for _ in data.DataLoader(dataset, **options):
+            found.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
+            break
+    assert found == [1, 1, 1, 0]
 
 
 def test_one_level_of_a_registered_type_is_opened_and_no_more():

@@ -10,29 +10,36 @@ however many ranks there are.
 Only what is certainly wrong is an error. A gradient that is missing is one where the strategy needs it; elsewhere it is
 a warning, at the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
 synchronize them: they may not differ.
+
+What was not set up is seen by one hook on the first steps of every optimizer of the process: an optimizer that steps
+with scaled gradients or with parameters that are no model's any more, a module or a loader that each rank has for
+itself.
 """
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from textwrap import shorten
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fabric._torch import local_tensor
+from fabric._torch import datasets_iterated_in_full, local_tensor
 from fabric.diagnostics.bypass import GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["TrainingChecks", "fingerprint"]
+__all__ = ["SetupChecks", "TrainingChecks", "fingerprint"]
 
 _STEPS = 2
+_STEPS_OF_ALL = 6  # of all optimizers, since one of them stepped first: one step may follow five of another
 _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
 _OFF = "Fabric(check_training=False) if this is meant"
 _LONGEST = 400  # characters of a list of parameters
@@ -55,7 +62,7 @@ class TrainingChecks:
     """
 
     def __init__(
-        self, optimizer: Optimizer, number: int, contracts: Contracts, store: JobStore, backward: Hooks
+        self, optimizer: Optimizer, number: object, contracts: Contracts, store: JobStore, backward: Hooks
     ) -> None:
         self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
         self._contracts, self._store = contracts, store
@@ -188,6 +195,92 @@ class TrainingChecks:
                 "the same changes on all ranks, by gradients of set-up modules from outside of no_backward_sync",
                 f"fabric.backward(loss_function(model(batch), target)); optimizer.step(); {_OFF}",
             )
+
+
+class SetupChecks:
+    """Checks of the first steps of all optimizers, for what was not set up; see ``[Note: Training checks]``.
+
+    Args:
+        contracts: those of the modules that are set up.
+        store: where ranks leave fingerprints for each other.
+        backward: what is called around backward passes.
+        optimizers: those that are set up.
+        loaders: those that are set up.
+        check: raises for optimizers that cannot be set up.
+        scales: whether backward passes scale gradients.
+    """
+
+    def __init__(
+        self, contracts: Contracts, store: JobStore, backward: Hooks, *, optimizers: Collection[Optimizer],
+        loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
+    ) -> None:  # fmt: skip
+        self._contracts, self._store, self._backward = contracts, store, backward
+        self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
+        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._calls, self._end, self._warned, self._reached = 0, _STEPS_OF_ALL, False, False
+        self._hooks = ExitStack()
+        self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        backward.after.append(self._after_backward)
+        self._hooks.callback(backward.after.remove, self._after_backward)
+
+    def close(self) -> None:
+        """Remove all hooks; never from within one of an optimizer."""
+        self._hooks.close()
+
+    def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
+        self._reached = True
+        if self._calls >= self._end:
+            self.close()
+
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+        if is_first := optimizer not in self._seen:
+            self._seen.add(optimizer)
+            self._end = min(self._calls + _STEPS_OF_ALL, _MOST_STEPS)
+        self._calls += 1
+        if self._calls > self._end:
+            return
+        request, trained = f"{type(optimizer).__name__}.step() on rank {self._store.rank}", _trained(optimizer)
+        contracts = self._contracts()
+        set_up = _ids(parameter for each in contracts for parameter in each.parameters().values())
+        arrived = _ids(parameter for parameter in trained if parameter.grad is not None)
+        if optimizer not in self._optimizers:
+            self._check([optimizer])
+            if self._scales and self._reached and arrived and (arrived & set_up or not contracts):
+                raise UsageError(
+                    request,
+                    "it has not been set up, and steps with the gradients of the loss times its scale",
+                    "every optimizer of gradients that fabric.backward() computes is set up",
+                    "model, optimizer = fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer)",
+                )
+        held = _ids(each for known in (*self._optimizers, *self._seen) for each in _trained(known))
+        for contract in contracts if _ids(trained) - set_up - arrived else ():
+            if left_out := _ids(each for each in contract.parameters().values() if each.grad is not None) - held:
+                raise UsageError(
+                    request,
+                    "no gradient has arrived at parameters of it that no set-up module has, and no optimizer has "
+                    f"{_named(contract, left_out)}",
+                    "an optimizer of the parameters that the module has when it is set up",
+                    "optimizer = torch.optim.SGD(model.parameters()) after a layer is replaced, then fabric.setup(...)",
+                )
+        if self._store.size > 1 and is_first:
+            self._check_ranks(optimizer, arrived & set_up, trained if not contracts else [])
+
+    def _check_ranks(self, optimizer: Optimizer, synchronized: set[int], others: list[Tensor]) -> None:
+        """Warn if each rank trains by itself, and compare the replicas if no module is set up."""
+        missing = ""
+        # Latent tensors may well be each rank's own; parameters that are sharded are not.
+        if [each for each in others if isinstance(each, nn.Parameter) and local_tensor(each) is each]:
+            shapes = zlib.crc32(repr([each.shape for each in others]).encode())
+            number = f"{self._calls} {type(optimizer).__name__} {shapes}"
+            checks = TrainingChecks(optimizer, number, self._contracts, self._store, self._backward)
+            self._hooks.callback(checks.close)
+            missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
+        elif synchronized and not self._loaders and self._store.rank == 0:
+            for dataset in datasets_iterated_in_full():
+                missing = f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
+        if missing and self._store.rank == 0 and not self._warned:
+            self._warned = True
+            warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=3)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:

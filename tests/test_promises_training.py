@@ -1,0 +1,174 @@
+"""What trains, trains; what cannot be synchronized, is said."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from fabric import Fabric
+from tests.models import Net
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+X = torch.ones(2, 4)
+
+
+def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def step(fabric: Fabric, model: Any, *optimizers: torch.optim.Optimizer, times: int = 1) -> None:
+    for _ in range(times):
+        fabric.backward(model(X + fabric.global_rank).sum())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def outcomes(fabric: Fabric, cases: list[Callable[[Fabric], Any]]) -> dict[str, str]:
+    results = {}
+    for case in cases:
+        results[case.__name__] = outcome(lambda case=case: case(fabric))
+        fabric.barrier(case.__name__)
+    return results
+
+
+def assert_said(results: list[dict[str, str]], cases: dict[Any, str]) -> None:
+    for each in results:
+        for case, text in cases.items():
+            assert text in each[case.__name__], (case.__name__, each[case.__name__])
+
+
+# -- B8: optimizers that were not set up ------------------------------------------------------------------------------
+
+
+def none_set_up(fabric: Fabric) -> None:
+    net = Net()
+    step(fabric, fabric.setup(net), sgd(net.parameters()))
+
+
+def one_of_two_set_up(fabric: Fabric) -> None:
+    net = Net()
+    model, first = fabric.setup(net, sgd(net.encoder.parameters()))
+    step(fabric, model, first, times=5)
+    step(fabric, model, sgd(net.head.parameters()))
+
+
+def not_even_a_module(fabric: Fabric) -> None:
+    fabric.launch()
+    net = Net()
+    step(fabric, net, sgd(net.parameters()))
+
+
+def test_b8_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients() -> None:
+    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "precision": "16-mixed"}
+    for case in (none_set_up, one_of_two_set_up, not_even_a_module):
+        with Fabric(**options) as fabric:
+            result = outcome(lambda case=case, fabric=fabric: case(fabric))
+        assert "it has not been set up, and steps with the gradients of the loss times its scale" in result
+
+
+def of_old_parameters(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net.parameters())
+    step(fabric, fabric.setup(net), optimizer)
+
+
+def before_the_head_was_replaced(fabric: Fabric) -> None:
+    net = Net()
+    optimizer = sgd(net.parameters())
+    net.head = nn.Linear(8, 2)
+    step(fabric, *fabric.setup(net, optimizer))
+
+
+def before_the_head_was_replaced_and_not_set_up(fabric: Fabric) -> None:
+    net = Net()
+    head, net.head = net.head, nn.Linear(8, 2)
+    step(fabric, fabric.setup(net), sgd(head.parameters()))
+
+
+REPLACED = "no optimizer has head.weight, head.bias of Net"
+UNMOVED = {before_the_head_was_replaced: REPLACED, before_the_head_was_replaced_and_not_set_up: "of Net"}
+
+
+def unmoved(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, [of_old_parameters, *UNMOVED])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b8_parameters_that_no_step_would_move_are_an_error(strategy: str) -> None:
+    stale = "it holds parameters from before the sharding" if strategy == "fsdp" else "fine"
+    assert_said(run_in_ranks(unmoved, strategy=strategy), {of_old_parameters: stale, **UNMOVED})
+
+
+# -- B9: what each rank has for itself --------------------------------------------------------------------------------
+
+
+def said(fabric: Fabric, action: Callable[[], object], times: int = 1) -> tuple[list[str], str]:
+    """The warnings and the errors of what each rank does several times, together with the others."""
+    results = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(times):
+            results.append(outcome(action))
+            fabric.barrier()
+    told = [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+    return told, "".join(result for result in results if result != "fine") or "fine"
+
+
+def no_module(fabric: Fabric, differ: bool) -> tuple[list[str], str]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = sgd(net.parameters())
+
+    def step_alone() -> None:
+        optimizer.zero_grad()
+        net(X + fabric.global_rank * differ).sum().backward()
+        optimizer.step()
+
+    return said(fabric, step_alone, times=3)
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_b9_processes_without_a_module_that_is_set_up_are_warned_and_compared(differ: bool) -> None:
+    first, second = run_in_ranks(no_module, differ)
+    assert len(first[0]) == 1
+    assert "of 2 processes each has a model of its own: model, optimizer = fabric.setup(model, " in first[0][0]
+    assert second[0] == []
+    assert all(("the replicas of ranks 0 and 1 differ" in result) == differ for _, result in (first, second))
+
+
+def loaders(fabric: Fabric, kind: str) -> tuple[list[str], str]:
+    torch.manual_seed(0)
+    net, data = Net(), TensorDataset(torch.ones(8, 4))
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    loader: Any = DataLoader(data, batch_size=2, shuffle=kind == "plain")
+    if kind == "sampler":
+        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, fabric.global_rank))
+    elif kind == "set up":
+        loader = fabric.setup_dataloaders(loader)
+
+    def loop() -> None:
+        for (x,) in loader:
+            fabric.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return said(fabric, loop)
+
+
+def all_loaders(fabric: Fabric) -> dict[str, tuple[list[str], str]]:
+    return {kind: loaders(fabric, kind) for kind in ("sampler", "plain", "set up")}
+
+
+def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None:
+    first, second = run_in_ranks(all_loaders)
+    assert [len(told) for told, _ in first.values()] == [0, 1, 0]
+    assert "of 2 processes each reads the whole TensorDataset: loader = fabric.setup_" in first["plain"][0][0]
+    assert all(told == [] for told, _ in second.values())
+    assert {result for results in (first, second) for _, result in results.values()} == {"fine"}
