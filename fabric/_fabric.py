@@ -443,6 +443,7 @@ class Fabric:
                 call()
             tensor.backward(*args, **kwargs)
         except BaseException as error:
+            session.strategy._explain(error)
             for call in session.backward.after:
                 call(tensor, error)
             raise

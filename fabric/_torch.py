@@ -3,6 +3,8 @@
 import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -138,6 +140,15 @@ def datasets_iterated_in_full() -> list[str]:
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass; torch has no public name for it."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_unfinished(root: Any) -> Callable[[], bool]:
+    """A function that says whether a backward pass of a sharded model is under way, or has raised.
+
+    FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is, no other is called,
+    so that gradients stay unreduced.
+    """
+    return partial(attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state())
 
 
 def operations_behind(loss: Tensor) -> Iterator[int]:

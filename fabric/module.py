@@ -90,6 +90,7 @@ class FabricModule(nn.Module):
                 call()
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
+            self._fabric_contract.explain(error)
             for call in self._fabric_after:
                 call(None, error)
             raise

@@ -232,6 +232,25 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     assert _torch.unreduced_parameters(model) == []
 
 
+def test_a_backward_pass_of_a_sharded_module_that_did_not_finish_is_known(group):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for module in (model[1], model):
+        fully_shard(module, mesh=dist.init_device_mesh("cpu", (1,)))
+    unfinished = _torch.backward_unfinished(model)
+    assert not unfinished()
+    output = model(torch.ones(1, 4))
+    # Behind FSDP2's own hook, which runs first.
+    output.register_hook(lambda grad: int("no number"))
+    with pytest.raises(ValueError, match="no number"):
+        output.sum().backward()
+    assert unfinished()
+    model.reset_iter_state()
+    model(torch.ones(1, 4)).sum().backward()
+    assert not unfinished()
+
+
 def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     wrapper = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
     with wrapper.join():

@@ -174,9 +174,7 @@ class BypassGuard:
         """Note that it is over."""
         for hooks, number, hook in self._places:
             hooks[number] = hook
-        if error is not None:
-            self.contract.explain(error)
-        elif self._trains:
+        if error is None and self._trains:
             self._passes.append((self._begin, operations_recorded(), not self.prepares_sync))
             self._sync_prepared |= self.prepares_sync
             if self.contract.expects_unused:

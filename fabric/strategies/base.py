@@ -210,6 +210,7 @@ class Strategy(ABC):
             title=type(module).__name__,
             parameters=lambda: dict(module.named_parameters()),
             join=self._join,
+            explain=self._explain,
         )
 
     def setup_optimizer(self, optimizer: Optimizer) -> None:

@@ -176,7 +176,6 @@ class DDPStrategy(ParallelStrategy):
             expects_unused=unused,
             gradients_differ=drifts,
             replicated=partial(_synchronized, wrapper) if wrapper and is_replicated else dict,
-            explain=self._explain,
         )
 
     @override

@@ -22,7 +22,15 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import full_tensor, hook_place, in_backward, local_tensor, uncompiled, unreduced_parameters
+from fabric._torch import (
+    backward_unfinished,
+    full_tensor,
+    hook_place,
+    in_backward,
+    local_tensor,
+    uncompiled,
+    unreduced_parameters,
+)
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
 from fabric.diagnostics.bypass import GradientContract, callable_parts
@@ -212,7 +220,8 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        options.check_optimizers(optimizers, module, [forward.root for forward in self._forwards.values()])
+        models = [forward.root for forward in self._forwards.values()]
+        options.check_optimizers(optimizers, self._mesh().shape[-1], module, models)
         if module is None:
             return
         root, error = uncompiled(module), None
@@ -252,21 +261,18 @@ class FSDPStrategy(ParallelStrategy):
             _shard(communicator, part, mp_policy=replace(policy, output_dtype=None), **arguments)
         _shard(communicator, root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
-            _prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
+            options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
         self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
-            group["params"][:] = [getattr(parameter, options.SHARD, parameter) for parameter in group["params"]]
-
-    @override
-    def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load a state dict; of full tensors every rank takes its shards."""
-        own = self.get_module_state_dict(module, sharded=True)
-        state_dict = {name: _shard_like(own.get(name), value) for name, value in state_dict.items()}
-        super().load_module_state_dict(module, state_dict, strict)
+            for index, parameter in enumerate(group["params"]):
+                shard = group["params"][index] = getattr(parameter, options.SHARD, parameter)
+                if shard is not parameter and (slots := optimizer.state.pop(parameter, None)):
+                    optimizer.state[shard] = {name: options.shard_like(shard, value) for name, value in slots.items()}
+        optimizer.register_load_state_dict_pre_hook(options.shard_state)
 
     @override
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -275,14 +281,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict; of full tensors every rank takes its shards."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        by_number = dict(zip(numbers, parameters, strict=False))
-        content = {
-            number: {name: _shard_like(by_number.get(number), value) for name, value in slots.items()}
-            for number, slots in state_dict["state"].items()
-        }
-        optimizer.load_state_dict({**state_dict, "state": content})
+        optimizer.load_state_dict(options.shard_state(optimizer, state_dict))
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -306,6 +305,10 @@ class FSDPStrategy(ParallelStrategy):
             unreduced=partial(unreduced_parameters, root),
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
         )
+
+    @override
+    def _explain(self, exception: BaseException) -> None:
+        options.explain(exception)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         # What is kept on the CPU is gathered on the device, where the process group works.
@@ -336,7 +339,11 @@ class ShardedForward:
     def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int) -> None:
         self.root, self.synchronizes, self._rank = root, True, rank
         self._sharded: list[Any] = [*fsdp_modules, root]
-        self._depth, self._finished = 0, True
+        self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
+        for part in root.modules():
+            # Those of now: a forward pass may leave gathered ones in their places.
+            own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+            part.register_load_state_dict_pre_hook(partial(options.take_shards, own))
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._finish)
         root.register_forward_hook(self._leave, always_call=True)
@@ -369,15 +376,18 @@ class ShardedForward:
         )
 
     def _enter(self, root: nn.Module, args: Any) -> None:
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if not (self._depth or is_compiling) and self._unfinished() and not in_backward():
+            self._forget()
         if not (self._finished or self._depth):
             raise UsageError(
-                f"model(...) on rank {self._rank} after a forward pass that raised",
+                f"model(...) on rank {self._rank} after a pass that raised",
                 "this release of torch cannot make the model forget that pass: gradients would be wrong",
                 suggestion="fabric.load(...) into a model that is set up anew, or torch with reset_iter_state",
             )
         self._depth += 1
         self._finished = False
-        if not torch.compiler.is_dynamo_compiling():
+        if not is_compiling:
             for hooks, number, _ in self._places:
                 hooks.pop(number, None)
 
@@ -393,13 +403,17 @@ class ShardedForward:
             hooks[number] = hook
             hooks.move_to_end(number, last=False)
         if not self._finished:
-            if hasattr(root, "reset_iter_state"):  # added after torch 2.11
-                self._finished = True
-                self.root.reset_iter_state()
+            self._forget()
         elif not torch.is_grad_enabled():
             # No backward pass will do it, and a change of whole parameters would be lost.
             for part in self._sharded:
                 part.reshard()
+
+    def _forget(self) -> None:
+        """Forget a pass that raised, where torch can."""
+        self._finished = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
+        if self._finished:
+            self.root.reset_iter_state()
 
 
 def _shard(communicator: Communicator, module: nn.Module, **arguments: Any) -> None:
@@ -416,25 +430,3 @@ def _shard(communicator: Communicator, module: nn.Module, **arguments: Any) -> N
             setattr(old, options.SHARD, parameter)
             # An optimizer may hold it until it is set up.
             old.data = old.new_empty(0)
-
-
-def _shard_like(like: Any, value: Any) -> Any:
-    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
-    is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
-    if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
-
-    mesh = like.device_mesh
-    shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-    # A copy: a shard may be a view, which would keep the full value in memory.
-    return shard.to(like.device, copy=True)
-
-
-def _prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
-    """Have each FSDP module gather those before it in the forward pass, taken to be in the order of the model."""
-    order: list[Any] = [module for module in root.modules() if module in set(fsdp_modules)]
-    for index, module in enumerate([*order, root]):
-        # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
-        previous = order[max(0, index - ahead) : index][::-1] if ahead else []
-        module.set_modules_to_backward_prefetch(previous or [module])

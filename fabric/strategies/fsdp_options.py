@@ -1,4 +1,4 @@
-"""The options of FSDPStrategy: their forms, the modules of a model that they choose, and what they need of it.
+"""The options of FSDPStrategy: their forms, the modules of a model that they choose, what they need of it, and errors.
 
 [Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its parameters are gathered right
 before its forward pass, and freed after it. What lies outside of all others belongs to the root, which is gathered for
@@ -8,13 +8,14 @@ at a time. A parameter that several modules share has to belong to one FSDP modu
 
 import hashlib
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.distributed import DeviceMesh
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -28,24 +29,41 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "SHARD",
-    "check_mesh",
-    "check_optimizers",
-    "check_same_model",
-    "check_shardable",
-    "choose_modules",
-    "find_fsdp_modules",
-    "parse_backward_prefetch",
-    "parse_choice",
-    "parse_cpu_offload",
-    "parse_mixed_precision",
-    "parse_name",
-    "parse_wrap_policy",
-]
+    "SHARD", "check_mesh", "check_optimizers", "check_same_model", "check_shardable", "choose_modules", "explain",
+    "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload", "parse_mixed_precision",
+    "parse_name", "parse_wrap_policy", "prefetch_in_backward", "shard_like", "shard_state", "take_shards",
+]  # fmt: skip
 
 # The attribute of a parameter from before the sharding that is the one in its place.
 SHARD = "_fabric_shard"
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+_TABLES = (nn.Embedding, nn.EmbeddingBag)
+# What to do about errors of torch, by what they say: the problem, what is expected, and a suggestion.
+_EXPLANATIONS = {
+    "got mixed torch.Tensor and DTensor": (
+        "a weight is used where this rank has its shard only, outside of the forward pass of its FSDP module",
+        "a weight within that forward pass, or a gathered one",
+        "weight.full_tensor() for such a use, before model(batch) for a penalty on all weights",
+    ),
+    "out of bounds for storage of size 0": (
+        "the backward pass needs gathered weights that have been freed",
+        "first derivatives, and no change in place of what an FSDP module returned",
+        'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
+    ),
+    "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
+        "torch has no such operation for what is sharded",
+        "dense gradients, and optimizers whose step is the same for each element",
+        'torch.optim.AdamW, or strategy="ddp"',
+    ),
+}
+
+
+def explain(exception: BaseException) -> None:
+    """Add a note to an error of torch about what is sharded that says what to do about it."""
+    for pattern, (problem, *advice) in _EXPLANATIONS.items():
+        note = str(FabricError(problem, "", *advice))
+        if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
+            exception.add_note(note)
 
 
 def parse_name(option: str, value: Any, names: Sequence[str], suggestion: str = "") -> str:
@@ -189,6 +207,15 @@ def find_fsdp_modules(root: nn.Module, policy: Any = None) -> list[nn.Module]:
     return found
 
 
+def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: int) -> None:
+    """Have each FSDP module gather those before it in the forward pass, taken to be in the order of the model."""
+    order: list[Any] = [module for module in root.modules() if module in set(fsdp_modules)]
+    for index, module in enumerate([*order, root]):
+        # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
+        previous = order[max(0, index - ahead) : index][::-1] if ahead else []
+        module.set_modules_to_backward_prefetch(previous or [module])
+
+
 def check_shardable(root: nn.Module, has_values: bool) -> None:
     """Raise a ConfigurationError for parameters that cannot be sharded.
 
@@ -200,11 +227,14 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
     lazy = [name for name, each in named.items() if is_lazy(each)]
     numbers = [name for name, each in named.items() if not is_lazy(each) and each.dim() == 0]
     sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
+    tables = [(name, part) for name, part in root.named_modules() if isinstance(part, _TABLES) and part.sparse]
+    sparse = [name for name, part in tables if part.weight.requires_grad]
     named.update(root.named_buffers())
     on_meta = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
     for names, problem, suggestion in (
         (lazy, "are lazy and have no shape before a first forward pass", "one model(batch) before setup()"),
         (numbers, "are single numbers, which cannot be sharded", "nn.Parameter(torch.ones(1))"),
+        (sparse, "have sparse gradients, which cannot be sharded", 'sparse=False, or strategy="ddp"'),
         (sharded, "belong to another model, which is sharded", "one module around both, and one setup() of it"),
         (on_meta if has_values else [], "have no values, being on meta", "a model built in fabric.init_module()"),
     ):
@@ -213,11 +243,14 @@ def check_shardable(root: nn.Module, has_values: bool) -> None:
             raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module | None, models: Iterable[nn.Module]) -> None:
-    """Raise a UsageError for an optimizer whose steps would change nothing, or that would lose its state.
+def check_optimizers(
+    optimizers: Sequence[Optimizer], shards: int, module: nn.Module | None, models: Iterable[nn.Module]
+) -> None:
+    """Raise a UsageError for an optimizer whose steps would fail or change nothing, or that would lose its state.
 
     Args:
         optimizers: those that are about to be set up.
+        shards: into how many shards a parameter is split.
         module: the model that is about to be sharded with them, if there is one.
         models: those that are sharded.
     """
@@ -226,12 +259,15 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module | None, 
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         local = [local_tensor(parameter) for parameter in parameters]
+        is_uneven = any(length % shards for parameter in parameters for length in parameter.shape[:1])
         if any(hasattr(parameter, SHARD) for parameter in parameters):
             problem = "it holds parameters from before the sharding: stepping changes nothing"
         elif any(each in gathered or (each.numel() and not each.untyped_storage().size()) for each in local):
             problem = "it holds parameters that a forward pass gathered, and that are freed again"
-        elif any(parameter in own and optimizer.state.get(parameter) for parameter in parameters):
+        elif any(parameter in own and _has_history(optimizer.state.get(parameter)) for parameter in parameters):
             problem = "it has state for whole parameters, and these are about to be sharded"
+        elif isinstance(optimizer, optim.Adafactor | optim.Rprop) or (isinstance(optimizer, optim.LBFGS) and is_uneven):
+            problem = 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
         else:
             continue
         raise UsageError(
@@ -240,6 +276,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: nn.Module | None, 
             "an optimizer without state set up together with its module, or one made from the module that setup() gave",
             "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
         )
+
+
+def _has_history(slots: Mapping[str, Any] | None) -> bool:
+    """Whether an optimizer's state of a parameter is more than what was filled in when it was made, as in Adagrad."""
+    return bool(slots) and (
+        bool(slots.get("step", 1)) or any(getattr(each, "is_meta", False) for each in slots.values())
+    )
 
 
 def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:
@@ -279,6 +322,38 @@ def _layout(root: nn.Module) -> str:
         number = numbers.setdefault(id(each), len(numbers))
         layout.append((name, number, each.shape, each.dtype, each.requires_grad, isinstance(each, EmptyParameter)))
     return hashlib.sha256(repr(layout).encode()).hexdigest()
+
+
+def shard_like(like: Any, value: Any) -> Any:
+    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
+    is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
+    if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
+
+    mesh = like.device_mesh
+    shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+    # A copy: a shard may be a view, which would keep the full value in memory.
+    return shard.to(like.device, copy=True)
+
+
+def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook of a module that loads a state dict: takes the shards of its ``own`` parameters from full tensors."""
+    for name, parameter in own.items():
+        if prefix + name in state:
+            state[prefix + name] = shard_like(parameter, state[prefix + name])
+
+
+def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer with this rank's shards in the place of full tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    content = {
+        number: {name: shard_like(by_number.get(number), value) for name, value in slots.items()}
+        for number, slots in state_dict["state"].items()
+    }
+    return {**state_dict, "state": content}
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
