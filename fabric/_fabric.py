@@ -212,7 +212,8 @@ class Fabric:
     ) -> Any:
         """Start the processes of the job and connect them.
 
-        On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started. With the
+        On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started, and the
+        call may be left out: the first one that needs a device or other ranks connects the processes then. With the
         start method ``popen`` the script is run again in every process: in the process that launches, this call does
         not return but ends with the exit code of the ranks. With ``spawn``, ``fork`` and ``forkserver`` every process
         runs ``function(fabric, *args, **kwargs)``.
@@ -245,7 +246,8 @@ class Fabric:
             spec = replace(plan.launch_spec, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
         if self._session is not None and not is_given:
-            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", "the job has been launched already")
+            problem = "the job has been launched already, or begun by a call before launch() that needs it"
+            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem)
         self._running("launch")
         result = function(self, *args, **kwargs)
         if return_result and return_all:
@@ -814,10 +816,10 @@ class Fabric:
             self.seed_everything(**self._seed)
 
     def _running(self, call: str) -> Session:
-        """The session, begun now if this process is the whole job or was made by a launcher and calls ``launch``."""
+        """The session, begun now if this process is the whole job or was made by a launcher."""
         if self._session is None:
             world = self._plan.world
-            if self._closed or world is None or (world.world_size > 1 and call != "launch"):
+            if self._closed or world is None:
                 raise self._not_running(call)
             self._session = Session(self._plan, world, check_training=self._check_training)
             atexit.register(self._at_exit)

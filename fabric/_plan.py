@@ -28,7 +28,7 @@ from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
-__all__ = ["RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
+__all__ = ["LATE", "RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
 
 _START_METHODS = {
     "ddp": "popen",
@@ -51,6 +51,7 @@ STRATEGIES: Mapping[str, Any] = {
 RUN_OPTIONS = {
     name: f"FABRIC_{name.upper()}" for name in ("accelerator", "strategy", "devices", "num_nodes", "precision")
 }
+LATE = "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(RUN_OPTIONS, "auto"),
     **dict.fromkeys(("precision", "environment", "launcher", "timeout")),
@@ -133,6 +134,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     for argument, value in _options_of(known).items():
         source = f"{_spelling(argument, value)!r} in the strategy"
         given[argument] = _one_value(argument, given[argument], value, source)
+    _refuse_late_options(env, given)
     found = _find_environment(given["environment"], env)
     world = None if found is None else found[1]
     hardware = _parse_accelerator(given["accelerator"])
@@ -232,6 +234,18 @@ def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
         "the value in one of the two places, or the same in both",
         f"Fabric() without {argument}=",
     )
+
+
+def _refuse_late_options(env: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Raise for options of ``fabric run`` after the script that nobody reads: the job would run without them."""
+    late = {name: env.get(variable + LATE) for name, variable in RUN_OPTIONS.items() if given[name] in ("auto", None)}
+    if words := " ".join(f"--{name.replace('_', '-')}={value}" for name, value in late.items() if value):
+        raise ConfigurationError(
+            f"fabric run script.py {words}",
+            "what comes after the script is the script's own, and its Fabric() leaves these open",
+            "options of `fabric run` before the script; or Fabric(...) with what the script reads from its arguments",
+            f"fabric run {words} script.py",
+        )
 
 
 def _spelling(argument: str, value: Any) -> str:

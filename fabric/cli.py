@@ -11,7 +11,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
@@ -113,11 +113,12 @@ def _consolidate(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     """``fabric run``."""
     worlds = _worlds(options)
-    from fabric._plan import RUN_OPTIONS
+    from fabric._plan import LATE, RUN_OPTIONS
     from fabric.launchers.script import Script, run_script
 
     given = vars(options)
     variables = {variable: str(given[name]) for name, variable in RUN_OPTIONS.items() if given[name] is not None}
+    variables |= {RUN_OPTIONS[name] + LATE: value for name, value in _late_options(options, RUN_OPTIONS).items()}
     script = Script(
         name=options.script,
         is_module=options.module,
@@ -132,6 +133,18 @@ def _run(options: argparse.Namespace) -> int:
         if code == 0 or interrupted:
             break
     return code
+
+
+def _late_options(options: argparse.Namespace, names: Iterable[str]) -> dict[str, str]:
+    """Options of this command that follow the script, which has none of that name as far as its text shows."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    spellings = {name: {f"--{name}", f"--{name.replace('_', '-')}"} for name in names}
+    for name, own in spellings.items():
+        parser.add_argument(*own, dest=name, nargs="?")
+    found, script = vars(parser.parse_known_args(options.arguments)[0]), Path(options.script)
+    text = script.read_text(errors="replace") if script.is_file() else ""
+    quoted = {name for name, own in spellings.items() for one in own if f'"{one}"' in text or f"'{one}'" in text}
+    return {name: value for name, value in found.items() if value and name not in quoted}
 
 
 def _worlds(options: argparse.Namespace) -> list[World]:

@@ -1,0 +1,68 @@
+"""What the command line promises: no option is ignored, and processes that are there are used."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 90
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """Runs a module with arguments in a folder that has this script as train.py."""
+
+    def start(script: str, *words: str, module: str = "fabric") -> "subprocess.CompletedProcess[str]":
+        (tmp_path / "train.py").write_text(textwrap.dedent(script))
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+        command = [sys.executable, "-m", module, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
+        )
+
+    return start
+
+
+OPEN = """
+    from fabric import Fabric
+    fabric = Fabric(accelerator="cpu")
+    fabric.launch()
+    print("trained")
+"""
+
+
+def test_d21_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(run: Run) -> None:
+    job = run(OPEN, "run", "train.py", "--devices=2", "--strategy", "ddp", "--accelerator", "cpu")
+    assert job.returncode == 1
+    assert job.stdout == ""
+    assert "Write: fabric run --strategy=ddp --devices=2 script.py" in job.stderr
+
+
+READS = """
+    import argparse
+    from fabric import Fabric
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--devices", type=int)
+    parser.add_argument('--precision')
+    options = parser.parse_args()
+    fabric = Fabric(accelerator="cpu", devices=options.devices)
+    total = fabric.all_reduce(1, reduce_op="sum")
+    fabric.print(fabric.precision.name, options.precision, total)
+"""
+
+
+def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(run: Run) -> None:
+    job = run(READS, "run", "--devices", "2", "train.py", "--devices", "2", "--precision", "mine")
+    assert (job.returncode, job.stdout) == (0, "32-true mine 2\n"), job.stderr
+
+
+@pytest.mark.slow
+def test_d21_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
+    words = ("--standalone", "--nproc-per-node", "2", "train.py", "--devices", "2")
+    job = run(READS, *words, module="torch.distributed.run")
+    assert (job.returncode, job.stdout) == (0, "32-true None 2\n"), job.stderr
