@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from fabric import collectives
 from fabric._plan import resolve
-from fabric._session import Session, set_up_modules, without_sync
+from fabric._session import Session, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -35,7 +35,7 @@ from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
-from fabric.strategies.base import Group, Strategy
+from fabric.strategies.base import Group, Strategy, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.world import World
 

@@ -26,13 +26,12 @@ from fabric.launchers.rank import StopRequest
 from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
-from fabric.strategies import Strategy
 from fabric.world import World
 
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["Session", "prepared_module", "set_up_modules", "without_sync"]
+__all__ = ["Session", "prepared_module", "set_up_modules"]
 
 
 class Session:
@@ -293,15 +292,6 @@ def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
     inner: Any = module._modules.get(COMPILED_MODULE, module)
     return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
-
-
-@contextmanager
-def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
-    """``no_backward_sync`` for several prepared modules."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(strategy.no_backward_sync(module, enabled))
-        yield
 
 
 def _updates(optimizer: Optimizer, modules: Iterable[nn.Module]) -> bool:

@@ -10,25 +10,25 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
-from fabric._session import prepared_module, without_sync
-from fabric._torch import uncompiled
+from fabric._session import prepared_module
 from fabric.accelerators import Accelerator
+from fabric.diagnostics.recorder import Hooks
 from fabric.environments import Environment
-from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.precision import Precision, parse_precision
+from fabric.errors import ConfigurationError, UsageError
+from fabric.module import FabricModule
 from fabric.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
+from fabric.strategies.parallel import as_list
 from fabric.tree import map_tensors
 
 __all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
 
-_MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
 _Older: TypeAlias = "DDPSpawnPlugin | DDPFullyShardedNativeStrategy"
 
 
@@ -40,42 +40,25 @@ class _Mailbox(deque[Any]):
 
 
 def _setup(self: "_Older", trainer: Any = None) -> None:
-    """Older form of :meth:`fabric.Fabric.setup`; collective.
-
-    Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers, if
-    it has any. Afterward the prepared module of torch is the trainer's model, and :attr:`model` of the strategy.
+    """See :meth:`fabric.strategies.ParallelStrategy.setup`; afterward the prepared module is :attr:`model`, too.
 
     Args:
         trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
 
     Raises:
         UsageError: the model is prepared already.
-        ConfigurationError: a mixed precision, which needs ``Fabric.setup`` and ``Fabric.backward``.
+        ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and ``Fabric.backward``.
     """
-    _deprecated("setup(trainer)", _MODERN_SETUP)
-    module: Any = self.model if trainer is None else trainer.model
-    precision = self.runtime.precision
-    if precision.loss_scaling or (precision.compute_dtype is not None and not isinstance(self, FSDPStrategy)):
-        problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
-        request = f"{type(self).__name__}.setup(trainer) with precision={precision.name!r}"
-        raise ConfigurationError(request, problem, suggestion=f"{_MODERN_SETUP} and fabric.backward(loss)")
-    if _is_prepared(self, module):
-        problem = f"this {type(module).__name__} is set up already"
-        raise UsageError("setup(trainer)", problem, suggestion=_MODERN_SETUP)
-    optimizers = _listed(getattr(trainer, "optimizers", None) or ())
-    self.check_setup(module, optimizers)
-    precision.convert_module(module)
-    self.model = self.setup_module(self.module_to_device(module))
-    for optimizer in optimizers:
-        self.setup_optimizer(optimizer)
-    if trainer is not None:
-        trainer.model = self.model
+    _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
+    trainer = SimpleNamespace(model=self.model) if trainer is None else trainer
+    ParallelStrategy.setup(self, trainer)
+    self.model = trainer.model
 
 
 def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
     """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a model that is set up."""
     _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
-    optimizers = _listed(trainer.optimizers)
+    optimizers = as_list(trainer.optimizers)
     self.check_setup(None, optimizers)
     for optimizer in optimizers:
         self.setup_optimizer(optimizer)
@@ -84,7 +67,7 @@ def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
 def _model_to_device(self: "_Older") -> None:
     """Move :attr:`model` to this process's device; a model that has been set up is there already."""
     _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
-    if self.model is not None and not _is_prepared(self, self.model):
+    if self.model is not None and not self._is_prepared(self.model):
         self.module_to_device(self.model)
 
 
@@ -93,14 +76,7 @@ def _block_backward_sync(
 ) -> AbstractContextManager[Any]:
     """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
     _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
-    modules = self._prepared if module is None else [prepared_module(module)]
-    return without_sync(self, modules, enabled)
-
-
-def _is_prepared(self: "_Older", module: Any) -> bool:
-    """Whether this is a prepared module, or the one that was prepared."""
-    inner = uncompiled(module)
-    return any(inner is one or inner is uncompiled(getattr(one, "module", one)) for one in self._prepared)
+    return ParallelStrategy.block_backward_sync(self, None if module is None else prepared_module(module), enabled)
 
 
 def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any]:
@@ -111,29 +87,35 @@ def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any
 
 def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
     """Wait until every process calls it; arguments of old are accepted and mean nothing. Collective."""
-    name = args[0] if args else kwargs.get("name")
-    if len(args) > 1 or set(kwargs) - {"name", "group"} or not isinstance(name, str | None):
+    if len(args) > 1 or set(kwargs) - {"name", "group"}:
         _deprecated("barrier(*args, **kwargs)", 'fabric.barrier() or fabric.barrier("name")')
-    ParallelStrategy.barrier(self, name if isinstance(name, str) else None, kwargs.get("group"))
+    ParallelStrategy.barrier(self, *args[:1], **kwargs)
 
 
 def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
-    """Abort the process group after a failure of this process, and raise; with one process do nothing.
-
-    The launcher then ends the other processes, and the process that launched them raises with this rank and its
-    traceback. It does so for every exception that the function raises, so that the call is not needed.
-
-    Args:
-        trace: the traceback of the failure, as text.
-
-    Raises:
-        RankFailedError: always, with several processes; it holds the rank and the trace.
-    """
+    """See :meth:`fabric.strategies.ParallelStrategy.reconciliate_processes`."""
     _deprecated("reconciliate_processes(trace)", "raise, and the launcher ends the other processes")
-    if self.is_distributed:
-        rank = self.global_rank
-        self.runtime.abort()
-        raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this process failed")
+    ParallelStrategy.reconciliate_processes(self, trace)
+
+
+def _step(name: str) -> Callable[..., Any]:
+    def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
+        modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
+        _deprecated(f"{name}(...) of a strategy", modern)
+        last = self.model if self.model is not None and self._is_prepared(self.model) else [None, *self._prepared][-1]
+        if last is None:
+            raise UsageError(f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern)
+        runtime = self.runtime
+        model = FabricModule(last, last, runtime.precision, runtime.device, Hooks(), self.gradient_contract(last))
+        return getattr(model, name)(*args, **kwargs)
+
+    step.__name__ = name
+    step.__doc__ = f"""``{name}`` of the module of :meth:`setup`, or else of the last set-up one; a forward pass.
+
+        Raises:
+            UsageError: no module is set up.
+        """
+    return step
 
 
 class DDPSpawnPlugin(DDPStrategy):
@@ -142,14 +124,15 @@ class DDPSpawnPlugin(DDPStrategy):
     The modern spelling is ``Fabric(strategy="ddp_spawn")``, or ``DDPStrategy(start_method="spawn")`` with options.
 
     Args:
-        accelerator: as for :class:`fabric.strategies.DDPStrategy`, and so is what is not listed here.
         parallel_devices: the devices of this node, one for each process; :meth:`spawn` needs them.
+        num_nodes: number of nodes of the job; None is one.
         cluster_environment: the environment that says which rank this is.
         checkpoint_io: format of ``save`` and ``load``.
-        precision_plugin: older name of ``precision``; an object with an attribute ``precision`` stands for its value.
-        *ddp_comm: ``ddp_comm_state``, ``ddp_comm_hook`` and ``ddp_comm_wrapper``, which may have their names as well.
-        precision: precision.
-        **options: the other arguments of ``DDPStrategy``.
+        sync_batchnorm: as for :class:`fabric.strategies.DDPStrategy`, and so are the rest; None is False.
+        ddp_comm_state: state handed to the hook.
+        ddp_comm_hook: how gradients are sent.
+        ddp_comm_wrapper: wraps the hook.
+        **options: the other arguments of ``DDPStrategy``; ``precision_plugin`` is the older name of ``precision``.
 
     Attributes:
         model: the module that :meth:`setup` and :meth:`model_to_device` without a trainer act on; None at first.
@@ -162,28 +145,35 @@ class DDPSpawnPlugin(DDPStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
+        num_nodes: int | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
-        precision_plugin: Any = None,
-        *ddp_comm: Any,
-        precision: Precision | str | int | None = None,
+        sync_batchnorm: bool | None = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
         _deprecated("DDPSpawnPlugin(...)", 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn")')
+        if options.get("precision_plugin") is not None:
+            _deprecated("precision_plugin=", "precision=")
         super().__init__(
-            accelerator,
-            parallel_devices,
-            cluster_environment,
-            checkpoint_io,
-            _one_precision(precision_plugin, precision),
-            *ddp_comm,
+            parallel_devices=parallel_devices,
+            num_nodes=1 if num_nodes is None else num_nodes,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            sync_batchnorm=bool(sync_batchnorm),
+            ddp_comm_state=ddp_comm_state,
+            ddp_comm_hook=ddp_comm_hook,
+            ddp_comm_wrapper=ddp_comm_wrapper,
             start_method="spawn",
             **options,
         )
         self.model: nn.Module | None = None
         self.mp_queue = _Mailbox()
+        # The state of the model that process 0 set up, on the CPU.
+        self._weights: dict[str, Any] | None = None
 
     setup = _setup
     setup_optimizers = _setup_optimizers
@@ -192,10 +182,6 @@ class DDPSpawnPlugin(DDPStrategy):
     model_sharded_context = _model_sharded_context
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
-
-    @property
-    def _prepared(self) -> list[nn.Module]:
-        return list(self._wrappers)
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
@@ -224,8 +210,9 @@ class DDPSpawnPlugin(DDPStrategy):
             problem = "this strategy has no parallel_devices, so that the number of processes is unknown"
             raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
-            result, items = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
+            result, items, weights = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
         self.mp_queue.extend(items)
+        self._weights = weights
         return result
 
     def add_to_queue(self, trainer: Any, queue: Any) -> None:
@@ -248,8 +235,18 @@ class DDPSpawnPlugin(DDPStrategy):
         trainer.callback_metrics.update(pickle.loads(queue.get()))  # noqa: S301 - from a process of this job
 
     def post_dispatch(self, trainer: Any) -> None:
-        """Update ``trainer.callback_metrics`` by everything that process 0 left in :attr:`mp_queue`."""
-        _deprecated("post_dispatch(trainer)", "metrics = fabric.launch(function)")
+        """Load what the spawned processes trained into ``trainer.model``, and their metrics into the trainer.
+
+        The weights are those of the model of :meth:`setup` in process 0 at the end of :meth:`spawn`. The metrics are
+        everything that it left in :attr:`mp_queue`, and update ``trainer.callback_metrics``.
+
+        Args:
+            trainer: an object with ``model`` where one was set up, and ``callback_metrics`` where there are metrics.
+        """
+        _deprecated("post_dispatch(trainer)", "fabric.launch(function), which returns what function returns")
+        if self._weights is not None:
+            self.load_module_state_dict(trainer.model, self._weights)
+            self._weights = None
         while self.mp_queue:
             trainer.callback_metrics.update(pickle.loads(self.mp_queue.get()))  # noqa: S301 - as above
 
@@ -274,7 +271,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         cpu_offload: keep shards, gradients and optimizer state on the CPU.
         backward_prefetch: how many FSDP modules are gathered ahead in the backward pass.
         mixed_precision: torch's policy, in place of what the precision says.
-        precision: precision.
+        activation_checkpointing: a class of layers, or several, whose activations are computed again.
         **options: the other arguments of ``FSDPStrategy``.
 
     Attributes:
@@ -296,21 +293,23 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         cpu_offload: Any = None,
         backward_prefetch: Any = None,
         mixed_precision: Any = None,
-        *,
-        precision: Precision | str | int | None = None,
+        activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
         _deprecated("DDPFullyShardedNativeStrategy(...)", 'Fabric(strategy="fsdp"), or FSDPStrategy(...)')
+        if precision_plugin is not None:
+            _deprecated("precision_plugin=", "precision=")
         super().__init__(
             accelerator,
             parallel_devices,
             cluster_environment,
             checkpoint_io,
-            _one_precision(precision_plugin, precision),
-            process_group_backend,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
             cpu_offload=cpu_offload,
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
+            activation_checkpointing=activation_checkpointing,
             **options,
         )
         self.model: nn.Module | None = None
@@ -323,9 +322,8 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     barrier = _barrier
     reconciliate_processes = _reconciliate_processes
 
-    @property
-    def _prepared(self) -> list[nn.Module]:
-        return [forward.root for forward in self._forwards.values()]
+    training_step, validation_step = _step("training_step"), _step("validation_step")
+    test_step, predict_step = _step("test_step"), _step("predict_step")
 
 
 def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
@@ -335,18 +333,6 @@ def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
 
 def _run_spawned(fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool) -> Any:
     result = function(*args, **kwargs)
-    return result if return_result else None, list(strategy.mp_queue)
-
-
-def _one_precision(plugin: Any, precision: Any) -> Any:
-    if plugin is None:
-        return precision
-    _deprecated("precision_plugin=", "precision=", stacklevel=4)
-    older = parse_precision(getattr(plugin, "precision", plugin))
-    if precision is not None and parse_precision(precision) != older:
-        raise ConfigurationError(f"precision_plugin={plugin!r}, precision={precision!r}", "the two differ")
-    return older
-
-
-def _listed(optimizers: Any) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    model = strategy.model
+    weights = strategy.get_module_state_dict(model) if model is not None and strategy._is_prepared(model) else None
+    return result if return_result else None, list(strategy.mp_queue), weights

@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.base import ParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies.base import SingleDeviceStrategy, Strategy
 from fabric.strategies.data_parallel import DataParallelStrategy
 from fabric.strategies.ddp import DDPStrategy
+from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from fabric.strategies.fsdp import FSDPStrategy

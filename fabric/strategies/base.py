@@ -4,13 +4,12 @@
 :meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
 """
 
-import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ from fabric.strategies.init_module import created_on
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "ParallelStrategy", "SingleDeviceStrategy", "Strategy", "check_passed_on", "refuse_unprepared"]
+__all__ = ["Group", "SingleDeviceStrategy", "Strategy", "without_sync"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
@@ -47,7 +46,8 @@ class Strategy(ABC):
         parallel_devices: the devices of this node, likewise.
         cluster_environment: the environment that says which rank this is, likewise.
         checkpoint_io: format that ``save`` and ``load`` use in place of the strategy's own.
-        precision: precision, likewise.
+        precision: precision, likewise; an object with an attribute ``precision`` stands for its value.
+        precision_plugin: older name of ``precision``.
         process_group_backend: ``"gloo"``, ``"nccl"`` or another backend of torch; None for the device's default.
         timeout: how long a collective may wait.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
@@ -70,6 +70,7 @@ class Strategy(ABC):
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
+        precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: str = "popen",
@@ -82,7 +83,11 @@ class Strategy(ABC):
         self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
         self.cluster_environment = cluster_environment
         self.checkpoint_io = checkpoint_io
-        self.precision = None if precision is None else parse_precision(precision)
+        given = [precision] if precision_plugin is None else [precision_plugin, precision]
+        parsed = [parse_precision(getattr(one, "precision", one)) for one in given if one is not None]
+        if parsed[1:] and parsed[0] != parsed[1]:
+            raise ConfigurationError(f"{precision_plugin=}, {precision=}", "the two differ")
+        self.precision = parsed[0] if parsed else None
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.start_method, self.num_nodes = start_method, num_nodes
         # Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen.
@@ -108,7 +113,14 @@ class Strategy(ABC):
         if self._runtime is not None:
             problem = "it has been started already; each Fabric needs a strategy of its own"
             raise UsageError(f"{type(self).__name__}.setup_environment()", problem)
-        runtime = runtime or self._own_runtime()
+        if runtime is None:
+            runtime = self._own_runtime()
+            rank, size = runtime.world.rank, runtime.world.world_size
+            if size > 1 and not self.connects_processes:
+                problem = f"{size} processes (this is rank {rank}) would each train on their own"
+                raise ConfigurationError(
+                    f"{type(self).__name__} without Fabric", problem, "one process, or DDPStrategy"
+                )
         runtime.start()
         self._runtime = runtime
 
@@ -141,8 +153,19 @@ class Strategy(ABC):
         return self._runtime
 
     @property
+    def _current_runtime(self) -> Runtime:
+        """The runtime; before it is started one of this process alone, where nothing is distributed."""
+        if self._runtime is None and not dist.is_initialized():
+            own = self._own_runtime()
+            if own.world.world_size == 1:
+                return own
+        return self.runtime
+
+    @property
     def root_device(self) -> torch.device:
-        """The device of this process."""
+        """The device of this process; before :meth:`setup_environment` the one of ``parallel_devices`` it will be."""
+        if self._runtime is None and self.parallel_devices:
+            return self._own_runtime().device
         return self.runtime.device
 
     @property
@@ -178,7 +201,7 @@ class Strategy(ABC):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Which share of the data is this process's, as ``num_replicas`` and ``rank``; None for all of it."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else None
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
@@ -279,7 +302,7 @@ class Strategy(ABC):
 
     def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
         """:attr:`fabric.diagnostics.bypass.GradientContract.join` of this strategy."""
-        if not self.is_distributed:
+        if self.world_size == 1:
             return None
         raise UsageError(
             f"fabric.join(...) with {type(self).__name__} on rank {self.global_rank}",
@@ -288,9 +311,14 @@ class Strategy(ABC):
             'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
         )
 
-    def block_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
-        """Older name of :meth:`no_backward_sync`."""
-        return self.no_backward_sync(module, enabled)
+    def block_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Older name of :meth:`no_backward_sync`; without a module for every one that is set up."""
+        return without_sync(self, self._prepared if module is None else [module], enabled)
+
+    @property
+    def _prepared(self) -> Sequence[nn.Module]:
+        """The prepared modules that this strategy synchronizes, the last one last."""
+        return []
 
     # -- collectives ----------------------------------------------------------------------------------------------
 
@@ -323,18 +351,23 @@ class Strategy(ABC):
 
     def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
         """Send any object from rank ``src`` of a group to all of it; tensors as tensors. Collective over the group."""
-        return broadcast(self.communicator(group), obj, src, self.root_device)
+        return broadcast(self.communicator(group), obj, src, self._current_runtime.device)
 
-    def barrier(self, name: str | None = None, group: Group = None) -> None:
-        """Wait until every process calls it; ``name`` appears in the error when one does not.
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Wait until every process calls it. Collective over the group.
 
-        Collective over the group.
+        Args:
+            *args: ``name``, a text that appears in the error when a process does not call it, and ``group``. Other
+                objects are accepted and mean nothing.
+            **kwargs: the same by keyword.
         """
-        self.communicator(group).barrier(name)
+        name, group = (*args, None, None)[:2]
+        name, group = kwargs.get("name", name), kwargs.get("group", group if isinstance(group, Group) else None)
+        self.communicator(group).barrier(name if isinstance(name, str) else None)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        return all_reduce(self.runtime.communicator, bool(decision), Reduce.MIN if all else Reduce.MAX)
+        return all_reduce(self.communicator(), bool(decision), Reduce.MIN if all else Reduce.MAX)
 
     def communicator(self, group: Group = None) -> Communicator:
         """The collectives over a group: a communicator, a process group of torch, or None for all processes.
@@ -343,7 +376,7 @@ class Strategy(ABC):
             UsageError: it is no group, or this process is not a member.
         """
         if group is None:
-            return self.runtime.communicator
+            return self._current_runtime.communicator
         if isinstance(group, Communicator):
             return group
         if isinstance(group, dist.ProcessGroup):
@@ -356,16 +389,12 @@ class Strategy(ABC):
         )
 
     def _own_runtime(self) -> Runtime:
-        """The runtime of a strategy that is used without Fabric."""
+        """The runtime of a strategy that is used without Fabric, not started."""
         kind = self.accelerator or (self.parallel_devices[0].type if self.parallel_devices else "cpu")
         accelerator = ACCELERATORS[kind]() if isinstance(kind, str) else kind
         found = detect(os.environ, None if self.cluster_environment is None else [self.cluster_environment])
-        world = World() if found is None else found[1]
-        if world.world_size > 1 and not self.connects_processes:
-            problem = f"{world.world_size} processes (this is rank {world.rank}) would each train on their own"
-            raise ConfigurationError(f"{type(self).__name__} without Fabric", problem, "one process, or DDPStrategy")
         return Runtime(
-            world=world,
+            world=World() if found is None else found[1],
             accelerator=accelerator,
             devices=self.parallel_devices or accelerator.parse_devices("auto"),
             precision=self.precision or PRECISIONS["32-true"],
@@ -402,27 +431,10 @@ class SingleDeviceStrategy(Strategy):
         return module
 
 
-class ParallelStrategy(Strategy):
-    """A strategy for several devices, with one process for each unless it says otherwise."""
-
-    connects_processes = True
-
-
-def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
-    """Raise for a module whose gradients this strategy does not synchronize."""
-    raise UsageError(
-        f"no_backward_sync({type(module).__name__}) on rank {strategy.global_rank}",
-        f"it was not set up with {type(strategy).__name__}, so that nothing is synchronized in its backward pass",
-        suggestion="model = fabric.setup_module(model) first",
-    )
-
-
-def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:
-    """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""
-    known = set(inspect.signature(function).parameters) - own
-    if unknown := sorted(set(given) - known):
-        raise ArgumentTypeError(
-            f"{strategy}({', '.join(f'{name}={given[name]!r}' for name in unknown)})",
-            f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
-            ", ".join(sorted(known)),
-        )
+@contextmanager
+def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
+    """``no_backward_sync`` for several prepared modules."""
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(strategy.no_backward_sync(module, enabled))
+        yield

@@ -29,7 +29,8 @@ from fabric.accelerators import Accelerator
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.strategies.base import Group, ParallelStrategy
+from fabric.strategies.base import Group
+from fabric.strategies.parallel import ParallelStrategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
 __all__ = ["CopiedDataParallel", "DataParallelStrategy", "ThreadedDataParallel"]
@@ -72,9 +73,7 @@ class DataParallelStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
     ) -> None:
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, checkpoint_io=checkpoint_io, precision=precision
-        )
+        super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
 
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:

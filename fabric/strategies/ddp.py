@@ -27,7 +27,7 @@ from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 
 __all__ = ["DDPStrategy"]
 
@@ -53,6 +53,7 @@ class DDPStrategy(ParallelStrategy):
         process_group_backend: backend of the process group; None for the device's default.
         timeout: how long a collective may wait.
         start_method: ``"popen"`` re-runs the script; ``"spawn"``, ``"fork"`` and ``"forkserver"`` run a function.
+        precision_plugin: older name of ``precision``.
         sync_batchnorm: compute the statistics of BatchNorm layers over all ranks; reverted at teardown. CUDA only.
         num_nodes: number of nodes of the job.
         **ddp_kwargs: passed to ``DistributedDataParallel``, such as ``find_unused_parameters=True``.
@@ -79,13 +80,15 @@ class DDPStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         start_method: str = "popen",
+        *,
+        precision_plugin: Any = None,
         sync_batchnorm: bool = False,
         num_nodes: int = 1,
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
+            precision_plugin=precision_plugin, process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
         check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
@@ -166,7 +169,7 @@ class DDPStrategy(ParallelStrategy):
         wrapper = prepared if isinstance(prepared, DistributedDataParallel) else None
         drifts = self.model_averaging_period is not None
         unused = bool(self.ddp_kwargs.get("find_unused_parameters") or self.ddp_kwargs.get("static_graph"))
-        is_replicated = self.is_distributed and not drifts
+        is_replicated = self.world_size > 1 and not drifts
         return replace(
             super().gradient_contract(prepared),
             # No function of Python: it is called in every step. Without trainable parameters there is no wrapper.
@@ -183,7 +186,12 @@ class DDPStrategy(ParallelStrategy):
         takes_all_ranks = self.model_averaging_period is not None or self.sync_batchnorm
         if takes_all_ranks or not all(isinstance(module, DistributedDataParallel) for module in modules):
             return super()._join(modules, divide_by_all)
-        return _joined(modules, divide_by_all) if self.is_distributed else None
+        return _joined(modules, divide_by_all) if self.world_size > 1 else None
+
+    @property
+    @override
+    def _prepared(self) -> Sequence[nn.Module]:
+        return list(self._wrappers)
 
     @override
     def _explain(self, exception: BaseException) -> None:

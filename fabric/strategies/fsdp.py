@@ -39,7 +39,6 @@ from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
-from fabric.strategies.base import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.strategies.init_module import (
     EmptyParameter,
     MappedMemory,
@@ -48,6 +47,7 @@ from fabric.strategies.init_module import (
     receive_values,
     registered_on_meta,
 )
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]
@@ -88,9 +88,10 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
             replica for each node, as in torch, and a warning where there is one node.
-        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Of the
-            names of torch's first FSDP, ``activation_checkpointing_policy`` is ``activation_checkpointing``, and
-            ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states`` and ``forward_prefetch`` only warn.
+        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Of what
+            only torch's first FSDP had, ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states``,
+            ``forward_prefetch``, ``activation_checkpointing_policy`` and ``NO_SHARD`` are taken, with one warning that
+            says what they mean. ``precision_plugin`` is the older name of ``precision``.
 
     Raises:
         ArgumentTypeError: an option of a type that is not understood, or one that ``fully_shard`` does not take.
@@ -98,6 +99,7 @@ class FSDPStrategy(ParallelStrategy):
     """
 
     name = "fsdp"
+    _casts = True
 
     def __init__(
         self,
@@ -121,8 +123,8 @@ class FSDPStrategy(ParallelStrategy):
         **fsdp_kwargs: Any,
     ) -> None:
         super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision=precision, process_group_backend=process_group_backend,
+            accelerator, parallel_devices, cluster_environment, checkpoint_io, precision,
+            precision_plugin=fsdp_kwargs.pop("precision_plugin", None), process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
         activation_checkpointing = fsdp_kwargs.pop("activation_checkpointing_policy", activation_checkpointing)
@@ -220,8 +222,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        models = [forward.root for forward in self._forwards.values()]
-        options.check_optimizers(optimizers, self._mesh().shape[-1], module, models)
+        options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared)
         if module is None:
             return
         root, error = uncompiled(module), None
@@ -317,11 +318,16 @@ class FSDPStrategy(ParallelStrategy):
     def _mesh(self) -> DeviceMesh:
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
-        if self.sharding_strategy != "HYBRID_SHARD":
-            return self.runtime.mesh(shards=self.world_size)
         world = self.runtime.world
+        if self.sharding_strategy != "HYBRID_SHARD":
+            return self.runtime.mesh(shards=world.world_size)
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
         return self.runtime.mesh(replicas=replicas, shards=shards)
+
+    @property
+    @override
+    def _prepared(self) -> Sequence[nn.Module]:
+        return [forward.root for forward in self._forwards.values()]
 
 
 class ShardedForward:

@@ -1,0 +1,139 @@
+"""The base of strategies for several devices, with the older forms of setup that take a trainer."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fabric._torch import uncompiled
+from fabric.accelerators import Accelerator
+from fabric.environments import Environment
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
+from fabric.precision import Precision
+from fabric.strategies.base import Strategy
+
+__all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
+
+
+class ParallelStrategy(Strategy):
+    """A strategy for several devices, with one process for each unless it says otherwise.
+
+    Args:
+        accelerator: as for :class:`Strategy`, and so are the rest.
+        parallel_devices: the devices of this node.
+        cluster_environment: the environment that says which rank this is.
+        checkpoint_io: format of ``save`` and ``load``.
+        precision: precision.
+        **shared: the other arguments of :class:`Strategy`.
+    """
+
+    name = "parallel"
+    connects_processes = True
+    # Whether a prepared module computes in the dtype of a mixed precision by itself.
+    _casts: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        accelerator: Accelerator | str | None = None,
+        parallel_devices: Sequence[torch.device] | None = None,
+        cluster_environment: Environment | None = None,
+        checkpoint_io: Any = None,
+        precision: Precision | str | int | None = None,
+        **shared: Any,
+    ) -> None:
+        super().__init__(
+            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io, precision=precision, **shared,
+        )  # fmt: skip
+
+    @property
+    @override
+    def is_distributed(self) -> bool:
+        """Whether the processes of the job communicate, be it only one."""
+        return self.connects_processes
+
+    def setup(self, trainer: Any) -> None:
+        """Older form of :meth:`fabric.Fabric.setup`; collective.
+
+        Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers,
+        if it has any. Afterward the prepared module of torch is the trainer's model.
+
+        Args:
+            trainer: an object with ``model`` and perhaps ``optimizers``.
+
+        Raises:
+            UsageError: the model is prepared already.
+            ConfigurationError: a mixed precision under a strategy whose modules do not compute in it by themselves.
+        """
+        module, precision = trainer.model, self.runtime.precision
+        request, modern = f"{type(self).__name__}.setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)"
+        if precision.compute_dtype is not None and not self._casts:
+            problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
+            request = f"{request} with precision={precision.name!r}"
+            raise ConfigurationError(request, problem, suggestion=f"{modern} and fabric.backward(loss)")
+        if precision.loss_scaling and self.is_global_zero:
+            text = "computes in float16 and does not scale the loss: gradients below 6e-8 become 0. Write:"
+            warnings.warn(f"{request} {text} {modern} and fabric.backward(loss)", stacklevel=3)
+        if self._is_prepared(module):
+            raise UsageError(request, f"this {type(module).__name__} is set up already", suggestion=modern)
+        optimizers = as_list(getattr(trainer, "optimizers", None) or ())
+        self.check_setup(module, optimizers)
+        precision.convert_module(module)
+        trainer.model = self.setup_module(self.module_to_device(module))
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
+
+    def _is_prepared(self, module: nn.Module) -> bool:
+        """Whether this is a prepared module, or the user's module of one."""
+        inner = uncompiled(module)
+        users = (uncompiled(getattr(one, "module", one)) for one in self._prepared)
+        return isinstance(inner, self._wrapper) or any(inner is one for one in users)
+
+    def reconciliate_processes(self, trace: str) -> None:
+        """Abort the process group after a failure of this process, and raise; with one process do nothing.
+
+        The launcher then ends the other processes, and the process that launched them raises with this rank and its
+        traceback. It does so for every exception that the function raises, so that the call is not needed.
+
+        Args:
+            trace: the traceback of the failure, as text.
+
+        Raises:
+            RankFailedError: always, with several processes; it holds the rank and the trace.
+        """
+        if self.world_size > 1:
+            rank = self.global_rank
+            self.runtime.abort()
+            raise RankFailedError(
+                f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this process failed"
+            )
+
+
+def as_list(optimizers: Any) -> list[Optimizer]:
+    """One optimizer, or several, as a list."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
+    """Raise for a module whose gradients this strategy does not synchronize."""
+    raise UsageError(
+        f"no_backward_sync({type(module).__name__}) on rank {strategy.global_rank}",
+        f"it was not set up with {type(strategy).__name__}, so that nothing is synchronized in its backward pass",
+        suggestion="model = fabric.setup_module(model) first",
+    )
+
+
+def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:
+    """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""
+    known = set(inspect.signature(function).parameters) - own
+    if unknown := sorted(set(given) - known):
+        raise ArgumentTypeError(
+            f"{strategy}({', '.join(f'{name}={given[name]!r}' for name in unknown)})",
+            f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
+            ", ".join(sorted(known)),
+        )
