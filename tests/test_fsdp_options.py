@@ -148,7 +148,11 @@ def test_every_tensor_has_the_dtype_of_the_precision(
         ({"activation_checkpointing": [3]}, ArgumentTypeError, ["[3]"]),
         ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
         ({"sharding_strategy": "ZERO"}, ConfigurationError, ["'ZERO'", "'SHARD_GRAD_OP'"]),
-        ({"sharding_strategy": ShardingStrategy.NO_SHARD}, ConfigurationError, ["NO_SHARD", "DDP"]),
+        (
+            {"activation_checkpointing": nn.Linear, "activation_checkpointing_policy": nn.Conv2d},
+            ConfigurationError,
+            ["Linear", "Conv2d", "names of one option"],
+        ),
         ({"state_dict_type": "shards"}, ConfigurationError, ["'shards'", "'sharded' or 'full'"]),
     ],
 )
@@ -188,9 +192,9 @@ def test_replicas_that_are_not_there_are_told() -> None:
         pass
 
 
-def test_options_of_torchs_first_fsdp_warn_once_and_mean_nothing() -> None:
+def test_options_of_torchs_first_fsdp_warn_once() -> None:
     older = {"use_orig_params": True, "limit_all_gathers": True, "activation_checkpointing_policy": nn.Linear}
-    text = "limit_all_gathers, use_orig_params mean nothing"
+    text = "policy is activation_checkpointing; limit_all_gathers means nothing, .*; use_orig_params means nothing,"
     with pytest.warns(UserWarning, match=text) as caught, one_process(**older) as fabric:
         fabric.setup(nn.Linear(4, 4))
     assert len(caught) == 1

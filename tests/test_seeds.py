@@ -1,6 +1,7 @@
 """The constructors, members and documented behavior of the older toolkits' strategies, as their texts have them."""
 
 import inspect
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 
 from fabric import Fabric
 from fabric._torch import full_tensor
@@ -413,6 +414,46 @@ def test_e_fully_sharded_does_what_its_text_says_on_two_processes() -> None:
         assert seen == {
             **SHARED_RESULTS, "none": True, "last": True, "scaled": 0.0, "shape": (4, 1), "group": False,
         }  # fmt: skip
+
+
+OLDER = {
+    "use_orig_params": False, "limit_all_gathers": True, "sync_module_states": True, "forward_prefetch": True,
+    "activation_checkpointing_policy": {nn.Linear}, "sharding_strategy": ShardingStrategy.NO_SHARD,
+}  # fmt: skip
+
+
+def step_and_warnings(**options: Any) -> tuple[list[str], SimpleNamespace, Any]:
+    """What a strategy of its own warns of, and a trainer after one step with it."""
+    strategy, trainer = DDPFullyShardedNativeStrategy(**options), trainer_of(seeded_steps())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy.setup_environment()
+        strategy.setup(trainer)
+        loss = strategy.training_step(batch_of(strategy.global_rank))
+    loss.backward()
+    strategy.optimizer_step(trainer.optimizers[0], None)
+    return [str(one.message) for one in caught if one.category is UserWarning], trainer, strategy
+
+
+def options_of_old(fabric: Fabric) -> list[Any]:
+    said, trainer, strategy = step_and_warnings(**OLDER)
+    sizes = [parameter.to_local().numel() == parameter.numel() for parameter in trainer.model.parameters()]
+    half, in_half, own = step_and_warnings(precision_plugin=16)
+    dtype = own.validation_step(batch_of(0))["dtype"]
+    dtypes = dtype, in_half.model.head.weight.dtype
+    return [said, strategy.activation_checkpointing, all(sizes), parameters_of(trainer.model), half, dtypes]
+
+
+def test_e_options_of_the_first_fsdp_and_precision_16_are_taken_with_one_warning_each() -> None:
+    results = run_in_ranks(options_of_old, strategy="fsdp")
+    for said, recomputed, whole, stepped, half, dtypes in results:
+        assert (recomputed, whole, dtypes) == ((nn.Linear,), True, (torch.float16, torch.float32))
+        torch.testing.assert_close(stepped, expected_step())
+        assert [len(said), len(half)] == ([1, 1] if said is results[0][0] else [0, 0])
+    [older], [half] = results[0][0], results[0][4]
+    assert all(f"{name} " in older for name in (set(OLDER) - {"sharding_strategy"}) | {"NO_SHARD"})
+    assert "float16" in half
+    assert "fabric.backward(loss)" in half
 
 
 class Loop:

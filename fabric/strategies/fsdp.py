@@ -55,8 +55,6 @@ __all__ = ["FSDPStrategy", "ShardedForward"]
 M = TypeVar("M", bound=nn.Module)
 # What the strategy itself decides when it shards.
 _OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
-# Options of torch's first FSDP for what ``fully_shard`` always does.
-_OF_FIRST_FSDP = {"use_orig_params", "limit_all_gathers", "sync_module_states", "forward_prefetch"}
 
 
 class FSDPStrategy(ParallelStrategy):
@@ -127,17 +125,14 @@ class FSDPStrategy(ParallelStrategy):
             precision_plugin=fsdp_kwargs.pop("precision_plugin", None), process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
-        activation_checkpointing = fsdp_kwargs.pop("activation_checkpointing_policy", activation_checkpointing)
-        self._older = sorted(_OF_FIRST_FSDP & fsdp_kwargs.keys())
-        for name in self._older:
-            del fsdp_kwargs[name]
+        older, activation_checkpointing = options.pop_older(fsdp_kwargs, activation_checkpointing)
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
             check_passed_on("FSDPStrategy", fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
-        strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD")
-        instead = "DDP, which shards nothing, in place of NO_SHARD"
-        self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies, instead)
+        strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
+        self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies)
+        self._older = [*older, *({self.sharding_strategy} & options.OF_FIRST_FSDP.keys())]
         self.state_dict_type = options.parse_name("state_dict_type", state_dict_type, ("sharded", "full"))
         self.saves_shards = self.state_dict_type == "sharded"
         self.device_mesh = device_mesh
@@ -164,11 +159,8 @@ class FSDPStrategy(ParallelStrategy):
         if not self.is_global_zero:
             return
         if self._older:
-            warnings.warn(
-                f"{', '.join(self._older)} mean nothing to FSDP2, which keeps the names of parameters, starts with "
-                "rank 0's values, and prefetches and limits gathers",
-                stacklevel=2,
-            )
+            meanings = [f"{name} {options.OF_FIRST_FSDP[name]}" for name in self._older]
+            warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=2)
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
         if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:
@@ -319,6 +311,8 @@ class FSDPStrategy(ParallelStrategy):
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
         world = self.runtime.world
+        if self.sharding_strategy == "NO_SHARD":
+            return self.runtime.mesh(replicas=world.world_size, shards=1)
         if self.sharding_strategy != "HYBRID_SHARD":
             return self.runtime.mesh(shards=world.world_size)
         replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)

@@ -29,13 +29,23 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "SHARD", "check_mesh", "check_optimizers", "check_same_model", "check_shardable", "choose_modules", "explain",
-    "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload", "parse_mixed_precision",
-    "parse_name", "parse_wrap_policy", "prefetch_in_backward", "shard_like", "shard_state", "take_shards",
+    "OF_FIRST_FSDP", "SHARD", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
+    "choose_modules", "explain", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload",
+    "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward", "shard_like",
+    "shard_state", "take_shards",
 ]  # fmt: skip
 
 # The attribute of a parameter from before the sharding that is the one in its place.
 SHARD = "_fabric_shard"
+# What only torch's first FSDP had, and what it means here.
+OF_FIRST_FSDP = {
+    "activation_checkpointing_policy": "is activation_checkpointing",
+    "forward_prefetch": "means nothing, the next gather always overlaps with computation",
+    "limit_all_gathers": "means nothing, the memory of gathers is always limited",
+    "sync_module_states": "means nothing, all ranks always start with rank 0's values",
+    "use_orig_params": "means nothing, parameters always stay those of the model",
+    "NO_SHARD": 'is HYBRID_SHARD with device_mesh=(world_size, 1): each rank has all parameters, as in "ddp"',
+}
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 # What to do about errors of torch, by what they say: the problem, what is expected, and a suggestion.
@@ -66,17 +76,29 @@ def explain(exception: BaseException) -> None:
             exception.add_note(note)
 
 
-def parse_name(option: str, value: Any, names: Sequence[str], suggestion: str = "") -> str:
+def parse_name(option: str, value: Any, names: Sequence[str]) -> str:
     """One of these names, from itself in any case or from a member of torch's enumeration that is called so."""
     for name in names:
         if str(getattr(value, "name", value)).lower() == name.lower():
             return name
-    raise ConfigurationError(f"FSDPStrategy({option}={value!r})", "", " or ".join(map(repr, names)), suggestion)
+    raise ConfigurationError(f"FSDPStrategy({option}={value!r})", expected=" or ".join(map(repr, names)))
+
+
+def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tuple[list[str], Any]:
+    """The names of :data:`OF_FIRST_FSDP` among options, which lose them, and what activation checkpointing is for."""
+    older = {name: fsdp_kwargs.pop(name) for name in OF_FIRST_FSDP if name in fsdp_kwargs}
+    policy = older.get("activation_checkpointing_policy")
+    if policy is None:
+        return [*older], activation_checkpointing
+    if activation_checkpointing is not None:
+        request = f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})"
+        raise ConfigurationError(request, "these are names of one option", "one of the two")
+    return [*older], policy
 
 
 def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int) -> None:
     """Raise a ConfigurationError unless a mesh has the strategy's dimensions, and a place for each process."""
-    sizes = [(world_size,)]
+    sizes = [(world_size, 1)] if sharding_strategy == "NO_SHARD" else [(world_size,)]
     if sharding_strategy == "HYBRID_SHARD":
         sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
     if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
