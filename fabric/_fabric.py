@@ -679,7 +679,8 @@ class Fabric:
         """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
 
         Collective. Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as their
-        state, plain values as they are; the loss scale and the random states of all processes are added.
+        state, plain values as they are; the loss scale and the random states of all processes are added. One file of
+        nothing but tensors, such as ``model.state_dict()``, is written as it is, for :meth:`load_raw` and torch.
 
         It is one file that the first process writes or, under FSDP unless ``state_dict_type="full"``, a folder into
         which every process writes its shards. The ``checkpoint_io`` of the strategy wins over both.

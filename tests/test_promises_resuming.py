@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
 
 from fabric import Fabric
@@ -179,3 +182,52 @@ def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> N
     with pytest.raises(CheckpointError, match="Stateful keeps its own position"):
         prepare(Stateful(range(20), 2), 0, 1, saved)
     assert "not what state_dict" in outcome(lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3}))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(inputs))
+
+
+def bare(fabric: Fabric, folder: Path) -> Any:
+    model = fabric.setup(Net())
+    fabric.save(folder / "bare.pt", model.state_dict())
+    fabric.save(folder / "later.pt", model.state_dict(), async_=True).wait()
+    other = fabric.setup(Net())
+    with torch.no_grad():
+        other.out.weight.zero_()
+    fabric.load_raw(folder / "bare.pt", other)
+    return torch.equal(other.out.weight, model.out.weight), list(fabric.load(folder / "bare.pt"))
+
+
+def test_c16_a_bare_state_dict_is_saved_as_one(tmp_path: Path) -> None:
+    names = list(Net().state_dict())
+    assert run_in_ranks(bare, tmp_path) == [(True, names)] * 2
+    for name in ("bare.pt", "later.pt"):
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert list(loaded) == names
+        assert loaded._metadata == Net().state_dict()._metadata
+        Net().load_state_dict(loaded)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_c16_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
+    """Lightning's: the shards in torch's format, and what is no tensor in a file beside them."""
+    net, folder = Net(), tmp_path / "other"
+    dcp.save({"model": net.state_dict(), "epoch": 3}, checkpoint_id=folder)
+    torch.save({"step": 7}, folder / "meta.pt")
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        with pytest.raises(CheckpointError) as caught:
+            fabric.load(folder)
+        command, _, rest = str(caught.value.suggestion).partition("; ")
+        assert command == f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pt"
+        assert rest.startswith(f"what else was saved is in {folder}/meta.pt;")
+        dcp_to_torch_save(folder, f"{folder}.pt")
+        model = fabric.setup(Net())
+        assert fabric.load(f"{folder}.pt", {"model": model}) == {"epoch": 3}
+        assert fabric.load(folder / "meta.pt") == {"step": 7}
+        assert torch.equal(model.out.weight, net.out.weight)

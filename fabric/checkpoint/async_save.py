@@ -13,7 +13,7 @@ copy itself, so it is kept for the next save.
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -81,11 +81,11 @@ class StagingBuffers:
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
         self._used: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def copy(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``state``, on the CPU; of a DTensor the part that this rank holds. Not a collective."""
         with torch.no_grad():
             copies: Any = {id(each): self._copy(each) for each in flatten(state)[0] if isinstance(each, Tensor)}
-        copied = copy.deepcopy(dict(state), copies)
+        copied = copy.deepcopy(state, copies)
         self._free.clear()
         for buffer, _ in self._used.values():
             self._free[buffer.nbytes, buffer.is_pinned()].append(buffer)

@@ -22,6 +22,7 @@ import re
 import secrets
 import zipfile
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -112,7 +113,8 @@ class FullCheckpoint:
             problem = "without torch's checksums, damage to the file could not be noticed"
             raise CheckpointError(request, problem, suggestion="torch.serialization.set_crc32_options(True)")
         with atomic_write(path) as file, write_errors(request):
-            torch.save(dict(state), file)
+            # That of a module has the versions of its layers beside its entries.
+            torch.save(state if type(state) is OrderedDict else dict(state), file)
 
     def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
         """Read a file that :meth:`save` or ``torch.save`` wrote, with every tensor on the CPU.

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import partial
@@ -73,6 +74,10 @@ class CheckpointCoordinator:
         self._join_pending()
         request, io = f"fabric.save({str(path)!r}, ...)", self.io
         sharded, is_first = isinstance(io, ShardedCheckpoint), self.communicator.rank == 0
+        # The state dict of a module, which others load as it is: nothing is added to one file of it.
+        is_dict = not sharded and type(state) in (dict, OrderedDict) and len(state) > 0
+        is_bare = is_dict and all(isinstance(value, Tensor) for value in state.values())
+        state = {"": state} if is_bare else state
         contents = self._agreed(request, lambda: self.access.read(state))
         contents = contents if sharded else self.access.full(contents)
         # The format of shards checks the content itself, once it has taken the DTensors out.
@@ -86,7 +91,8 @@ class CheckpointCoordinator:
         own = {"rng": rng_state()}
         if not sharded:
             metadata["rng"] = gather_on_first(self.communicator, own["rng"])
-        content = {**entries, METADATA_KEY: metadata} if sharded or is_first else {}
+        content: dict[str, Any] = entries[""] if is_bare else {**entries, METADATA_KEY: metadata}
+        content = content if sharded or is_first else {}
 
         def write(content: Mapping[str, Any], communicator: Communicator) -> None:
             if isinstance(io, ShardedCheckpoint):

@@ -68,6 +68,7 @@ _Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
 _ALONE = LocalCommunicator(torch.device("cpu"))
 _INDEX = "index.json"
 _FORMAT = "torch-fabric sharded checkpoint"
+_OF_TORCH = (".metadata", ".distcp")  # the ends of the names of torch.distributed.checkpoint's files
 _SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
 
 
@@ -380,9 +381,14 @@ def _absent(request: str, path: Path) -> CheckpointError:
     problem, suggestion = f"it is a folder without an {_INDEX}: no save into it has ended", "a save that has ended"
     if path.is_file():
         problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
-    elif (path / ".metadata").is_file():
+    elif found := sorted(one.parent for name in (".metadata", "*/.metadata") for one in path.glob(name)):
         problem = "torch.distributed.checkpoint wrote it, without fabric"
-        suggestion = f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} FILE, if you trust it"
+        tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        suggestion = " && ".join(f"{tool} {one} {one}.pt" for one in found)
+        # Lightning and Accelerate write what is no tensor into files beside the shards.
+        if others := sorted(str(one) for one in path.iterdir() if one.is_file() and not one.name.endswith(_OF_TORCH)):
+            suggestion += f"; what else was saved is in {listed(others)}"
+        suggestion += "; all of that runs code that the folder may name, so only if you trust it"
     elif (path / "manifest.json").is_file():
         problem = "fabric wrote it before its first release, in a format that is not read any more"
         suggestion = "fabric consolidate with the version that wrote it, which makes one file"
