@@ -19,6 +19,7 @@ from fabric.tree import map_tensors
 
 __all__ = ["PRECISIONS", "PRECISION_ALIASES", "Precision", "cast_inputs", "cast_outputs", "parse_precision"]
 
+_CONVERTERS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -49,19 +50,10 @@ class Precision:
         return torch.autocast(device_type, dtype=self.compute_dtype)
 
     def convert_module(self, module: nn.Module) -> None:
-        """Convert floating parameters and buffers in place, where this precision asks for it.
-
-        Raises:
-            ConfigurationError: there are complex ones; torch would convert them too, and drop their imaginary part.
-        """
-        if self.param_dtype is None:
-            return
-        named = (*module.named_parameters(), *module.named_buffers())
-        if lossy := [name for name, tensor in named if tensor.is_complex()]:
-            problem = f"{', '.join(lossy)} is complex, and would lose its imaginary part"
-            expected = "precisions that convert no parameters: 32-true, 16-mixed, bf16-mixed"
-            raise ConfigurationError(f"precision={self.name!r} for a {type(module).__name__}", problem, expected)
-        module.to(self.param_dtype)
+        """Convert floating parameters and buffers in place, where this precision asks for it; no complex ones."""
+        if self.param_dtype is not None:
+            # Not module.to(dtype), which converts complex tensors too, and drops their imaginary part.
+            getattr(module, _CONVERTERS[self.param_dtype])()
 
 
 _MIXED: Any = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}

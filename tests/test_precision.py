@@ -75,12 +75,14 @@ def test_the_others_leave_parameters_as_they_were_built(name):
     assert (module.weight.dtype, module.phase.dtype) == (torch.float64, torch.complex64)
 
 
-def test_complex_parameters_do_not_lose_their_imaginary_part():
+@pytest.mark.parametrize("name", ["64-true", "16-true", "bf16-true"])
+def test_c16_complex_tensors_do_not_lose_their_imaginary_part(name):
     module = nn.Sequential(nn.Linear(1, 1))
-    module[0].register_buffer("phase", torch.ones(1, dtype=torch.complex64))
-    with pytest.raises(ConfigurationError, match=r"0\.phase is complex"):
-        PRECISIONS["64-true"].convert_module(module)
-    assert module[0].weight.dtype is torch.float32
+    module[0].register_buffer("phase", torch.full((1,), 1j, dtype=torch.complex64))
+    module[0].register_parameter("spectrum", nn.Parameter(torch.full((1,), 2j, dtype=torch.complex64)))
+    PRECISIONS[name].convert_module(module)
+    assert module[0].weight.dtype is PRECISIONS[name].param_dtype
+    assert (module[0].phase.item(), module[0].spectrum.item()) == (1j, 2j)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
