@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, ShardingStrategy
 from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.environments import SlurmEnvironment
-from fabric.errors import UsageError
+from fabric.errors import ConfigurationError, UsageError
 from fabric.legacy import DDPFullyShardedNativeStrategy, DDPSpawnPlugin
 from fabric.strategies import DataParallelStrategy, DDPStrategy, ParallelStrategy
 from tests.models import Net
@@ -516,6 +516,19 @@ def test_e_dp_reduces_any_tensor_over_dim_0(dtype: torch.dtype, rows: int) -> No
         found = strategy.all_reduce({"x": [gathered], "n": 2, "zero": gathered[0, 0, 0]}, None, op)
         torch.testing.assert_close(found["x"][0], expected)
         assert (found["n"], found["zero"]) == (2, gathered[0, 0, 0])
+
+
+def test_e_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows() -> None:
+    strategy = DataParallelStrategy(parallel_devices=[CPU, CPU])
+    large = torch.full((3,), 60000.0, dtype=torch.float16)
+    assert strategy.all_reduce(large).item() == 60000.0
+    assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
+    trained = torch.tensor([2.0, 1.0], requires_grad=True)
+    strategy.all_reduce({"loss": trained}, reduce_op="min")["loss"].backward()
+    assert torch.equal(trained.grad if trained.grad is not None else trained, torch.tensor([0.0, 1.0]))
+    with pytest.raises(ConfigurationError, match="no rows"):
+        strategy.all_reduce(torch.zeros(0, 2), reduce_op="sum")
+    assert strategy.distributed_sampler_kwargs is None
 
 
 def test_e_dp_does_what_its_text_says() -> None:

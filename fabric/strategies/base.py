@@ -201,7 +201,9 @@ class Strategy(ABC):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
         """Which share of the data is this process's, as ``num_replicas`` and ``rank``; None for all of it."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.world_size > 1 else None
+        if self.drives_all_devices or self.world_size == 1:
+            return None
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from typing_extensions import override
 
 from fabric._torch import compiled_in_place, uncompiled
 from fabric.accelerators import Accelerator
+from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
@@ -117,12 +118,23 @@ class DataParallelStrategy(ParallelStrategy):
             A new collection of the same structure and dtypes, with tensors of shape ``s``.
 
         Raises:
-            ConfigurationError: the reduction is unknown or has no meaning for the tensor's dtype.
+            ConfigurationError: the reduction is unknown or has no meaning for the tensor's dtype, or there are no rows.
         """
         op = Reduce(reduce_op)
+        dtypes = MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES
         # Over this one process: changes no value, and refuses what has no meaning, such as the mean of integers.
-        checked = super().all_reduce(collection, group, op)
-        return map_tensors(lambda tensor: op.fold(tensor.unbind()) if tensor.dim() else tensor, checked)
+        with torch.no_grad():
+            super().all_reduce(collection, group, op)
+
+        def over_rows(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0:
+                return tensor
+            if not len(tensor):
+                raise ConfigurationError(f"all_reduce of shape {tuple(tensor.shape)} under dp", "it has no rows")
+            # As over processes: the sum of float16 may overflow where the mean does not.
+            return op.fold(tensor.to(dtypes.get(tensor.dtype, tensor.dtype)).unbind()).to(tensor.dtype)
+
+        return map_tensors(over_rows, collection)
 
 
 class ThreadedDataParallel(nn.DataParallel[Any]):
