@@ -46,11 +46,14 @@ def _setup(self: "_Older", trainer: Any = None) -> None:
         trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
 
     Raises:
-        UsageError: the model is prepared already.
+        UsageError: the model is prepared already, or there is none.
         ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and ``Fabric.backward``.
     """
     _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
-    trainer = SimpleNamespace(model=self.model) if trainer is None else trainer
+    if trainer is None:
+        if self.model is None:
+            raise UsageError(f"{type(self).__name__}.setup()", "there is no model", suggestion="strategy.model = model")
+        trainer = SimpleNamespace(model=self.model)
     ParallelStrategy.setup(self, trainer)
     self.model = trainer.model
 
@@ -188,8 +191,8 @@ class DDPSpawnPlugin(DDPStrategy):
 
         The modern spelling is ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the
         Fabric as its first argument. Where this strategy is among the arguments, or the function is one of its
-        methods, each process has its own copy of it there, and that one is started. With one device nothing is
-        spawned, and the function runs in this process.
+        methods, each process has its own copy of it there, and that one is started: its ``global_rank`` is the index
+        of the process. With one device nothing is spawned, and the function runs in this process.
 
         Args:
             function: what every process runs.

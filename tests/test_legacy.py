@@ -203,6 +203,8 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
             queue = SimpleQueue()
             strategy.add_to_queue(trainer, queue)
             strategy.get_from_queue(trainer, queue)
+        else:
+            strategy.training_step(torch.ones(1, 4))
     return [(str(one.message), one.filename == __file__) for one in caught if one.category is DeprecationWarning]
 
 
@@ -210,7 +212,9 @@ SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(
 SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
 
 
-@pytest.mark.parametrize(("make", "said"), [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, SAID)])
+@pytest.mark.parametrize(
+    ("make", "said"), [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, [*SAID, "training_step("])]
+)
 def test_every_older_name_tells_its_caller_the_modern_one(make: Callable[[], Any], said: list[str]) -> None:
     for texts in run_in_ranks(everything, strategy=make(), ranks=1):
         assert all(here and "Write: " in text for text, here in texts)
@@ -250,7 +254,8 @@ def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() ->
         (lambda: DDPFullyShardedNativeStrategy(precision_plugin="8"), ConfigurationError, "no such precision"),
         (lambda: DDPFullyShardedNativeStrategy(flatten_parameters=True), ArgumentTypeError, "flatten_parameters"),
         (lambda: DDPSpawnPlugin().spawn(print), ConfigurationError, "no parallel_devices"),
-        (lambda: DDPSpawnPlugin().setup(), UsageError, "the runtime of DDPSpawnPlugin"),
+        (lambda: DDPSpawnPlugin().setup(), UsageError, "there is no model"),
+        (lambda: DDPSpawnPlugin().setup(trainer_of(Net())), UsageError, "the runtime of DDPSpawnPlugin"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_process_starts(
