@@ -19,7 +19,7 @@ from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, FabricDataLoader
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
-from fabric.diagnostics.training_checks import SetupChecks, TrainingChecks
+from fabric.diagnostics.training_checks import SetupChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.launchers.rank import StopRequest
@@ -48,7 +48,7 @@ class Session:
     """
 
     def __init__(self, plan: Plan, world: World, *, check_training: bool = True) -> None:
-        self._plan, self.strategy, self._check_training = plan, plan.strategy, check_training
+        self._plan, self.strategy = plan, plan.strategy
         self.runtime = Runtime(
             world=world,
             accelerator=plan.accelerator,
@@ -76,18 +76,21 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self.active_iterators: list[ActiveIterator] = []
-        self._loader_numbers, self._optimizer_numbers = count(), count()
+        self._loader_numbers = count()
         self._recorder = recorder = self.runtime.recorder
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
         self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward)))
         self._uneven = None if recorder is None else UnevenInputDetector(recorder, self.runtime.store, self._bypass)
         self._training = self._parts.enter_context(ExitStack())
+        self._checks: SetupChecks | None = None
         if check_training:
-            checks = SetupChecks(
-                self._contracts, self.runtime.store, self.backward, optimizers=self.optimizers, loaders=self.loaders,
-                check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
+            self._checks = SetupChecks(
+                self._contracts, self.runtime.store, self.backward, self._training, optimizers=self.optimizers,
+                loaders=self.loaders, check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
             )  # fmt: skip
-            self._training.callback(checks.close)
+            self._training.callback(self._checks.close)
+            if recorder is not None:
+                recorder.on_param_group = self._checks.on_param_group
         if self._uneven is not None:
             self._parts.callback(self._uneven.finish)
         if self.strategy.checkpoint_io is not None:
@@ -139,12 +142,11 @@ class Session:
                 optimizer.load_state_dict(optimizer.state_dict())
             self.strategy.setup_optimizer(optimizer)
             if self._recorder is not None:
+                self._recorder.param_groups[id(optimizer)] = len(optimizer.param_groups)
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
-            if self._check_training:
-                number, store = next(self._optimizer_numbers), self.runtime.store
-                checks = TrainingChecks(optimizer, number, self._contracts, store, self.backward)
-                self._training.callback(checks.close)
+            if self._checks is not None:
+                self._checks.watch(optimizer)
             # Last: it takes gradients away from a step that is to be skipped.
             if self.scaler is not None:
                 self.scaler.register(optimizer)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(90)
 X = torch.ones(2, 4)
 
 
-def sgd(parameters: Any, lr: float = 0.1) -> torch.optim.Optimizer:
+def sgd(parameters: Any, lr: float = 1e-4) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr)
 
 
@@ -42,6 +42,84 @@ def assert_said(results: list[dict[str, str]], cases: dict[Any, str]) -> None:
     for each in results:
         for case, text in cases.items():
             assert text in each[case.__name__], (case.__name__, each[case.__name__])
+
+
+# -- B7: parameters that were added after the setup -------------------------------------------------------------------
+
+
+def trained(fabric: Fabric, net: nn.Module | None = None) -> tuple[Any, torch.optim.Optimizer]:
+    net = Net() if net is None else net
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    step(fabric, model, optimizer, times=8)  # the first steps are watched
+    return model, optimizer
+
+
+def an_adapter(fabric: Fabric) -> None:
+    model, optimizer = trained(fabric)
+    model.adapter = nn.Linear(4, 1)
+    optimizer.add_param_group({"params": model.adapter.parameters()})
+    fabric.backward(model(X).sum() + model.adapter(X).sum())
+
+
+def a_replaced_layer(fabric: Fabric) -> None:
+    model, _ = trained(fabric)
+    model.blocks[0] = nn.Linear(8, 8)
+    step(fabric, model, sgd(model.parameters()))
+
+
+def a_replaced_parameter(fabric: Fabric) -> None:
+    model, _ = trained(fabric)
+    model.head.weight = nn.Parameter(torch.ones(1, 8))
+    step(fabric, model, sgd(model.parameters()))
+
+
+def an_adapter_of_no_module(fabric: Fabric) -> None:
+    model, optimizer = trained(fabric)
+    scale = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [scale]})
+    found = [outcome(lambda: step(fabric, lambda x: model(x * scale), optimizer)) for _ in range(4)]
+    assert found == ["fine"] * 4, found
+
+
+def parameters_from_before(fabric: Fabric) -> None:
+    net = Net()
+    encoder = [*net.encoder.parameters()]
+    model, optimizer = fabric.setup(net, sgd([*net.head.parameters(), *net.blocks.parameters()]))
+    step(fabric, model, optimizer, times=8)
+    optimizer.add_param_group({"params": encoder})
+    step(fabric, model, optimizer)
+
+
+def what_stays_allowed(fabric: Fabric) -> None:
+    model, optimizer = trained(fabric)
+    model.frozen = nn.Linear(4, 1).requires_grad_(False)
+    model.again = model.blocks
+    model.own = fabric.setup_module(nn.Linear(4, 1))
+    step(fabric, model, optimizer)
+    with torch.no_grad():
+        model.head = nn.Linear(8, 2)
+        model(X)
+
+
+ADDED = "their gradients would not be synchronized: "
+LATE = {
+    an_adapter: ADDED + "adapter.weight, adapter.bias",
+    a_replaced_layer: ADDED + "blocks.0.weight, blocks.0.bias",
+    a_replaced_parameter: ADDED + "head.weight",
+    an_adapter_of_no_module: "ranks 0 and 1 differ after it: parameter 6 of the optimizer, which no set-up",
+    parameters_from_before: "the sharding: stepping changes nothing of encoder.weight, encoder.bias",
+    what_stays_allowed: "fine",
+}
+
+
+def late(fabric: Fabric) -> dict[str, str]:
+    return outcomes(fabric, [*LATE])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b7_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(strategy: str) -> None:
+    of_ddp = {parameters_from_before: "fine"}  # they are those of after it
+    assert_said(run_in_ranks(late, strategy=strategy), {**LATE, **(of_ddp if strategy == "ddp" else {})})
 
 
 # -- B8: optimizers that were not set up ------------------------------------------------------------------------------

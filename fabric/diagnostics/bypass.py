@@ -16,7 +16,9 @@ computed in one of its last thousand passes. A loss older than these is hardly l
 saved, and torch itself refuses it once the optimizer has changed that.
 
 A parameter that was frozen when the module was set up is no part of the synchronization. Once it is to be trained, its
-gradients would stay local: the next forward pass with gradients is an error.
+gradients would stay local: the next forward pass with gradients is an error. Likewise, under every strategy, one that
+was registered on a part of the module since: torch calls a hook for that, and only then is the next forward pass looked
+at.
 """
 
 from bisect import bisect_left
@@ -26,10 +28,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
-from weakref import ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, operations_behind, operations_recorded
@@ -88,16 +94,23 @@ class BypassChecks:
 
     Attributes:
         on_forward: what is called at the start of each wrapped forward whose gradients need it.
+        structures: what each module was set up with.
     """
 
     def __init__(self, world: World, backward: Hooks) -> None:
         self.world, self._backward = world, backward
         self.on_forward: list[Callable[[BypassGuard], None]] = []
+        self.structures: WeakKeyDictionary[GradientContract, _Structure] = WeakKeyDictionary()
+        hooks = (register_module_module_registration_hook, register_module_parameter_registration_hook)
+        # Without other ranks there is nothing to synchronize.
+        self._handles = [hook(self._on_registration) for hook in hooks if world.world_size > 1]
         # No WeakSet: to go through one takes several calls, and it is done in every step.
         self._guards: list[ref[BypassGuard]] = []
 
     def watch(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> "BypassGuard | None":
         """Watch a prepared module by hooks around its forward pass; the guard, where gradients need that pass."""
+        if self._handles:
+            self.structures[contract] = _Structure(contract, self, forward)
         if not contract.needs_forward:
             return None
         if not self._guards:
@@ -110,6 +123,8 @@ class BypassChecks:
 
     def close(self) -> None:
         """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
         for each in self._guards:
             if (guard := each()) is not None:
                 guard.close()
@@ -118,6 +133,53 @@ class BypassChecks:
         for each in self._guards:
             if error is None and (guard := each()) is not None:
                 guard.after_backward(loss)
+
+    def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
+        for structure in self.structures.values():
+            structure.on_registration(owner, value)
+
+
+class _Structure:
+    """The parts and parameters that a module was set up with, and what was registered on its parts since.
+
+    Args:
+        contract: of the module; neither is kept alive.
+        checks: what it is one of.
+        forward: what is called around its forward pass.
+    """
+
+    def __init__(self, contract: GradientContract, checks: BypassChecks, forward: Hooks) -> None:
+        self._module, self._title, self._is_sharded = ref(contract.module), contract.title, contract.is_sharded
+        self._checks, self._before = checks, forward.before
+        self.parameters = {*contract.parameters().values()}
+        self._parts, self._added = WeakSet(contract.module.modules()), []
+
+    def on_registration(self, owner: nn.Module, value: Any) -> None:
+        """Have the next forward pass look at a module or a parameter that is about to become part of another."""
+        # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
+        sets_itself = self._is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__
+        if value is None or sets_itself or owner not in self._parts:
+            return
+        self._parts.update(value.modules() if isinstance(value, nn.Module) else ())
+        if not self._added:
+            self._before.append(self._check)
+        self._added.append(value)
+
+    def _check(self) -> None:
+        if (module := self._module()) is None or not torch.is_grad_enabled():
+            return
+        synchronized = {each for structure in self._checks.structures.values() for each in structure.parameters}
+        added = {p for each in self._added for p in (each.parameters() if isinstance(each, nn.Module) else [each])}
+        added = {each for each in added - synchronized if each.requires_grad}
+        if names := [name for name, each in module.named_parameters() if each in added]:
+            raise UsageError(
+                f"a forward pass of {self._title} on rank {self._checks.world.rank}",
+                f"added after it was set up, and their gradients would not be synchronized: {', '.join(names)}",
+                "all parameters that are ever trained are part of a module when it is set up",
+                "fabric.setup(model, optimizer) after the last change; or model.adapter = fabric.setup_module(adapter)",
+            )
+        self._added.clear()
+        self._before.remove(self._check)
 
 
 class BypassGuard:

@@ -116,6 +116,8 @@ class FlightRecorder:
         calls: the collective that each thread is in.
         latest: the latest collective that was begun.
         checks: called in this order before each collective moves anything; each raises if it must not.
+        param_groups: how many each optimizer has, by its id.
+        on_param_group: called before the step of an optimizer that has got another one.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
@@ -129,6 +131,8 @@ class FlightRecorder:
         self.calls: dict[int, Entry] = {}
         self.latest: Entry | None = None
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
+        self.param_groups: dict[int, int] = {}
+        self.on_param_group: Callable[[Any], object] = bool
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that note a phase."""
@@ -152,10 +156,13 @@ class FlightRecorder:
         """The number of the present step of an optimizer, or of the next one, from 1."""
         return self.counts.get(STEP, 0) + (self.phase is not STEP)
 
-    def enter_step(self, *_: object) -> None:
+    def enter_step(self, optimizer: Any, *_: object) -> None:
         """Note that an optimizer begins a step; a hook before it."""
         self.phase = self.newest = STEP
         self.counts[STEP] += 1
+        if len(optimizer.param_groups) != self.param_groups.get(id(optimizer)):
+            self.on_param_group(optimizer)
+            self.param_groups[id(optimizer)] = len(optimizer.param_groups)
 
     def exit_step(self, *_: object) -> None:
         """Note that it is over; a hook after it."""

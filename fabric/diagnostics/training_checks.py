@@ -21,6 +21,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import count
 from textwrap import shorten
 from typing import Any, NoReturn
 from weakref import WeakSet, ref
@@ -164,9 +165,9 @@ class TrainingChecks:
             set_up = _ids(p for each in contracts for p in (*each.parameters().values(), *each.module.parameters()))
             replicated += [
                 (f"parameter {number} of the optimizer, which no set-up module has", parameter)
-                for number, parameter in enumerate(trained)
+                for number, parameter in enumerate(_parameters(optimizer))
                 # A sharded one reduces its gradients itself.
-                if id(parameter) not in set_up and parameter.grad is not None and local_tensor(parameter) is parameter
+                if id(parameter) in own - set_up and parameter.grad is not None and local_tensor(parameter) is parameter
             ]
         if replicated:
             self._names = [name for name, _ in replicated]
@@ -201,9 +202,8 @@ class SetupChecks:
     """Checks of the first steps of all optimizers, for what was not set up; see ``[Note: Training checks]``.
 
     Args:
-        contracts: those of the modules that are set up.
-        store: where ranks leave fingerprints for each other.
-        backward: what is called around backward passes.
+        contracts, store, backward: as for :class:`TrainingChecks`.
+        stack: removes the hooks of those.
         optimizers: those that are set up.
         loaders: those that are set up.
         check: raises for optimizers that cannot be set up.
@@ -211,20 +211,42 @@ class SetupChecks:
     """
 
     def __init__(
-        self, contracts: Contracts, store: JobStore, backward: Hooks, *, optimizers: Collection[Optimizer],
-        loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
+        self, contracts: Contracts, store: JobStore, backward: Hooks, stack: ExitStack, *,
+        optimizers: Collection[Optimizer], loaders: Collection[object],
+        check: Callable[[Sequence[Optimizer]], object], scales: bool,
     ) -> None:  # fmt: skip
-        self._contracts, self._store, self._backward = contracts, store, backward
+        self._contracts, self._store, self._backward, self._stack = contracts, store, backward, stack
         self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._calls, self._end, self._warned, self._reached = 0, _STEPS_OF_ALL, False, False
+        self._numbers = count()
+        self._extended: list[Optimizer] = []
         self._hooks = ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
+    def watch(self, optimizer: Optimizer, number: object = None) -> None:
+        """Watch its first steps, and those after it has got further parameters."""
+        number = next(self._numbers) if number is None else number
+        checks = TrainingChecks(optimizer, number, self._contracts, self._store, self._backward)
+        self._stack.callback(checks.close)
+
+    def on_param_group(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that has got parameters since it was set up: at once, and after the next backward."""
+        self._check([optimizer])
+        # This is within a hook of the optimizer, where it can get no other.
+        if not self._extended:
+            self._backward.after.append(self._watch_extended)
+        self._extended.append(optimizer)
+
+    def _watch_extended(self, *_: object) -> None:
+        self._backward.after.remove(self._watch_extended)
+        while self._extended:
+            self.watch(self._extended.pop())
+
     def close(self) -> None:
-        """Remove all hooks; never from within one of an optimizer."""
+        """Remove the hook on all optimizers; never from within one of them."""
         self._hooks.close()
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
@@ -271,9 +293,7 @@ class SetupChecks:
         # Latent tensors may well be each rank's own; parameters that are sharded are not.
         if [each for each in others if isinstance(each, nn.Parameter) and local_tensor(each) is each]:
             shapes = zlib.crc32(repr([each.shape for each in others]).encode())
-            number = f"{self._calls} {type(optimizer).__name__} {shapes}"
-            checks = TrainingChecks(optimizer, number, self._contracts, self._store, self._backward)
-            self._hooks.callback(checks.close)
+            self.watch(optimizer, f"{self._calls} {type(optimizer).__name__} {shapes}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
         elif synchronized and not self._loaders and self._store.rank == 0:
             for dataset in datasets_iterated_in_full():
@@ -306,10 +326,13 @@ def _ids(parameters: Iterable[Tensor]) -> set[int]:
     return {id(parameter) for parameter in parameters}
 
 
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _trained(optimizer: Optimizer) -> list[Tensor]:
-    groups = optimizer.param_groups
     # Of a sharded parameter a rank may hold nothing at all, and then has no gradient to show.
-    return [p for group in groups for p in group["params"] if p.requires_grad and local_tensor(p).numel()]
+    return [each for each in _parameters(optimizer) if each.requires_grad and local_tensor(each).numel()]
 
 
 def _named(contract: GradientContract, wanted: set[int]) -> str:

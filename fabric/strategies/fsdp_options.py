@@ -277,13 +277,16 @@ def check_optimizers(
         models: those that are sharded.
     """
     own = set() if module is None else set(module.parameters())
+    models = list(models)
     gathered = {each for model in models for each in model.parameters() if local_tensor(each) is each}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         local = [local_tensor(parameter) for parameter in parameters]
         is_uneven = any(length % shards for parameter in parameters for length in parameter.shape[:1])
-        if any(hasattr(parameter, SHARD) for parameter in parameters):
-            problem = "it holds parameters from before the sharding: stepping changes nothing"
+        after = {shard for parameter in parameters if (shard := getattr(parameter, SHARD, None)) is not None}
+        if after:
+            names = [name for model in models for name, each in model.named_parameters() if each in after]
+            problem = f"it holds parameters from before the sharding: stepping changes nothing of {', '.join(names)}"
         elif any(each in gathered or (each.numel() and not each.untyped_storage().size()) for each in local):
             problem = "it holds parameters that a forward pass gathered, and that are freed again"
         elif any(parameter in own and _has_history(optimizer.state.get(parameter)) for parameter in parameters):
