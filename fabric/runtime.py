@@ -77,6 +77,12 @@ class Runtime:
         """
         self.accelerator.activate(self.device)
         self._is_started = True
+        if communicator is None:
+            # Where the functions of other libraries that are for rank 0 look; this imports 10 ms of a dependency.
+            from lightning_utilities.core.rank_zero import rank_zero_only
+
+            if self.connected or not hasattr(rank_zero_only, "rank"):  # not a job of its own inside of a rank
+                vars(rank_zero_only)["rank"] = self.world.rank
         if communicator is None and not self.connected:
             return
         shared = store or self._connect()

@@ -8,6 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import nn
+
+from fabric import Fabric
+from fabric.strategies import SingleDeviceStrategy
+from tests.ranks import outcome, run_in_ranks
 
 DEADLINE = 90
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -66,3 +73,19 @@ def test_d21_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
     words = ("--standalone", "--nproc-per-node", "2", "train.py", "--devices", "2")
     job = run(READS, *words, module="torch.distributed.run")
     assert (job.returncode, job.stdout) == (0, "32-true None 2\n"), job.stderr
+
+
+def alone(fabric: Fabric) -> tuple[str, float, int | None]:
+    refused = outcome(lambda: Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu")))
+    with Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu"), environment="none") as own:
+        model = own.setup(nn.Linear(1, 1, bias=False))
+        own.backward(model(torch.full((1, 1), float(fabric.global_rank))).sum())
+        [gradient] = [parameter.grad.item() for parameter in model.parameters() if parameter.grad is not None]
+    fabric.barrier()
+    return refused, gradient, rank_zero_only.rank
+
+
+def test_d22_a_job_of_one_process_inside_of_a_rank_is_its_own_and_rank_zero_is_known() -> None:
+    for rank, (refused, gradient, known) in enumerate(run_in_ranks(alone)):
+        assert f"'single_device' with 2 processes on 1 node(s) by fabric (rank {rank})" in refused
+        assert (gradient, known) == (rank, rank)
