@@ -44,8 +44,8 @@ STRATEGIES: Mapping[str, Any] = {
     "dp": strategies.DataParallelStrategy,
     **_DDP,
     **{f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
-    "fsdp": lambda: strategies.FSDPStrategy(),  # imported then
-    "fsdp_cpu_offload": lambda: strategies.FSDPStrategy(cpu_offload=True),
+    "fsdp": lambda **options: strategies.FSDPStrategy(**options),  # imported then
+    "fsdp_cpu_offload": lambda **options: strategies.FSDPStrategy(cpu_offload=True, **options),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
 RUN_OPTIONS = {
@@ -58,6 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "check_collectives": False,
     "watchdog": DEFAULT_WATCHDOG,
 }
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
 _Found = tuple[Environment, World] | None  # what made this process, and its place
@@ -129,7 +130,8 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         if value := env.get(variable):
             source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
             given[argument] = _one_value(argument, given[argument], value, source)
-    named = parse_strategy(given["strategy"])
+    precision = parse_precision(given["precision"])
+    named = parse_strategy(given["strategy"], precision=precision)
     known = named or DDPStrategy()  # one that is still to be chosen has no options and no devices
     for argument, value in _options_of(known).items():
         source = f"{_spelling(argument, value)!r} in the strategy"
@@ -140,7 +142,8 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], known, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
-    chosen = named or (SingleDeviceStrategy() if len(where) * nodes == 1 else DDPStrategy(num_nodes=nodes))
+    kind = SingleDeviceStrategy if len(where) * nodes == 1 else partial(DDPStrategy, num_nodes=nodes)
+    chosen = named or kind(precision=precision)
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
     spec = LaunchSpec(num_processes=1 if chosen.drives_all_devices else len(where), device_type=hardware.name)
     if world is None and spec.num_processes == 1:
@@ -155,16 +158,16 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         world=world,
         launcher=launcher,
         launch_spec=spec,
-        started_by=found[0].name if found else launcher.name if world is None else "this script",
-        check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "") not in ("", "0"),
+        started_by=_maker(found) if found else launcher.name if world is None else "this script",
+        check_collectives=given["check_collectives"] or _parse_switch("FABRIC_CHECK", env),
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
         watchdog=_parse_duration("watchdog", given["watchdog"]),
     )
 
 
-def parse_strategy(strategy: Strategy | str) -> Strategy | None:
-    """The strategy that an object or a name stands for; None for ``"auto"``."""
-    return None if strategy == "auto" else _parse_name("strategy", strategy, STRATEGIES, Strategy)
+def parse_strategy(strategy: Strategy | str, **options: Any) -> Strategy | None:
+    """The strategy that an object or a name, of ours with options, stands for; None for ``"auto"``."""
+    return None if strategy == "auto" else _parse_name("strategy", strategy, STRATEGIES, Strategy, **options)
 
 
 def _parse_accelerator(accelerator: Any) -> Accelerator:
@@ -177,7 +180,7 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
     return chosen
 
 
-def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type) -> Any:
+def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type, **options: Any) -> Any:
     """The object that a name stands for, in the table or among the entry points of installed packages."""
     if isinstance(value, kind):
         return value
@@ -187,7 +190,7 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type)
     plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=group)}
     if key in table or key in plugins:
         found = table[key] if key in table else plugins[key]()
-        return found if isinstance(found, kind) else found()
+        return found if isinstance(found, kind) else found(**(options if key in table else {}))
     names = ["auto", *table, *plugins]
     near = [*get_close_matches(key, names, n=1), "auto"][0]
     error = ConfigurationError if isinstance(value, str) else ArgumentTypeError
@@ -206,6 +209,14 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
         return timedelta(seconds=seconds)
     expected = f"seconds or a timedelta, more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
     raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
+
+
+def _parse_switch(variable: str, env: Mapping[str, str]) -> bool:
+    value = env.get(variable, "").strip().lower()
+    if value not in _ON + _OFF:
+        expected = f"{', '.join(_ON)} or {', '.join(_OFF[:-1])}; not set, it is off"
+        raise ConfigurationError(f"{variable}={env[variable]!r} in the environment", expected=expected)
+    return value in _ON
 
 
 def _options_of(strategy: Strategy) -> dict[str, Any]:
@@ -259,6 +270,11 @@ def _spelling(argument: str, value: Any) -> str:
     return "cuda" if argument == "accelerator" and text == "gpu" else text
 
 
+def _maker(found: tuple[Environment, World]) -> str:
+    """What made this process; ranks of fabric's own launchers have torchrun's variables, too."""
+    return found[0].name if found[1].store is None else "fabric"
+
+
 def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     if environment is None:
         return detect(env)
@@ -283,14 +299,14 @@ def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, f
     own = strategy.parallel_devices
     if found is None or (strategy.drives_all_devices and found[1].world_size == 1):
         return own or accelerator.parse_devices(devices)
-    environment, world = found
-    if strategy.drives_all_devices:
+    world, maker = found[1], _maker(found)
+    if strategy.drives_all_devices or (isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1):
         raise ConfigurationError(
             f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} node(s) by "
-            f"{environment.name} (rank {world.rank})",
-            "it drives all devices of one node from one process, and each process would train on its own",
+            f"{maker} (rank {world.rank})",
+            "it works in one process, and each of these would train on its own",
             "one process: the script started by itself, or torchrun with --nproc-per-node 1",
-            f'python script.py with Fabric(strategy="{strategy.name}", devices=2); or strategy="ddp" in these',
+            'strategy="ddp" in these; or Fabric(strategy=..., environment="none") for a job of this process alone',
         )
     processes = world.local_world_size
     if devices == "auto":  # and not the strategy's own
@@ -299,16 +315,16 @@ def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, f
             return accelerator.parse_devices(1) * processes
         if accelerator.name != "cpu" and count < processes:
             raise ConfigurationError(
-                f"{processes} processes on this node, made by {environment.name}, on {accelerator.name}",
+                f"{processes} processes on this node, made by {maker}, on {accelerator.name}",
                 f"there are {count} {accelerator.name} devices on it (rank {world.rank} sees them)",
                 f"at most {count} processes",
-                f'{environment.name} with {count} processes a node, or Fabric(accelerator="cpu")',
+                f'{maker} with {count} processes a node, or Fabric(accelerator="cpu")',
             )
     parsed = own or accelerator.parse_devices(devices)
     if len(parsed) != processes:
         raise ConfigurationError(
             f"Fabric(devices={devices!r}), that is {len(parsed)} device(s) on this node (rank {world.rank})",
-            f"{environment.name} has made {processes} process(es) on it",
+            f"{maker} has made {processes} process(es) on it",
             f'devices="auto", or {processes}',
             'Fabric(devices="auto")',
         )

@@ -107,7 +107,7 @@ def test_the_switch_turns_detection_off() -> None:
 
 def test_ranks_that_fabric_made_accept_the_start_method_that_made_them() -> None:
     assert plan(OWN_RANKS, devices=2, strategy="ddp_spawn").world_size == 2
-    assert processes(plan(OWN_RANKS, devices=2, launcher="spawn")) == "2 on 1 node(s), by torchrun"
+    assert processes(plan(OWN_RANKS, devices=2, launcher="spawn")) == "2 on 1 node(s), by fabric"
 
 
 def test_the_launcher_argument_wins_over_the_start_method() -> None:
@@ -128,6 +128,19 @@ def test_options_of_fabric_run_fill_what_is_left_open() -> None:
     env = {**TWO_RANKS, "FABRIC_PRECISION": "bf16-mixed", "FABRIC_STRATEGY": "ddp", "FABRIC_DEVICES": "2"}
     made = plan(env, accelerator="auto", devices=2, precision="bf16")
     assert made.precision.name == "bf16-mixed"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "single_device", "dp", "ddp_spawn", "fsdp"])
+def test_d22_a_strategy_that_is_named_has_the_precision_that_is_named(strategy: str) -> None:
+    for precision, name in ((None, "32-true"), ("bf16-mixed", "bf16-mixed")):
+        found = plan(strategy=strategy, precision=precision).strategy.precision
+        assert found is not None
+        assert found.name == name
+
+
+def test_d22_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
+    made = plan(OWN_RANKS, strategy=SingleDeviceStrategy(device="cpu"), environment="none")
+    assert (made.world_size, made.global_rank) == (1, 0)
 
 
 def test_options_of_the_strategy_are_merged() -> None:
@@ -169,6 +182,12 @@ REFUSALS = [
     ({"launcher": "fork"}, TWO_RANKS, ConfigurationError, ["'fork'", "torchrun"]),
     ({"strategy": "single_device", "devices": 2}, {}, ConfigurationError, ["single_device", "2 device(s)"]),
     ({"strategy": SingleDeviceStrategy()}, TWO_RANKS, ConfigurationError, ["single_device"]),
+    (
+        {"strategy": SingleDeviceStrategy(device="cpu")},
+        OWN_RANKS,
+        ConfigurationError,
+        ["'single_device' with 2 processes", "by fabric (rank 1)", 'environment="none"'],
+    ),
     ({"strategy": "dp"}, TWO_RANKS, ConfigurationError, ["'dp'", "2 processes", "torchrun", "rank 1"]),
     ({"strategy": "dp", "devices": 2}, TWO_NODES, ConfigurationError, ["'dp'", "2 node(s)"]),
     ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["num_nodes='2'"]),
