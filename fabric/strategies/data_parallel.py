@@ -52,7 +52,8 @@ class DataParallelStrategy(ParallelStrategy):
     one replica. ``torch.compile`` around the set-up module leaves the replicas as they are, and a module that was
     compiled before is refused on several devices.
 
-    There is one process: ``world_size`` is 1, ``Fabric.all_reduce`` changes nothing, and data is not sharded.
+    There is one process: ``world_size`` is 1, ``is_distributed`` false, ``Fabric.all_reduce`` changes nothing, and data
+    is not sharded.
     Methods that are not marked as forward methods run on the first device alone, on all of their arguments.
 
     Args:
