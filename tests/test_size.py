@@ -13,7 +13,7 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 71,
+    "files": 72,
     "code lines": 10_014,
     "tokens": 97_500,
     "code lines of the core": 2_900,
