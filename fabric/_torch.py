@@ -1,6 +1,7 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -149,6 +150,23 @@ def backward_unfinished(root: Any) -> Callable[[], bool]:
     so that gradients stay unreduced.
     """
     return partial(attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state())
+
+
+# Inside of a backward pass, have a function be called at its end, as FSDP2 does. DDP and FSDP2 rely on it.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
+    """Have ``target`` run the hooks of ``source``, from ``register_hook`` now and later; torch itself copies none."""
+    if source._backward_hooks is None:
+        source._backward_hooks = OrderedDict()
+    target._backward_hooks = source._backward_hooks
+
+
+def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
+    """The same for hooks from ``register_post_accumulate_grad_hook``, which FSDP2 calls with its sharded parameters."""
+    if source._post_accumulate_grad_hooks is not None:
+        target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def operations_behind(loss: Tensor) -> Iterator[int]:

@@ -44,6 +44,28 @@ def test_loaders_that_are_iterated_over_are_found_while_they_are():
     assert found == [1, 1, 1, 0]
 
 
+def test_a_function_is_called_at_the_end_of_a_backward_pass():
+    seen = []
+    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    made = y * 2
+    made.register_hook(lambda grad: _torch.at_end_of_backward(lambda: seen.append((x.grad, y.grad))))
+    (x + made).sum().backward()
+    assert seen == [(x.grad, y.grad)]
+
+
+def test_hooks_of_a_parameter_are_shared_with_another():
+    one, other, seen = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), []
+    one.register_hook(lambda grad: grad * 2)
+    one.register_post_accumulate_grad_hook(lambda each: seen.append(each))
+    _torch.share_gradient_hooks(one, other)
+    _torch.share_accumulation_hooks(one, other)
+    removed = one.register_hook(lambda grad: grad * 0)
+    other.register_hook(lambda grad: grad + 1)
+    removed.remove()
+    other.sum().backward()
+    assert (other.grad.tolist(), seen[0] is other) == ([3.0], True)
+
+
 def test_one_level_of_a_registered_type_is_opened_and_no_more():
     inner = [1, [2]]
     values, rebuild = _torch.flatten_one_level(OrderedDict(b=inner, a=None))

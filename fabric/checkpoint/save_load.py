@@ -346,8 +346,8 @@ def _targets(value: Any, content: Any) -> Any:
     state: dict[Any, dict[str, Any]] = {}
     for number, parameter in zip(numbers, parameters, strict=True):
         slots = content["state"].get(number, {})
-        # What has another shape, such as a number of steps, is not sharded.
-        alike = [name for name, one in slots.items() if isinstance(one, Tensor) and one.shape == parameter.shape]
+        # What has another shape or none, such as a number of steps, is not sharded.
+        alike = [name for name, one in slots.items() if isinstance(one, Tensor) and parameter.shape == one.shape != ()]
         new = {name: torch.empty_like(parameter, dtype=slots[name].dtype) for name in alike}
         state[number] = dict.fromkeys(slots) | new
     return {"state": state}

@@ -308,7 +308,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
 
     Waits for the device once.
     """
-    sums = [_checksum(tensor.detach()) for tensor in tensors]
+    sums = [_checksum(local_tensor(tensor).detach()) for tensor in tensors]
     return torch.stack([each.to(sums[0].device) for each in sums]).tolist()
 
 

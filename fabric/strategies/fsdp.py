@@ -32,21 +32,14 @@ from fabric._torch import (
     unreduced_parameters,
 )
 from fabric.accelerators import Accelerator
-from fabric.communicators import Communicator
 from fabric.diagnostics.bypass import GradientContract, callable_parts
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
-from fabric.strategies.init_module import (
-    EmptyParameter,
-    MappedMemory,
-    created_on,
-    is_mapped,
-    receive_values,
-    registered_on_meta,
-)
+from fabric.strategies import fsdp_state as shards
+from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, is_mapped, registered_on_meta
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors
 
@@ -62,8 +55,9 @@ class FSDPStrategy(ParallelStrategy):
 
     The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean over ranks. Under a
     ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, where autocast
-    decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers are
-    not sharded and keep their dtype.
+    decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers
+    and parameters without a dimension are not sharded, see ``[Note: Unsharded state]``, and buffers keep their dtype.
+    Parameters keep their attributes and hooks; those of ``register_hook`` get this rank's whole gradient, as under DDP.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout:
@@ -86,6 +80,8 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
             replica for each node, as in torch, and a warning where there is one node.
+        broadcast_buffers: have all ranks use the running statistics of rank 0, as under DDP; one message for each
+            training step, and none for a model without such buffers.
         **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Of what
             only torch's first FSDP had, ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states``,
             ``forward_prefetch``, ``activation_checkpointing_policy`` and ``NO_SHARD`` are taken, with one warning that
@@ -118,6 +114,8 @@ class FSDPStrategy(ParallelStrategy):
         device_mesh: tuple[int, ...] | DeviceMesh | None = None,
         start_method: str = "popen",
         num_nodes: int = 1,
+        *,
+        broadcast_buffers: bool = True,
         **fsdp_kwargs: Any,
     ) -> None:
         super().__init__(
@@ -141,7 +139,7 @@ class FSDPStrategy(ParallelStrategy):
         self.mixed_precision, self._buffer_dtype = options.parse_mixed_precision(mixed_precision)
         self.activation_checkpointing = options.parse_choice("activation_checkpointing", activation_checkpointing)
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
-        self.fsdp_kwargs = fsdp_kwargs
+        self.fsdp_kwargs, self.broadcast_buffers = fsdp_kwargs, broadcast_buffers
         self._builds = count()
         # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
@@ -219,7 +217,7 @@ class FSDPStrategy(ParallelStrategy):
             return
         root, error = uncompiled(module), None
         try:
-            options.check_shardable(root, has_values=self.is_global_zero)
+            options.check_shardable(root, self.is_global_zero, self._prepared)
             options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
             options.find_fsdp_modules(root, self.auto_wrap_policy)
         except FabricError as raised:
@@ -237,13 +235,14 @@ class FSDPStrategy(ParallelStrategy):
         for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
             # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        receive_values(communicator, root, list(root.buffers()))
+        mesh, ignored = self._mesh(), set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
+        replicated = shards.replicate_unsharded(communicator, root, ignored, mesh)
         for buffer in root.buffers():
             if self._buffer_dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(self._buffer_dtype)
         # What torch does of itself is to free all FSDP modules but the root, which the backward pass needs first.
         resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-        arguments: dict[str, Any] = {"mesh": self._mesh(), **resharding, **self.fsdp_kwargs}
+        arguments: dict[str, Any] = {"mesh": mesh, **resharding, **self.fsdp_kwargs, "ignored_params": replicated}
         if self.cpu_offload is not None and self.root_device.type != "cpu":
             arguments["offload_policy"] = self.cpu_offload
         precision = self.runtime.precision
@@ -251,21 +250,22 @@ class FSDPStrategy(ParallelStrategy):
         policy = self.mixed_precision or MixedPrecisionPolicy(*dtypes)
         for part in fsdp_modules:
             # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
-            _shard(communicator, part, mp_policy=replace(policy, output_dtype=None), **arguments)
-        _shard(communicator, root, mp_policy=policy, **arguments)
+            shards.shard_module(communicator, part, mp_policy=replace(policy, output_dtype=None), **arguments)
+        shards.shard_module(communicator, root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
             options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank)
+        unsharded = shards.UnshardedState(root, communicator, replicated, self.broadcast_buffers)
+        self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         return module
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                shard = group["params"][index] = getattr(parameter, options.SHARD, parameter)
+                shard = group["params"][index] = getattr(parameter, shards.SHARD, parameter)
                 if shard is not parameter and (slots := optimizer.state.pop(parameter, None)):
-                    optimizer.state[shard] = {name: options.shard_like(shard, value) for name, value in slots.items()}
-        optimizer.register_load_state_dict_pre_hook(options.shard_state)
+                    optimizer.state[shard] = shards.shard_slots(shard, slots)
+        optimizer.register_load_state_dict_pre_hook(shards.shard_state)
 
     @override
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +274,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict; of full tensors every rank takes its shards."""
-        optimizer.load_state_dict(options.shard_state(optimizer, state_dict))
+        optimizer.load_state_dict(shards.shard_state(optimizer, state_dict))
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
@@ -293,9 +293,10 @@ class FSDPStrategy(ParallelStrategy):
             title=contract.title.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
-            synchronizes=lambda: forward.synchronizes,
+            synchronizes=lambda: forward.unsharded.synchronizes,
             gradients_differ=True,
-            unreduced=partial(unreduced_parameters, root),
+            replicated=lambda: {name: each for name, each in sharded.items() if each in forward.unsharded.parameters},
+            unreduced=lambda: [*unreduced_parameters(root), *forward.unsharded.unreduced],
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
         )
 
@@ -331,19 +332,20 @@ class ShardedForward:
         root: the user's module, sharded already.
         fsdp_modules: its parts that gather their parameters themselves.
         rank: rank of this process, for errors.
-
-    Attributes:
-        synchronizes: whether a backward pass reduces gradients; torch has a setter for it, but no getter.
+        state: what is not sharded of it.
     """
 
-    def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int) -> None:
-        self.root, self.synchronizes, self._rank = root, True, rank
+    def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState) -> None:
+        self.root, self.unsharded, self._rank = root, state, rank
+        # Like FSDP's own hooks, no part of a compiled graph.
+        around = (state.before_forward, state.after_forward) if state else ()
+        self._around: list[Any] = [torch.compiler.disable(each) for each in around]
         self._sharded: list[Any] = [*fsdp_modules, root]
         self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
         for part in root.modules():
             # Those of now: a forward pass may leave gathered ones in their places.
             own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
-            part.register_load_state_dict_pre_hook(partial(options.take_shards, own))
+            part.register_load_state_dict_pre_hook(partial(shards.take_shards, own))
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._finish)
         root.register_forward_hook(self._leave, always_call=True)
@@ -356,12 +358,12 @@ class ShardedForward:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """Within, backward passes leave unsharded gradients and do not reduce them."""
-        before, self.synchronizes = self.synchronizes, False
+        before, self.unsharded.synchronizes = self.unsharded.synchronizes, False
         self.root.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.synchronizes = before
+            self.unsharded.synchronizes = before
             self.root.set_requires_gradient_sync(before)
 
     def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
@@ -387,6 +389,8 @@ class ShardedForward:
             )
         self._depth += 1
         self._finished = False
+        if self._around and self._depth == 1:
+            self._around[0]()
         if not is_compiling:
             for hooks, number, _ in self._places:
                 hooks.pop(number, None)
@@ -397,6 +401,8 @@ class ShardedForward:
     def _leave(self, root: nn.Module, args: Any, output: Any) -> None:
         # Another hook may have raised before _enter.
         self._depth = max(0, self._depth - 1)
+        if self._around and not self._depth:
+            self._around[1](output)
         if self._depth or torch.compiler.is_dynamo_compiling():
             return
         for hooks, number, hook in self._places:
@@ -414,19 +420,3 @@ class ShardedForward:
         self._finished = hasattr(self.root, "reset_iter_state")  # added after torch 2.11
         if self._finished:
             self.root.reset_iter_state()
-
-
-def _shard(communicator: Communicator, module: nn.Module, **arguments: Any) -> None:
-    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective."""
-    from torch.distributed.fsdp import fully_shard  # takes a second to import; here it has been
-
-    before = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
-    receive_values(communicator, module, list(before.values()))
-    fully_shard(module, **arguments)
-    for name, parameter in module.named_parameters():
-        old = before.get(name, parameter)
-        if parameter is not old:
-            vars(parameter).update(vars(old))
-            setattr(old, options.SHARD, parameter)
-            # An optimizer may hold it until it is set up.
-            old.data = old.new_empty(0)

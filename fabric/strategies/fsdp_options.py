@@ -23,20 +23,18 @@ from torch.optim import Optimizer
 from fabric._torch import local_tensor
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.strategies.fsdp_state import SHARD
 from fabric.strategies.init_module import EmptyParameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "OF_FIRST_FSDP", "SHARD", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
+    "OF_FIRST_FSDP", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
     "choose_modules", "explain", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload",
-    "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward", "shard_like",
-    "shard_state", "take_shards",
+    "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward",
 ]  # fmt: skip
 
-# The attribute of a parameter from before the sharding that is the one in its place.
-SHARD = "_fabric_shard"
 # What only torch's first FSDP had, and what it means here.
 OF_FIRST_FSDP = {
     "activation_checkpointing_policy": "is activation_checkpointing",
@@ -238,25 +236,28 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: in
         module.set_modules_to_backward_prefetch(previous or [module])
 
 
-def check_shardable(root: nn.Module, has_values: bool) -> None:
-    """Raise a ConfigurationError for parameters that cannot be sharded.
+def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Module]) -> None:
+    """Raise a ConfigurationError for a model that cannot be sharded.
 
     Args:
         root: the model.
         has_values: whether the values of all ranks are this rank's, so that meta tensors cannot be set up.
+        models: those that are sharded.
     """
+    known = {part for model in models for part in model.modules()}
     named: dict[str, torch.Tensor] = dict(root.named_parameters())
     lazy = [name for name, each in named.items() if is_lazy(each)]
-    numbers = [name for name, each in named.items() if not is_lazy(each) and each.dim() == 0]
+    strided = [name for name, each in named.items() if not is_lazy(each) and not each.is_contiguous()]
     sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
     tables = [(name, part) for name, part in root.named_modules() if isinstance(part, _TABLES) and part.sparse]
     sparse = [name for name, part in tables if part.weight.requires_grad]
+    sharded += [name or "the module itself" for name, part in root.named_modules() if part in known]
     named.update(root.named_buffers())
     on_meta = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
     for names, problem, suggestion in (
         (lazy, "are lazy and have no shape before a first forward pass", "one model(batch) before setup()"),
-        (numbers, "are single numbers, which cannot be sharded", "nn.Parameter(torch.ones(1))"),
         (sparse, "have sparse gradients, which cannot be sharded", 'sparse=False, or strategy="ddp"'),
+        (strided, "are not contiguous, as in channels_last", "model.to(memory_format=torch.contiguous_format)"),
         (sharded, "belong to another model, which is sharded", "one module around both, and one setup() of it"),
         (on_meta if has_values else [], "have no values, being on meta", "a model built in fabric.init_module()"),
     ):
@@ -347,38 +348,6 @@ def _layout(root: nn.Module) -> str:
         number = numbers.setdefault(id(each), len(numbers))
         layout.append((name, number, each.shape, each.dtype, each.requires_grad, isinstance(each, EmptyParameter)))
     return hashlib.sha256(repr(layout).encode()).hexdigest()
-
-
-def shard_like(like: Any, value: Any) -> Any:
-    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
-    is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
-    if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
-        return value
-    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
-
-    mesh = like.device_mesh
-    shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
-    # A copy: a shard may be a view, which would keep the full value in memory.
-    return shard.to(like.device, copy=True)
-
-
-def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook of a module that loads a state dict: takes the shards of its ``own`` parameters from full tensors."""
-    for name, parameter in own.items():
-        if prefix + name in state:
-            state[prefix + name] = shard_like(parameter, state[prefix + name])
-
-
-def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with this rank's shards in the place of full tensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))
-    content = {
-        number: {name: shard_like(by_number.get(number), value) for name, value in slots.items()}
-        for number, slots in state_dict["state"].items()
-    }
-    return {**state_dict, "state": content}
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:

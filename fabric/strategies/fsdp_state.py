@@ -1,0 +1,217 @@
+"""The tensors of a model under FSDP: its shards, and what is not sharded and yet the same on all ranks.
+
+[Note: Unsharded state] A parameter without a dimension, or without elements, cannot be sharded; one of
+``ignored_params`` is not to be. It becomes a DTensor that is replicated, so that optimizers, clipping and checkpoints
+meet one kind of parameter. From a forward pass until the end of the backward pass after it, its module has this rank's
+plain tensor in the place of it; then its gradient is averaged, with those of all others like it in one message. It
+keeps its dtype in forward passes, and its device where shards are on the CPU.
+
+Buffers are not sharded either. Running statistics are as under DDP: a forward pass after one with synchronization, as
+the first one, begins with those of rank 0 on all ranks.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.optim import Optimizer
+
+from fabric._torch import at_end_of_backward, local_tensor, share_accumulation_hooks, share_gradient_hooks
+from fabric.collectives import all_reduce
+from fabric.communicators import Communicator, Reduce
+from fabric.strategies.init_module import receive_values
+from fabric.tree import flatten
+
+__all__ = [
+    "SHARD", "UnshardedState", "replicate_unsharded", "shard_module", "shard_slots", "shard_state", "take_shards",
+]  # fmt: skip
+
+# The attribute of a parameter from before the sharding that is the one in its place.
+SHARD = "_fabric_shard"
+# What optimizers keep as a plain tensor without a dimension for a parameter of any shape.
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+
+
+def shard_module(communicator: Communicator, module: nn.Module, **arguments: Any) -> None:
+    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective."""
+    from torch.distributed.fsdp import fully_shard  # takes a second to import; here it has been
+
+    before = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
+    receive_values(communicator, module, list(before.values()))
+    fully_shard(module, **arguments)
+    sharded = {each: before[name] for name, each in module.named_parameters() if name in before}
+    for parameter, old in sharded.items():
+        _replace(old, parameter)
+    places = [each for each in _owned(module) if each[2] in sharded]
+
+    def attach(*_: object) -> None:
+        # FSDP has just gathered them for the first time, into parameters that it keeps.
+        handle.remove()
+        for owner, name, parameter in places:
+            _attach(parameter, owner._parameters[name])
+
+    out_of_graphs: Any = torch.compiler.disable(attach)
+    handle = module.register_forward_pre_hook(out_of_graphs)
+
+
+def replicate_unsharded(
+    communicator: Communicator, root: nn.Module, ignored: set[nn.Parameter], mesh: DeviceMesh
+) -> set[nn.Parameter]:
+    """Give buffers and parameters that are not sharded rank 0's values. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        ignored: parameters that are not to be sharded, besides those that cannot be.
+        mesh: that of the shards.
+
+    Returns:
+        The replicated parameters in the places of these.
+    """
+    from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import; here it has been
+
+    named = root.named_parameters()
+    before = {name: each for name, each in named if not each.dim() or not each.numel() or each in ignored}
+    receive_values(communicator, root, [*root.buffers(), *before.values()])
+    made = set[nn.Parameter]()
+    for path, old in before.items():
+        present = root.get_parameter(path)  # a meta tensor has been replaced
+        whole = distribute_tensor(present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+        parameter = nn.Parameter(whole, requires_grad=old.requires_grad)
+        for owner, name in [(owner, name) for owner, name, each in _owned(root) if each is present]:
+            owner._parameters[name] = parameter
+        _replace(old, parameter)
+        made.add(parameter)
+    return made
+
+
+def _shard_like(like: Any, value: Any) -> Any:
+    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
+    is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
+    if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
+
+    mesh = like.device_mesh
+    shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
+    # A copy: a shard may be a view, which would keep the full value in memory.
+    return shard.to(like.device, copy=True)
+
+
+def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """A hook of a module that loads a state dict: takes the shards of its ``own`` parameters from full tensors."""
+    for name, parameter in own.items():
+        if prefix + name in state:
+            state[prefix + name] = _shard_like(parameter, state[prefix + name])
+
+
+def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer with this rank's shards in the place of full tensors."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    by_number = dict(zip(numbers, parameters, strict=False))
+    content = {number: shard_slots(by_number.get(number), slots) for number, slots in state_dict["state"].items()}
+    return {**state_dict, "state": content}
+
+
+def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state of a parameter, with this rank's shards in the place of full tensors."""
+    return {name: value if name in _NUMBERS else _shard_like(parameter, value) for name, value in slots.items()}
+
+
+class UnshardedState:
+    """What is not sharded of a model: see ``[Note: Unsharded state]``.
+
+    Args:
+        root: the user's module, sharded already.
+        communicator: all ranks.
+        whole: its parameters that :func:`replicate_unsharded` has made.
+        buffers: whether running statistics are those of rank 0.
+
+    Attributes:
+        parameters: the replicated ones.
+        synchronizes: whether a backward pass reduces gradients.
+        unreduced: the replicated parameters whose gradients the last backward pass has not reduced.
+    """
+
+    def __init__(self, root: nn.Module, communicator: Communicator, whole: set[nn.Parameter], buffers: bool) -> None:
+        self._communicator = communicator
+        self._places = [each for each in _owned(root) if each[2] in whole]
+        self.parameters = dict.fromkeys(each for _, _, each in self._places)
+        parts = root.modules() if buffers else ()
+        self._with_statistics = [part for part in parts if part._buffers.get("running_mean") is not None]
+        self._buffers_differ, self._waits = True, False
+        self.synchronizes, self.unreduced = True, list[nn.Parameter]()
+
+    def __bool__(self) -> bool:
+        return bool(self._places or self._with_statistics)
+
+    def before_forward(self) -> None:
+        """Take running statistics from rank 0, and put plain tensors in the places of parameters. Collective."""
+        if self._buffers_differ and self._with_statistics:
+            self._broadcast_statistics()
+        self._buffers_differ, self._waits = torch.is_grad_enabled() and self.synchronizes, False
+        for owner, name, parameter in self._places:
+            if owner._parameters.get(name) is parameter:  # else the user has replaced it
+                local = vars(owner)[name] = parameter.to_local()  # found before the parameter
+                self._watch([local])
+
+    def after_forward(self, output: Any) -> None:
+        """Put the parameters back, now or at the end of the backward pass."""
+        if self._places and not self._watch(flatten(output)[0]):
+            self._restore()
+
+    def _watch(self, tensors: Iterable[Any]) -> bool:
+        """Whether any of these is a tensor with a gradient, which is then the first to know of the backward pass."""
+        watched = [each for each in tensors if isinstance(each, Tensor) and each.requires_grad]
+        for each in watched:
+            each.register_hook(self._in_backward)
+        return bool(watched)
+
+    def _in_backward(self, grad: Tensor) -> None:
+        if not self._waits:
+            self._waits = True
+            at_end_of_backward(self._after_backward)
+
+    def _restore(self) -> None:
+        for owner, name, _ in self._places:
+            vars(owner).pop(name, None)
+
+    @torch.no_grad()
+    def _after_backward(self) -> None:
+        self._waits = False
+        self._restore()
+        grads = {number: local_tensor(p.grad) for number, p in enumerate(self.parameters) if p.grad is not None}
+        self.unreduced = [] if self.synchronizes else [p for p in self.parameters if p.grad is not None]
+        if grads and self.synchronizes:
+            for number, mean in all_reduce(self._communicator, grads, Reduce.MEAN).items():
+                grads[number].copy_(mean)
+
+    def _broadcast_statistics(self) -> None:
+        buffers = [each for part in self._with_statistics for each in part._buffers.values() if each is not None]
+        values = [each.contiguous().view(-1).view(torch.uint8) for each in buffers]
+        message = torch.cat(values)
+        self._communicator.broadcast(message, 0)
+        for each, value in zip(buffers, message.split([value.numel() for value in values]), strict=True):
+            # By ``data``: a change that autograd sees would forbid the backward pass of the forward pass before.
+            each.data.copy_(value.clone().view(each.dtype).view_as(each))
+
+
+def _replace(old: nn.Parameter, parameter: nn.Parameter) -> None:
+    """Give the parameter in the place of an old one what is attached to that, and free the memory of that."""
+    _attach(old, parameter)
+    share_accumulation_hooks(old, parameter)
+    setattr(old, SHARD, parameter)
+    # An optimizer may hold it until it is set up.
+    old.data = old.new_empty(0)
+
+
+def _attach(source: Tensor, target: Any) -> None:
+    vars(target).update(vars(source))
+    share_gradient_hooks(source, target)
+
+
+def _owned(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    return ((owner, name, each) for owner in root.modules() for name, each in owner._parameters.items())
