@@ -1,6 +1,7 @@
 """A file imports only from what lies below it: between the parts of the package, and inside each of them."""
 
 import ast
+import re
 from pathlib import Path
 
 import fabric
@@ -106,3 +107,12 @@ def test_no_file_imports_relatively() -> None:
         if isinstance(node, ast.ImportFrom) and node.level > 0
     ]
     assert not relative
+
+
+def test_contributing_names_what_is_there_and_all_of_it() -> None:
+    root = PACKAGE.parent
+    named = set(re.findall(r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", (root / "CONTRIBUTING.md").read_text()))
+    places = (root, PACKAGE, PACKAGE / "diagnostics")
+    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+    parts = {f"{part.name}/" if part.is_dir() else part.name for part in PACKAGE.glob("*")}
+    assert sorted(parts - named - {"py.typed", "__init__.py", "__pycache__/"}) == []

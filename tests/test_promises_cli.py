@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,9 @@ def test_d22_a_job_of_one_process_inside_of_a_rank_is_its_own_and_rank_zero_is_k
     for rank, (refused, gradient, known) in enumerate(run_in_ranks(alone)):
         assert f"'single_device' with 2 processes on 1 node(s) by fabric (rank {rank})" in refused
         assert (gradient, known) == (rank, rank)
+
+
+def test_d23_python_m_fabric_is_the_command_and_the_readme_says_so(run: Run) -> None:
+    job = run("", "--version")
+    assert (job.returncode, job.stdout) == (0, f"fabric {version('torch-fabric')}\n"), job.stderr
+    assert "`python -m fabric run ...` is always this one" in (Path(__file__).parents[1] / "README.md").read_text()
