@@ -389,7 +389,7 @@ class Fabric:
         model, once for each process of the node, in the folder for temporary files, which ``TMPDIR`` names.
 
         Args:
-            empty_init: leave parameters uninitialized, for a model that a checkpoint fills; takes no scratch space.
+            empty_init: fill parameters with nan, for a model that a checkpoint fills; takes no scratch space.
             source: ``"every_rank"``, or ``"rank0"`` where a strategy shards: only rank 0 has values and scratch space,
                 and code on other ranks cannot read large parameters. Collective on exiting the context.
 

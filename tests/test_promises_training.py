@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +251,36 @@ def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None
     assert "of 2 processes each reads the whole TensorDataset: loader = fabric.setup_" in first["plain"][0][0]
     assert all(told == [] for told, _ in second.values())
     assert {result for results in (first, second) for _, result in results.values()} == {"fine"}
+
+
+# -- B9: models without values ----------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 5000), nn.LayerNorm(5000), nn.Linear(5000, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def without_values(fabric: Fabric, path: str) -> dict[str, str]:
+    filled = fabric.setup(Wide())
+    fabric.save(path, {"model": filled})
+    results = {}
+    for kind in ("none", "checkpoint"):
+        with fabric.init_module(empty_init=True):
+            net = Wide()
+        model, optimizer = fabric.setup(net, sgd(net.parameters()))
+        if kind == "checkpoint":
+            fabric.load(path, {"model": model})
+        results[kind] = outcome(lambda model=model, optimizer=optimizer: step(fabric, model, optimizer))
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(strategy: str, tmp_path: Path) -> None:
+    for results in run_in_ranks(without_values, str(tmp_path / "model"), strategy=strategy):
+        assert "these are not a number before the first step: first.weight, first.bias" in results["none"]
+        assert results["checkpoint"] == "fine"

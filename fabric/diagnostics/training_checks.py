@@ -101,6 +101,8 @@ class TrainingChecks:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._calls += 1
         self._compare("other")
+        if self._calls == 1:
+            self._check_values(optimizer)
         # A closure computes the gradients within the step.
         if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
@@ -134,6 +136,19 @@ class TrainingChecks:
                 "an optimizer of parameters that the loss is computed from",
                 f"loss = loss_function(model(batch), target); fabric.backward(loss); {_OFF}",
             )
+
+    def _check_values(self, optimizer: Optimizer) -> None:
+        own = _ids(_trained(optimizer))
+        for contract in self._contracts():
+            parameters = contract.parameters().values()
+            # Numbers of one byte have no such test, or no such value.
+            empty = [each for each in parameters if each.element_size() > 1 and local_tensor(each).isnan().any()]
+            if empty and own & _ids(parameters):
+                self._refuse(
+                    f"these are not a number before the first step: {_named(contract, _ids(empty))}",
+                    "a checkpoint for a module that was built with empty_init=True, or values of the user's own",
+                    'fabric.load(path, {"model": model}) after fabric.setup(...); or fabric.init_module()',
+                )
 
     def _note_gradients(self, optimizer: Optimizer) -> set[int]:
         """Note which parameters have gradients; the ids of all that are trained."""

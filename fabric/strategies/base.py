@@ -245,7 +245,7 @@ class Strategy(ABC):
         """A context in which modules are created on the right device, in the dtype of the precision.
 
         Args:
-            empty_init: leave parameters uninitialized, for a model that a checkpoint fills.
+            empty_init: fill parameters with nan, for a model that a checkpoint fills.
             source: ``"every_rank"`` or ``"rank0"``, which are the same but for a strategy that shards; see
                 :meth:`fabric.Fabric.init_module`.
 

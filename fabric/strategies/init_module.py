@@ -6,12 +6,15 @@ that reads values can. Only the memory is another. A new tensor of 64 KB or more
 has no name, in the folder for temporary files: disk in place of memory, one model for each rank of the node.
 Nothing is left however the process ends. ``setup`` shards one FSDP module after another, and frees the files of each.
 
+What an empty build leaves without values is not a number, so that a first step without a checkpoint is an error.
+
 Where no values are needed, parameters of 64 KB or more become meta tensors when a module registers them: in an empty
 build, and on ranks that receive those of rank 0. Everything else is real, such as tables in buffers, which no
 checkpoint may hold.
 """
 
 import ctypes
+import math
 import mmap
 import os
 import re
@@ -50,7 +53,7 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
         device: where to; explicit ``device=`` arguments win.
         dtype: default floating dtype; None leaves torch's default.
         empty: ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, through which the common layers
-            draw their values, do nothing. torch lets no others be skipped; constants are still filled in.
+            draw their values, fill in nan. torch lets no others be skipped; constants are still filled in.
     """
     with ExitStack() as stack:
         if dtype is not None:
@@ -150,7 +153,7 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
 def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
     """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
 
-    An :class:`EmptyParameter` gets memory that is not initialized. A parameter that is on the device may stay in a
+    An :class:`EmptyParameter` gets values that are not a number. A parameter that is on the device may stay in a
     mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has it; any other keeps
     its identity.
 
@@ -165,7 +168,9 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
             value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
         else:
             value = tensor.detach().to(communicator.device).contiguous()
-        if not isinstance(tensor, EmptyParameter):
+        if isinstance(tensor, EmptyParameter):
+            _fill_empty(value)
+        else:
             communicator.broadcast(value.view(-1).view(torch.uint8), 0)
         if is_mapped(tensor):
             storage = tensor.untyped_storage()
@@ -189,15 +194,21 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
 
 
 class _WithoutInit(TorchFunctionMode):
-    """Makes no-ops of those random functions of torch.nn.init that a mode sees, which the common layers call."""
+    """Has those random functions of torch.nn.init that a mode sees, which the common layers call, fill in nan."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+            return _fill_empty(kwargs["tensor"] if "tensor" in kwargs else args[0])
         return func(*args, **kwargs)
+
+
+def _fill_empty(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.detach().fill_(math.nan)
+    return tensor
 
 
 def _is_large(value: Any) -> TypeIs[Tensor]:
