@@ -21,6 +21,7 @@ import torch
 from typing_extensions import override
 
 from fabric.communicators import Collective, Communicator, Operation
+from fabric.errors import UsageError
 
 __all__ = ["CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "in_words", "user_call"]
 
@@ -109,6 +110,7 @@ class FlightRecorder:
         report: what each rank is doing, for the error of a collective that timed out.
 
     Attributes:
+        process: the process that made this, the only one that the other ranks know.
         thread: the thread that made this, whose stack is of interest.
         phase: the one that this process is in.
         counts: how many collectives of each group, and how many phases of each name, have been begun.
@@ -122,7 +124,7 @@ class FlightRecorder:
 
     def __init__(self, report: Callable[[], str] = str) -> None:
         self._report = report
-        self.thread = threading.get_ident()
+        self.process, self.thread = os.getpid(), threading.get_ident()
         self.phase: str | None = None
         # The phases that this one is a part of.
         self._outer: list[str | None] = []
@@ -223,11 +225,18 @@ class RecordedCommunicator(Communicator):
 
     def _record(self, collective: Collective) -> Any:
         recorder, group, members = self._recorder, self._name, self._ranks
+        operation = collective.operation.value if collective.call is None else collective.call.operation
+        if os.getpid() != recorder.process:
+            raise UsageError(
+                f"{operation} in process {os.getpid()}, which rank {self.rank} (process {recorder.process}) has forked",
+                "the other ranks are connected to the rank alone, and it would wait for them for ever",
+                "collectives in the process of the rank; none in the workers of a DataLoader, nor in other children",
+                "the collective in the training loop, on what the worker returns",
+            )
         if collective.operation in (Operation.SEND, Operation.RECV):
             pair = collective.message(self.rank)
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
-        operation = collective.operation.value if collective.call is None else collective.call.operation
         place = user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
         entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
