@@ -12,7 +12,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -154,7 +156,10 @@ def _worlds(options: argparse.Namespace) -> list[World]:
     """
     script, error = options.script, options.parser.error
     nodes, node = options.num_nodes or 1, options.node_rank
-    # A module is looked for by the ranks: to find it is to run its packages.
+    # The rest of its name is looked for by the ranks: to find that is to run its packages.
+    package = script.partition(".")[0]
+    if options.module and not (find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):
+        error(f"there is no module {package!r} in {os.getcwd()!r}, nor among the installed ones")
     if not options.module and not os.path.isfile(script) and not os.path.exists(os.path.join(script, "__main__.py")):
         error(f"{script!r} in {os.getcwd()!r} is neither a file nor a folder with a __main__.py; a module needs -m")
     if node >= nodes:

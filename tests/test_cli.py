@@ -195,6 +195,7 @@ REFUSED = {
     "unknown option": (["run", "--gpus", "2", "SCRIPT"], "--gpus"),
     "missing script": (["run", "nowhere.py"], "nowhere.py"),
     "folder": (["run", "."], "__main__.py"),
+    "missing module": (["run", "-m", "nowhere.train"], "no module 'nowhere'"),
     "devices": (["run", "--accelerator", "cpu", "--devices", "0", "SCRIPT"], "number of processes"),
     "device list on the CPU": (["run", "--accelerator", "cpu", "--devices", "0,2", "SCRIPT"], "number of processes"),
     "accelerator": (["run", "--accelerator", "abacus", "SCRIPT"], "abacus"),
