@@ -119,9 +119,11 @@ def raised(rank: int, error: BaseException) -> Report:
     """The report of a rank whose function raised; called by the caller of that function."""
     # The first frame is ours, of no interest to the reader.
     error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+    headline = traceback.TracebackException.from_exception(error)
+    headline.__notes__ = None  # they would be its last lines
     return Report(
         rank=rank,
-        did="raised " + traceback.format_exception_only(error)[-1].partition("\n")[0],
+        did="raised " + [*headline.format_exception_only()][-1].partition("\n")[0],
         failed=True,
         secondary=2 if is_secondary(error) else 0,
         text="".join(traceback.format_exception(error)),

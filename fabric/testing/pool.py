@@ -31,6 +31,7 @@ __all__ = ["RankPool"]
 # Seconds: for the ranks to connect; for the other ranks to answer once one has failed; to exit by themselves; for a
 # rank that hangs to write where it does.
 _START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
+_FITS = 1 << 16  # bytes that are sent also where nobody reads
 # In the innermost frame of a rank that waits for others; the last is checked mode.
 _WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
 
@@ -40,7 +41,8 @@ class RankPool:
 
     The processes are forked from a warm one at the first call and kept. Functions are sent by value with
     ``cloudpickle``, closures, lambdas and those of a test module included. Every call begins with the same random state
-    on all ranks. Between calls a rank keeps only what its modules keep, and its fabric.
+    on all ranks, in the same folder and environment. Between calls a rank keeps only what its modules keep, and its
+    fabric.
 
     Args:
         world_size: number of ranks, one process each.
@@ -59,6 +61,7 @@ class RankPool:
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         self._job: Supervisor | None = None
+        self._senders: list[threading.Thread] = []
         self._closed = False
         self._lock = threading.Lock()
 
@@ -92,9 +95,15 @@ class RankPool:
                 raise UsageError(f"{self!r}.run({name_of(fn)})", "the pool has been closed")
             try:
                 job = self._started()
+                self._senders.clear()
                 for rank in job.ranks:
                     del rank.messages["reply"]
-                    rank.send("call", message)
+                    if len(message) < _FITS:
+                        rank.send("call", message)
+                        continue
+                    # Beside this thread, which has a time limit: a rank that has been stopped reads nothing.
+                    self._senders.append(threading.Thread(target=rank.send, args=("call", message)))
+                    self._senders[-1].start()
                 return _results(job, name_of(fn), self.timeout if timeout is None else timeout)
             except BaseException:
                 self._end(0.0)
@@ -128,9 +137,13 @@ class RankPool:
     def _end(self, grace: float) -> None:
         job, self._job = self._job, None
         if job is not None:
-            for rank in job.ranks:
+            for rank in job.ranks if grace else ():
                 rank.send("call", None)
             job.collect_until(grace)
+            for rank in job.ranks:
+                rank.kill()
+            for sender in self._senders:
+                sender.join()
             self._close()
 
 
@@ -205,8 +218,14 @@ def _serve(fabric: Fabric) -> None:
     control.send("serving")
     fabric._enter_rank(world)
     control.send("reply", (Report(rank=world.rank), dump_result(None)))
+    directory, environment = os.open(".", os.O_RDONLY), dict(os.environ)
     while (message := control.calls.get()) is not None:
-        control.send("reply", _answer(fabric, world.rank, message))
+        answer = _answer(fabric, world.rank, message)
+        os.fchdir(directory)  # by its number, since its path may be gone
+        if os.environ != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        control.send("reply", answer)
 
 
 def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
