@@ -648,11 +648,11 @@ class Fabric:
 
     @property
     def should_stop(self) -> bool:
-        """Whether any process of the job has received SIGTERM, so that it is time to save and stop. Collective.
+        """Whether any process of the job has received SIGTERM or SIGHUP: it is time to save and stop. Collective.
 
-        The first call, before the loop or in its first step and in the main thread, changes what SIGTERM means in this
-        process: it no longer raises ``SystemExit``, and a launcher of fabric that passes it on gives the ranks 30 s
-        instead of 3. ``teardown`` changes it back.
+        The first call, before the loop or in its first step and in the main thread, changes what these signals mean in
+        this process: they no longer raise ``SystemExit``, and a launcher of fabric that passes one on gives the ranks
+        30 s instead of 3. ``teardown`` changes it back.
         """
         return self.reduce_boolean_decision(self._running("should_stop").stop_request.received(), all=False)
 

@@ -34,7 +34,7 @@ from fabric.launchers.base import (
     refuse_while_importing_main,
     start_interpreter,
 )
-from fabric.launchers.rank import Payload, RankConfig, main, receive, run
+from fabric.launchers.rank import ENDING, Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 
@@ -97,7 +97,7 @@ class ProcessLauncher(Launcher):
             RankFailedError: a rank raised, exited without returning, or was killed; the others have been ended. If
                 nothing catches it, this process ends with the exit code of that rank, 128 + n for signal n.
             KeyboardInterrupt: SIGINT; the ranks had a grace period for their ``finally`` blocks.
-            SystemExit: SIGTERM, likewise; code 143.
+            SystemExit: SIGTERM or SIGHUP, likewise; code 143 or 129.
         """
         self.check(spec)
         if not callable(fn):
@@ -112,18 +112,19 @@ class ProcessLauncher(Launcher):
                 start: Start = {
                     "spawn": _spawn,
                     "fork": partial(_fork, partial(fn, *args, **kwargs)),
-                    "forkserver": fork_server(os.getpid()).start_rank,
+                    "forkserver": _forkserver,
                 }[self.name]
                 job.start(start, node_worlds(spec.num_processes), payload, spec.results)
                 results = list(map(load, job.run()))
         except KeyboardInterrupt:
-            if job.signals and job.signals[0][0] == signal.SIGTERM:
-                # What it would have done in this process, now that the ranks are gone.
-                handler = signal.getsignal(signal.SIGTERM)
-                if callable(handler):
-                    handler(signal.SIGTERM, None)
-                raise SystemExit(128 + signal.SIGTERM) from None
-            raise
+            number = job.signals[0][0] if job.signals else signal.SIGINT
+            if number == signal.SIGINT:
+                raise
+            # What it would have done in this process, now that the ranks are gone.
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handler(number, None)
+            raise SystemExit(128 + number) from None
         except RankFailedError:
             if sys.excepthook is sys.__excepthook__ and not is_interactive():  # a hook of the user stays
                 sys.excepthook = _exit_as_the_rank
@@ -180,7 +181,6 @@ def _spawn(control: Connection, config: RankConfig) -> Started:
 
 
 def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> Started:
-
     def be_rank() -> None:
         sys.exit(run(control, replace(config, threads=1), lambda: call))
 
@@ -225,6 +225,10 @@ class _ForkServer:
 fork_server = cache(_ForkServer)
 
 
+def _forkserver(control: Connection, config: RankConfig) -> Started:
+    return fork_server(os.getpid()).start_rank(control, config)
+
+
 def _request(requests: socket.socket, control: Connection) -> Started:
     status, theirs = multiprocessing.Pipe(duplex=False)
     with theirs:
@@ -253,7 +257,7 @@ def forkserver_main() -> None:
     owner = os.getppid()
     # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
     # A rank learns from the handler of SIGINT whether it is ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ENDING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     requests = socket.socket(fileno=int(sys.argv[1]))

@@ -10,7 +10,7 @@ ready      rank         None: signals run its ``finally`` blocks from now on
 error      rank         the :class:`Failure` that ends it
 finished   rank         what the payload returned, pickled
 signal     rank         number of a signal that its main thread has acted on
-saving     rank         None: SIGTERM asks it to save and exit
+saving     rank         None: SIGTERM or SIGHUP asks it to save and exit
 describe   supervisor   None: asks for the error that the main thread is handling
 described  rank         that :class:`Failure`, or None
 report     supervisor   None: asks for a report of what the ranks are doing
@@ -49,6 +49,8 @@ from fabric.launchers.serialize import dump_result
 from fabric.world import World
 
 __all__ = [
+    "ENDING",
+    "STOPPING",
     "ControlThread",
     "Failure",
     "Payload",
@@ -62,6 +64,10 @@ __all__ = [
     "receive",
     "run",
 ]
+
+# The signals that end a job: those that leave it the time to save, and Ctrl-C.
+STOPPING = (signal.SIGTERM, signal.SIGHUP)
+ENDING = (*STOPPING, signal.SIGINT)
 
 Payload = Callable[[], Callable[[], Any]]
 """Prepares a process, and returns what to call once the environment is that of a rank."""
@@ -170,10 +176,11 @@ class ControlThread(threading.Thread):
 
     def send(self, kind: str, content: Any = None) -> None:
         """Send a message; one to a supervisor that is gone is lost."""
-        # A process that the script forks runs on through this code, and is not the rank.
         if os.getpid() == self._process:
             with self._lock, suppress(OSError):
                 self._control.send((kind, content))
+        elif kind == "error":  # a process that the script forked runs on through this code, and is not the rank
+            print(content.text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
         """Serve the pipe until the supervisor is gone, then exit at once, whatever the main thread waits for.
@@ -230,7 +237,12 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     if sys.platform == "linux":
         # The kernel kills this process when its parent ends, even while C++ code holds the interpreter's lock. It means
         # the *thread* that made this process; a launch keeps that thread until its ranks have ended.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        prctl, own = ctypes.CDLL(None).prctl, (os.getpid(), threading.get_ident())
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        # The workers of a DataLoader likewise, and what else the main thread forks; a daemon is forked twice.
+        os.register_at_fork(
+            after_in_child=lambda: (os.getppid(), threading.get_ident()) == own and prctl(1, signal.SIGKILL)
+        )
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
@@ -255,14 +267,14 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code == 0 and config.runs_script:
             message = "finished", b""
-        elif code not in (0, 128 + signal.SIGTERM):
+        elif code not in (0, *(128 + number for number in STOPPING)):
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         # What an exit handler would find if the interpreter had reached this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         message = "error", Failure.of(error)
     # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDING:
         if signal.getsignal(number) is _raise_once:
             signal.signal(number, signal.SIG_IGN)
     if message is not None:
@@ -281,13 +293,14 @@ def _raise_once(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def raise_on_signals(acted: Callable[[int], object]) -> None:
-    """Let SIGTERM and SIGINT raise in the main thread, which is this one.
+    """Let SIGTERM, SIGHUP and SIGINT raise in the main thread, which is this one.
 
     ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
     """
-    signal.signal(signal.SIGTERM, _raise_once)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in the background of a shell script
-        signal.signal(signal.SIGINT, _raise_once)
+    for number in ENDING:
+        # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _raise_once)
     # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()
@@ -303,7 +316,7 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
             while signal.getsignal(received[0]) is _raise_once:
                 signal.pthread_kill(main, received[0])
                 time.sleep(_PAUSE)
-            if received[0] in (signal.SIGTERM, signal.SIGINT):  # others, as SIGCHLD, say nothing about the grace period
+            if received[0] in ENDING:  # others, as SIGCHLD, say nothing about the grace period
                 acted(received[0])
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
@@ -311,37 +324,43 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
 
 
 class StopRequest:
-    """Notes SIGTERM from the first question on, instead of letting it raise. A handler of the user is still called."""
+    """Notes SIGTERM and SIGHUP from the first question on, instead of letting them raise.
+
+    A handler of the user is still called.
+    """
 
     def __init__(self) -> None:
-        self._received = self._installed = False
-        self._previous: Any = None
+        self._received = False
+        self._previous: dict[int, Any] = {}
 
     def received(self) -> bool:
-        """Whether SIGTERM was received since this was first asked.
+        """Whether one was received since this was first asked.
 
         Raises:
             ValueError: first asked in another thread than the main one, which alone may say what a signal means.
         """
-        if not self._installed:
-            self._previous = signal.signal(signal.SIGTERM, self._note)
-            self._installed = True
+        if not self._previous:
+            for number in STOPPING:
+                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
             control = ControlThread.of_this_process()
             if control is not None:
                 control.send("saving")
         return self._received
 
     def close(self) -> None:
-        """Restore the handler of SIGTERM."""
-        if signal.getsignal(signal.SIGTERM) == self._note:
-            # None: installed from C, which Python cannot put back.
-            signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
-        self._installed = False
+        """Restore the handlers."""
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) == self._note:
+                # None: installed from C, which Python cannot put back.
+                signal.signal(number, previous or signal.SIG_DFL)
+        self._previous = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        if callable(self._previous) and self._previous is not _raise_once:
-            self._previous(number, frame)
+        previous = self._previous[number]
+        if callable(previous) and previous is not _raise_once:
+            previous(number, frame)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -28,7 +28,7 @@ from types import FrameType
 from typing import Any, Self
 
 from fabric.errors import RankFailedError
-from fabric.launchers.rank import Failure, Payload, RankConfig
+from fabric.launchers.rank import ENDING, STOPPING, Failure, Payload, RankConfig
 from fabric.world import World, available_cores
 
 __all__ = ["RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
@@ -179,7 +179,7 @@ class Supervisor:
 
     Attributes:
         ranks: those that have been started.
-        signals: each SIGINT and SIGTERM that has arrived since the block was entered, and when.
+        signals: each SIGINT, SIGTERM and SIGHUP that has arrived since the block was entered, and when.
     """
 
     def __init__(self) -> None:
@@ -193,9 +193,9 @@ class Supervisor:
     def __enter__(self) -> Self:
         # Only the main thread may install handlers; in another thread the signals keep the meaning they have.
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+            for number in (*ENDING, signal.SIGUSR1):
                 handler = signal.getsignal(number)
-                # Ignored: the shell wants it so. None: installed from C, and could not be restored.
+                # Ignored: the shell, or nohup, wants it so. None: installed from C, and could not be restored.
                 is_ours = handler is signal.SIG_DFL if number == signal.SIGUSR1 else handler != signal.SIG_IGN
                 if is_ours and handler is not None:
                     self._handlers[number] = signal.signal(number, self._note)
@@ -273,14 +273,14 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed; the others have had their grace period.
-            KeyboardInterrupt: SIGINT or SIGTERM was received, see ``signals``; all have had their grace period.
+            KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP was received, see ``signals``; all have had their grace period.
         """
         over = False
         while not over:
             over = self._collect(_POLL)
             if self.signals:
                 number, _ = self.signals[0]
-                saving = number == signal.SIGTERM and any("saving" in rank.messages for rank in self.ranks)
+                saving = number in STOPPING and any("saving" in rank.messages for rank in self.ranks)
                 # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
                 self._end(
                     number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT

@@ -1,0 +1,147 @@
+"""Processes: the children of ranks, signals, and what is said of ranks that fail or wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from fabric import Fabric
+from fabric.errors import RankFailedError
+from fabric.launchers.rank import StopRequest
+from fabric.testing import RankPool
+from tests.ranks import outcome, run_in_ranks
+
+# -- A5: children of ranks --------------------------------------------------------------------------------------------
+
+
+class Metrics(Dataset[float]):
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric = fabric
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        return self._fabric.all_reduce(float(index))
+
+
+def collectives_of_children(fabric: Fabric) -> tuple[str, str]:
+    in_worker = outcome(lambda: list(DataLoader(Metrics(fabric), num_workers=1)))
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.write(writing, outcome(fabric.barrier).encode())
+        os._exit(0)
+    os.wait()
+    return in_worker, os.read(reading, 10_000).decode()
+
+
+def test_a5_a_collective_in_a_child_of_a_rank_is_an_error() -> None:
+    for in_worker, in_child in run_in_ranks(collectives_of_children):
+        assert in_worker.startswith("UsageError: Caught UsageError in DataLoader worker process 0.")
+        assert "all_reduce in process " in in_worker
+        assert in_child.startswith("UsageError: barrier in process ")
+
+
+def hanging_child(fabric: Fabric) -> int:
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    return child
+
+
+def test_a5_children_of_a_rank_end_with_it() -> None:
+    with RankPool(1) as pool:
+        [child] = pool.run(hanging_child)
+        process = psutil.Process(child)
+    assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+# -- D19 --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2) as ranks:
+        yield ranks
+
+
+def test_d19_a_call_ends_in_time_when_a_stopped_rank_reads_nothing(pool: RankPool) -> None:
+    [_, stopped] = pool.run(lambda fabric: os.getpid())
+    os.kill(stopped, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s"):
+        pool.run(lambda fabric, data: None, bytes(5_000_000), timeout=0.5)
+    assert time.monotonic() - start < 10
+
+
+def fail_with_a_note(fabric: Fabric) -> None:
+    error = ValueError("the loss is not a number")
+    error.add_note("in epoch 3")
+    raise error
+
+
+def test_d19_the_headline_of_an_error_with_a_note_shows_the_error(pool: RankPool) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        pool.run(fail_with_a_note)
+    assert "rank 0 of 2 raised ValueError: the loss is not a number\n" in str(caught.value)
+    assert "in epoch 3" in caught.value.traceback
+
+
+def surroundings(fabric: Fabric) -> tuple[Any, ...]:
+    return os.getcwd(), dict(os.environ)
+
+
+def change_surroundings(fabric: Fabric, folder: str) -> None:
+    os.chdir(folder)
+    os.environ["LEAKED"] = "1"
+    del os.environ["PATH"]
+
+
+def test_d19_folder_and_environment_of_a_call_are_not_those_of_the_next(pool: RankPool, tmp_path: Any) -> None:
+    before = pool.run(surroundings)
+    pool.run(change_surroundings, str(tmp_path))
+    assert pool.run(surroundings) == before
+
+
+HANGS_UP = """
+import time
+from fabric import Fabric
+
+def train(fabric):
+    try:
+        print("ready\\n", end="", flush=True)
+        time.sleep(60)
+    finally:
+        time.sleep(0.2)
+        print("finally\\n", end="", flush=True)
+
+Fabric(accelerator="cpu", devices=2, launcher="fork").launch(train)
+"""
+
+
+def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGS_UP], stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        job.send_signal(signal.SIGHUP)
+        assert job.communicate(timeout=30) == ("finally\n" * 2, None)
+        assert job.returncode == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_d19_a_request_to_stop_is_noted_once_it_was_asked_for(number: int) -> None:
+    before = signal.getsignal(number)
+    request = StopRequest()
+    assert not request.received()
+    os.kill(os.getpid(), number)
+    assert request.received()
+    request.close()
+    assert signal.getsignal(number) == before
