@@ -4,6 +4,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,8 @@ class Runtime:
     timeout: timedelta = DEFAULT_TIMEOUT
     check_collectives: bool = False
     watchdog: timedelta = DEFAULT_WATCHDOG
+    # Those of this process that use the process group which one of them made; the last of them to close destroys it.
+    _users: ClassVar[WeakSet["Runtime"]] = WeakSet()
 
     def __post_init__(self) -> None:
         # A scheduler may show each process only its own device.
@@ -61,7 +65,7 @@ class Runtime:
         self.store = JobStore(dist.HashStore(), 0, 1)
         self.communicator: Communicator = LocalCommunicator(self.device)
         self.recorder: FlightRecorder | None = None
-        self._is_started = self._owns_group = False
+        self._is_started = False
         self._background: Communicator | None = None
         self._closers = ExitStack()
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
@@ -168,12 +172,13 @@ class Runtime:
     def _disconnect(self) -> bool:
         """Close all but the process group; whether that is still to be closed."""
         self._closers.close()
-        closes_group = self._owns_group and dist.is_initialized()
-        self._is_started = self._owns_group = False
+        owns_group = self in self._users
+        self._users.discard(self)
+        self._is_started = False
         self._background = None
         self._meshes.clear()
         self.store.close()
-        return closes_group
+        return owns_group and not self._users and dist.is_initialized()
 
     def _connect(self) -> dist.Store:
         world, is_connected = self.world, dist.is_initialized()
@@ -190,6 +195,8 @@ class Runtime:
         store = dist.PrefixStore(f"fabric/{generation}", shared)
         store.set_timeout(self.timeout)
         if is_connected:
+            if self._users:
+                self._users.add(self)
             return store
         dist.init_process_group(
             self.backend or self.accelerator.default_backend,
@@ -199,7 +206,7 @@ class Runtime:
             timeout=self.timeout,
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._owns_group = True
+        self._users.add(self)
         # gloo fails on a rank whose peer has connected, finished and closed before all are connected.
         if store.add("connected", 1) == world.world_size:
             store.set("all connected", "yes")
