@@ -20,6 +20,9 @@ __all__ = ["FabricModule"]
 
 FORWARD_METHODS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
 
+# Methods of modules that may change dtypes.
+_CONVERSIONS = frozenset({"to", "double", "float", "half", "bfloat16"})
+
 Forward = Callable[..., Any]
 
 
@@ -29,8 +32,9 @@ class FabricModule(nn.Module):
     The same type under every strategy. Calling it runs the prepared module: gradients are synchronized where the
     strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
     parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
-    ``train``, ``eval``, ``to``. It may be part of another ``nn.Module``, and be compiled by ``torch.compile``
-    before or after.
+    ``train``, ``eval``, ``to``, items and a length. A change of dtype is refused where gradients are synchronized in
+    the one that the parameters had in ``setup``. It may be part of another ``nn.Module``, and be compiled by
+    ``torch.compile`` before or after.
 
     A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its precision, not the
     strategy. Neither is possible for a sharded module.
@@ -62,7 +66,6 @@ class FabricModule(nn.Module):
     ) -> None:
         # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
         original = uncompiled(module)
-        casts = contract is None or not contract.casts
         self.__dict__.update(
             _parameters=original._parameters,
             _buffers=original._buffers,
@@ -75,10 +78,10 @@ class FabricModule(nn.Module):
             _fabric_contract=contract,
             _fabric_guard=guard,
             _fabric_marked=set(),
-            _fabric_forward=_cast_forward(original, prepared, precision, device) if casts else prepared,
             _fabric_before=hooks.before,
             _fabric_after=hooks.after,
         )
+        self._bind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the prepared module."""
@@ -146,6 +149,19 @@ class FabricModule(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._fabric_original)})
 
+    # What a container has. Python looks for these on the class, and where the user's module has none, it says so.
+    def __getitem__(self, index: Any) -> Any:
+        return self._fabric_original[index]
+
+    def __len__(self) -> int:
+        return len(self._fabric_original)
+
+    def __iter__(self) -> Any:
+        return iter(self._fabric_original)
+
+    def __bool__(self) -> bool:
+        return bool(self._fabric_original)
+
     def __repr__(self) -> str:
         return f"FabricModule({self._fabric_module!r})"
 
@@ -165,6 +181,13 @@ class FabricModule(nn.Module):
             )
         return self._fabric_module, prepared, self._fabric_precision, self._fabric_device, self._fabric_marked
 
+    def _bind_forward(self) -> None:
+        """Have the forward pass cast to the dtypes that the parameters have now."""
+        contract, forward = self._fabric_contract, self._fabric_prepared
+        if contract is None or not contract.casts:
+            forward = _cast_forward(self._fabric_original, forward, self._fabric_precision, self._fabric_device)
+        self.__dict__["_fabric_forward"] = forward
+
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             with _forward_replaced(self._fabric_original, method):
@@ -179,8 +202,16 @@ def _delegate(name: str) -> Callable[..., Any]:
         result = getattr(self._fabric_original, name)(*args, **kwargs)
         return self if result is self._fabric_original else result
 
-    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
-    return method
+    def convert(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
+        if self._fabric_contract is not None:
+            self._fabric_contract.check_conversion(name, args, kwargs)
+        result = method(self, *args, **kwargs)
+        self._bind_forward()
+        return result
+
+    chosen = convert if name in _CONVERSIONS else method
+    chosen.__name__, chosen.__doc__ = name, getattr(nn.Module, name).__doc__
+    return chosen
 
 
 # nn.Module's own methods would be found on this class before __getattr__ is asked; the user's module's are meant.

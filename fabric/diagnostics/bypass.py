@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_stack
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -44,7 +45,7 @@ from fabric.errors import UsageError
 from fabric.tree import flatten
 from fabric.world import World
 
-__all__ = ["BypassChecks", "BypassGuard", "GradientContract", "callable_parts"]
+__all__ = ["BypassChecks", "BypassGuard", "GradientContract", "call_of_method", "callable_parts"]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -83,6 +84,18 @@ class GradientContract:
     is_sharded: bool = False
     casts: bool = False
     explain: Callable[[BaseException], object] = bool
+
+    def check_conversion(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise a UsageError if a method of modules would change the dtype in which gradients are synchronized."""
+        probe, is_synchronized = nn.Module(), self.needs_forward or self.is_sharded
+        for dtype in {each.dtype for each in self.parameters().values()} if is_synchronized else ():
+            probe.values = nn.Buffer(torch.empty(0, dtype=dtype))
+            if (converted := getattr(probe, method)(*args, **kwargs).values.dtype) is not dtype:
+                problem = f"gradients are synchronized in {dtype}, and would then be {converted}"
+                suggestion = (
+                    f"model.{method}(...) before setup, or fabric.unwrap(model).{method}(...) after the last step"
+                )
+                raise UsageError(f"model.{method}(...) after setup", problem, suggestion=suggestion)
 
 
 class BypassChecks:
@@ -253,7 +266,7 @@ class BypassGuard:
     def watch_output(self, output: Any, call: str) -> None:
         """Note that ``output`` is of a call that may have bypassed the wrapped forward."""
         if torch.is_grad_enabled():
-            _watch(output, partial(self._on_gradient_of_bypass, call))
+            _watch(output, partial(self._on_gradient_of_bypass, call_of_method(self.contract.module) or call))
 
     def wrap_method(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
         """A user's method whose results are watched."""
@@ -339,6 +352,15 @@ class _PartHook:
 
     def __reduce__(self) -> "tuple[type[_PartHook], tuple[()]]":
         return _PartHook, ()
+
+
+def call_of_method(module: nn.Module) -> str:
+    """The outermost method of a module that is being called, as the user wrote it; empty if there is none.
+
+    By the usual name of its first argument: nothing is done around calls, and this is asked for errors.
+    """
+    frames = [frame.f_code.co_name for frame, _ in walk_stack(None) if frame.f_locals.get("self") is module]
+    return f"model.{frames[-1]}(...)" if frames and not frames[-1].startswith("_") else ""
 
 
 def _watch(output: Any, on_gradient: Callable[[Tensor], None]) -> None:

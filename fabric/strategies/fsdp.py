@@ -32,7 +32,7 @@ from fabric._torch import (
     unreduced_parameters,
 )
 from fabric.accelerators import Accelerator
-from fabric.diagnostics.bypass import GradientContract, callable_parts
+from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision
@@ -154,6 +154,8 @@ class FSDPStrategy(ParallelStrategy):
         options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
+        # A change in place of such a view is right, or a raw error that options.explain() is about.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if not self.is_global_zero:
             return
         if self._older:
@@ -371,7 +373,7 @@ class ShardedForward:
         if self._depth or in_backward():
             return
         raise UsageError(
-            f"{path}(...) on rank {self._rank}",
+            f"{call_of_method(self.root) or f'{path}(...)'} on rank {self._rank}",
             "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
             "model(...), or a method of the model that is marked as a forward pass",
             'model.mark_forward_method("name_of_method") once, for a method that calls this part',
