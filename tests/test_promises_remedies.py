@@ -1,15 +1,19 @@
 """Errors say what helps: of torch's sharded tensors, of what was set up, and of calls that were meant otherwise."""
 
 import copy
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
 
 from fabric import Fabric
-from fabric.strategies import FSDPStrategy
+from fabric._torch import local_tensor
+from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -193,4 +197,147 @@ def after_a_failure(fabric: Fabric) -> tuple[str, list[Tensor], list[Tensor | No
 def test_b11_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
     for failure, own, plain in sharded(after_a_failure):
         assert "without room" in failure
+        torch.testing.assert_close(own, plain)
+
+
+# -- what was set up --------------------------------------------------------------------------------------------------
+
+
+def converted(fabric: Fabric) -> dict[str, str]:
+    model = fabric.setup(Tower())
+    found = {name: outcome(getattr(model, name)) for name in ("double", "float", "half", "bfloat16", "cpu")}
+    found["to"] = outcome(lambda: model.to(torch.float64))
+    found["same"] = outcome(lambda: model.to("cpu", torch.float32))
+    fabric.backward(model(X).sum())
+    return found
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_synchronized(strategy: Any) -> None:
+    for found in run_in_ranks(converted, strategy=strategy(start_method="forkserver")):
+        fine = {name for name, text in found.items() if text == "fine"}
+        assert fine == {"float", "cpu", "same"}
+        assert "synchronized in torch.float32, and would then be torch.float64" in found["to"]
+
+
+def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        model = fabric.setup(Tower())
+        assert model.double()(X).dtype is torch.float64
+        assert model.to(torch.bfloat16)(X).dtype is torch.bfloat16
+
+
+def test_b12_a_container_that_was_set_up_is_one() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
+        model, net = fabric.setup(nn.Sequential(*layers)), fabric.setup(Tower())
+        assert (len(model), model[0], list(model), model[-1] in model) == (3, layers[0], layers, True)
+        assert len(model[:2]) == 2
+        assert net  # is true, as any module without a length
+        for action in (lambda: len(net), lambda: net[0], lambda: iter(net)):
+            assert "Tower" in outcome(action)
+
+
+def close_one(fabric: Fabric, kept: str) -> tuple[float, list[Tensor], bool]:
+    other = Fabric(accelerator="cpu", devices=2, strategy=type(fabric.strategy)())
+    other.launch()
+    closed, left = (fabric, other) if kept == "second" else (other, fabric)
+    plain = Tower()
+    model = left.setup(copy.deepcopy(plain))
+    closed.teardown()
+    left.backward(model(X + left.global_rank).sum())
+    total = left.all_reduce(1.0, reduce_op="sum")
+    left.teardown()
+    return total, [local_tensor(each.grad) for each in model.parameters()], torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("kept", ["first", "second"])
+def test_b12_closing_one_of_two_fabrics_leaves_the_other_alive(kept: str) -> None:
+    (total, first, is_left), (_, second, _) = run_in_ranks(close_one, kept)
+    assert (total, is_left) == (2.0, False)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+# -- remedies ---------------------------------------------------------------------------------------------------------
+
+
+class TwoTowers(nn.Module):
+    """Features and a scale, as CLIP has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.tower(x), self.scale
+
+
+def gathered(fabric: Fabric) -> list[str]:
+    def train(sync_grads: bool, fails: str) -> str:
+        net = TwoTowers()
+        model, optimizer = fabric.setup(net, optim.SGD(net.parameters(), lr=0.1))
+
+        def step() -> None:
+            features, scale = model(torch.ones(2, 4))
+            fabric.backward((fabric.all_gather(features, sync_grads=sync_grads) * scale).sum())
+            if fails == "step":
+                optimizer.step()
+
+        return outcome(lambda: (step(), step()))
+
+    return [train(False, "step"), train(False, "forward"), train(True, "step")]
+
+
+def test_d20_features_gathered_without_gradients_are_told_to_be_gathered_with_them() -> None:
+    for step, forward, fine in run_in_ranks(gathered):
+        assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in step
+        assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in forward
+        assert fine == "fine"
+
+
+def by_method(fabric: Fabric) -> str:
+    model = fabric.setup(Tower())
+    return outcome(lambda: fabric.backward(model.encode(X).sum()))
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
+def test_d20_a_method_that_bypasses_the_forward_pass_is_called_by_its_name(strategy: Any) -> None:
+    for text in run_in_ranks(by_method, strategy=strategy(start_method="forkserver")):
+        assert "model.encode(...)" in text
+        assert "model.head" not in text
+
+
+def test_d20_a_missing_checkpoint_suggests_checkpoints(tmp_path: Path) -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.save(tmp_path / "train.pt", {"step": 1})
+        (tmp_path / "train.py").write_text("pass")
+        (tmp_path / "unlike").write_text("it")
+        missing = outcome(lambda: fabric.load(tmp_path / "trian.pt"))
+    assert missing.strip().endswith(f"Write: {tmp_path / 'train.pt'}")
+
+
+def test_d20_what_goes_elsewhere_is_told_where() -> None:
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        net = Tower()
+        optimizer = optim.SGD(net.parameters(), lr=0.1)
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+        assert "setup_dataloaders(loader)" in outcome(lambda: fabric.setup(net, optimizer, DataLoader([1, 2])))
+        assert "setup(..., scheduler=...)" in outcome(lambda: fabric.setup(net, optimizer, scheduler))
+
+
+def ends_in_a_view(fabric: Fabric) -> tuple[list[str], list[Tensor], list[Tensor | None]]:
+    with warnings.catch_warnings(record=True) as caught:
+        plain = Tower()
+        model = fabric.setup(copy.deepcopy(plain))
+        for net, backward in ((plain, Tensor.backward), (model, fabric.backward)):
+            output = net(X)
+            output *= 2
+            backward(output.pow(2).sum())
+    texts = [str(each.message) for each in caught if "view" in str(each.message)]
+    return texts, [each.grad.full_tensor() for each in model.parameters()], [each.grad for each in plain.parameters()]
+
+
+def test_d20_a_model_that_returns_a_view_is_not_warned_about_and_its_output_may_change_in_place() -> None:
+    for texts, own, plain in sharded(ends_in_a_view):
+        assert texts == []
         torch.testing.assert_close(own, plain)

@@ -150,9 +150,8 @@ class FullCheckpoint:
                     request,
                     f"it holds {', '.join(names)}: rebuilding that could run any code, so nothing was loaded",
                     "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
-                    "weights_only=False in fabric.load or load_raw, if you trust whoever wrote the file: it runs what "
-                    "the file names. A class of your own can be allowed with "
-                    "torch.serialization.add_safe_globals([TheClass])",
+                    "torch.serialization.add_safe_globals([TheClass]) before, for a class of your own; or, for a file "
+                    "whose author you trust, weights_only=False in fabric.load or load_raw, which runs what it names",
                 ) from error
         if not isinstance(loaded, dict):
             problem = f"the file holds a {type(loaded).__name__}"
@@ -338,10 +337,12 @@ def not_found(request: str, path: Path, kind: str) -> CheckpointError:
     """The error for a checkpoint that is not there, with what the same folder has under similar names."""
     found: list[str] = []
     with suppress(OSError):
-        found = [str(entry) for entry in islice(path.parent.iterdir(), 1000)]
-    near = difflib.get_close_matches(str(path), found, n=5) or [f"the path of a {kind} that exists"]
+        found = [entry.name for entry in islice(path.parent.iterdir(), 1000)]
+    close = (str(path.parent / name) for name in difflib.get_close_matches(path.name, found, n=20))
+    near = [each for each in close if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))][:5]
     problem = f"there is no such {kind}" if path.parent.is_dir() else f"its folder {str(path.parent)!r} does not exist"
-    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", ", or ".join(near))
+    suggestion = ", or ".join(near) or f"the path of a {kind} that exists"
+    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)
 
 
 def _open_temporary(target: Path) -> BinaryIO:

@@ -43,6 +43,7 @@ _STEPS = 2
 _STEPS_OF_ALL = 6  # of all optimizers, since one of them stepped first: one step may follow five of another
 _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
 _OFF = "Fabric(check_training=False) if this is meant"
+_GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _LONGEST = 400  # characters of a list of parameters
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -119,13 +120,14 @@ class TrainingChecks:
                 self._refuse(
                     f"no gradient has arrived at {missing}, and without these the others are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
-                    'strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) before setup',
+                    f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) '
+                    "before setup",
                 )
             is_last = self._steps == _STEPS - 1 and self._store.rank == 0
             if missing and is_last and not contract.expects_unused:
                 warnings.warn(
                     f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
-                    f"trained; parameter.requires_grad_(False) for these, or {_OFF}",
+                    f"trained; {_GATHERED}, parameter.requires_grad_(False) for these, or {_OFF}",
                     stacklevel=3,
                 )
         if self._backwards and trained:
@@ -134,7 +136,7 @@ class TrainingChecks:
             self._refuse(
                 f"no gradient has arrived at any of its parameters in {self._backwards} backward pass(es)",
                 "an optimizer of parameters that the loss is computed from",
-                f"loss = loss_function(model(batch), target); fabric.backward(loss); {_OFF}",
+                f"loss = loss_function(model(batch), target); fabric.backward(loss); {_GATHERED}; {_OFF}",
             )
 
     def _check_values(self, optimizer: Optimizer) -> None:

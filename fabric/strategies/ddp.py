@@ -206,7 +206,8 @@ class DDPStrategy(ParallelStrategy):
                     f"rank {found[1]}: these parameters of {type(uncompiled(wrapper.module)).__name__} took no part in "
                     f"the loss: {', '.join(names[index] for index in indices)}\n"
                     "  Valid: every parameter that requires a gradient gets one in each backward pass\n"
-                    '  Write: strategy="ddp_find_unused_parameters_true"; or .requires_grad_(False) before setup'
+                    "  Write: fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else "
+                    'strategy="ddp_find_unused_parameters_true", or .requires_grad_(False) before setup'
                 )
                 return
 
