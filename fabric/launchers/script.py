@@ -3,6 +3,7 @@
 import io
 import multiprocessing.process
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -77,7 +78,7 @@ class Script:
         paths = [os.path.abspath(os.path.join(_START_DIRECTORY or "", word)) for word in command]
         words = paths if spec is None else command
         arguments = command[words.index(name) :] if name in words else sys.argv
-        return cls(name=name, is_module=spec is not None, arguments=arguments)
+        return cls(name=name, is_module=spec is not None, arguments=_in_hydras_folder(arguments))
 
     def __call__(self) -> Callable[[], None]:
         """Make this process one that runs the script."""
@@ -96,6 +97,21 @@ class Script:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(os.path.abspath(self.name), run_name="__main__")
+
+
+def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
+    """Arguments with which Hydra, if it runs this script, gives every rank the output folder of this process."""
+    hydra: Any = sys.modules.get("hydra.core.hydra_config")
+    if hydra is None or not hydra.HydraConfig.initialized():
+        return arguments
+    config = hydra.HydraConfig.get()
+    kind, folder = "run", config.runtime.output_dir
+    if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
+        kind, folder = "sweep", os.path.join(config.runtime.cwd, config.sweep.dir)
+    # Behind the other overrides, all of which stand together.
+    last = max((at for at, word in enumerate(arguments) if re.match("[^-]*=", word)), default=len(arguments))
+    escaped = folder.replace("'", r"\'")
+    return [*arguments[: last + 1], f"hydra.{kind}.dir='{escaped}'", *arguments[last + 1 :]]
 
 
 class ScriptLauncher(Launcher):
