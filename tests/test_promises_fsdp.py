@@ -82,6 +82,20 @@ def test_b10_parameters_without_a_dimension_train_as_under_ddp(options: dict[str
     close(run_in_ranks(all_trained, strategy=Fsdp(**options)), expected)
 
 
+def test_b10_ignored_parameters_are_replicated_and_trained() -> None:
+    net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    first = net[0].weight
+    with Fabric(accelerator="cpu", devices=1, strategy=FSDPStrategy(ignored_params={first})) as fabric:
+        fabric.launch()
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        before = values(model)
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        assert local_tensor(net[0].weight).shape == (4, 4)
+        assert net[0].weight.placements != net[1].weight.placements
+        assert all((before[name] != value).any() for name, value in values(model).items())
+
+
 # -- hooks and attributes of parameters -------------------------------------------------------------------------------
 
 

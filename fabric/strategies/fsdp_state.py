@@ -7,7 +7,7 @@ plain tensor in the place of it; then its gradient is averaged, with those of al
 keeps its dtype in forward passes, and its device where shards are on the CPU.
 
 Buffers are not sharded either. Running statistics are as under DDP: a forward pass after one with synchronization, as
-the first one, begins with those of rank 0 on all ranks.
+the first one, begins with those of rank 0 on all ranks. Other buffers stay each rank's own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -75,7 +75,6 @@ def replicate_unsharded(
     named = root.named_parameters()
     before = {name: each for name, each in named if not each.dim() or not each.numel() or each in ignored}
     receive_values(communicator, root, [*root.buffers(), *before.values()])
-    made = set[nn.Parameter]()
     for path, old in before.items():
         present = root.get_parameter(path)  # a meta tensor has been replaced
         whole = distribute_tensor(present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
@@ -83,8 +82,7 @@ def replicate_unsharded(
         for owner, name in [(owner, name) for owner, name, each in _owned(root) if each is present]:
             owner._parameters[name] = parameter
         _replace(old, parameter)
-        made.add(parameter)
-    return made
+    return {getattr(old, SHARD) for old in before.values()}
 
 
 def _shard_like(like: Any, value: Any) -> Any:
