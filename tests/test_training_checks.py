@@ -106,7 +106,7 @@ RAISE = {
     step_on_local_gradients: "outside of no_backward_sync",
     foreign_parameter: "ranks 0 and 1 differ after it: parameter 1 of the optimizer, which no set-up module has",
     unused_parameter: "no gradient has arrived at left_out.weight, left_out.bias of TwoParts",
-    unfrozen_parameter: "frozen when it was set up, and their gradients would not be synchronized: encoder.weight",
+    unfrozen_parameter: "frozen when it was set up, or absent, and their gradients would not be synchronized: encoder",
     unfrozen_module: "their gradients would not be synchronized: weight",
 }
 

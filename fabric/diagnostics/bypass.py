@@ -15,10 +15,9 @@ that of a penalty, the same on all ranks: it is an error if the way to it leads 
 computed in one of its last thousand passes. A loss older than these is hardly left: its graph is in memory with what it
 saved, and torch itself refuses it once the optimizer has changed that.
 
-A parameter that was frozen when the module was set up is no part of the synchronization. Once it is to be trained, its
-gradients would stay local: the next forward pass with gradients is an error. Likewise, under every strategy, one that
-was registered on a part of the module since: torch calls a hook for that, and only then is the next forward pass looked
-at.
+A parameter that was frozen when the module was set up under DDP is no part of the synchronization, and neither is,
+under every strategy, one that was registered on a part of the module since, for which torch has a hook. Once such a
+parameter is to be trained, its gradients would stay local: the next forward pass with gradients is an error.
 """
 
 from bisect import bisect_left
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +152,7 @@ class BypassChecks:
 
 
 class _Structure:
-    """The parts and parameters that a module was set up with, and what was registered on its parts since.
+    """The parameters that a module was set up with, and what was registered on its parts since.
 
     Args:
         contract: of the module; neither is kept alive.
@@ -163,36 +162,44 @@ class _Structure:
 
     def __init__(self, contract: GradientContract, checks: BypassChecks, forward: Hooks) -> None:
         self._module, self._title, self._is_sharded = ref(contract.module), contract.title, contract.is_sharded
-        self._checks, self._before = checks, forward.before
-        self.parameters = {*contract.parameters().values()}
-        self._parts, self._added = WeakSet(contract.module.modules()), []
+        self._checks, self._before, self._added = checks, forward.before, []
+        parameters = {*contract.parameters().values()}
+        self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
+        self._frozen = parameters - self.synchronized
+        if self._frozen:
+            self._before.append(self._check)
 
     def on_registration(self, owner: nn.Module, value: Any) -> None:
         """Have the next forward pass look at a module or a parameter that is about to become part of another."""
         # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
-        sets_itself = self._is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__
-        if value is None or sets_itself or owner not in self._parts:
+        if self._is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__:
             return
-        self._parts.update(value.modules() if isinstance(value, nn.Module) else ())
-        if not self._added:
-            self._before.append(self._check)
-        self._added.append(value)
+        module = self._module()
+        if value is not None and module is not None and any(part is owner for part in module.modules()):
+            self._added.append(value)
+            if self._check not in self._before:
+                self._before.append(self._check)
 
     def _check(self) -> None:
-        if (module := self._module()) is None or not torch.is_grad_enabled():
+        module = self._module()
+        if module is None or not torch.is_grad_enabled():
             return
-        synchronized = {each for structure in self._checks.structures.values() for each in structure.parameters}
-        added = {p for each in self._added for p in (each.parameters() if isinstance(each, nn.Module) else [each])}
-        added = {each for each in added - synchronized if each.requires_grad}
-        if names := [name for name, each in module.named_parameters() if each in added]:
-            raise UsageError(
-                f"a forward pass of {self._title} on rank {self._checks.world.rank}",
-                f"added after it was set up, and their gradients would not be synchronized: {', '.join(names)}",
-                "all parameters that are ever trained are part of a module when it is set up",
-                "fabric.setup(model, optimizer) after the last change; or model.adapter = fabric.setup_module(adapter)",
-            )
+        added = (each.parameters() if isinstance(each, nn.Module) else [each] for each in self._added)
+        late = self._frozen.union(*added)
+        if late := {each for each in late if each.requires_grad}:
+            late = late.difference(*(structure.synchronized for structure in self._checks.structures.values()))
+            names = ", ".join(name for name, each in module.named_parameters() if each in late)
+            if names:
+                raise UsageError(
+                    f"a forward pass of {self._title} on rank {self._checks.world.rank}",
+                    f"frozen when it was set up, or absent, and their gradients would not be synchronized: {names}",
+                    "parameters that are to be trained at any time are there, and require a gradient, during setup()",
+                    'requires_grad_(False) only after setup(), with strategy="ddp_find_unused_parameters_true"; '
+                    "or model.adapter = fabric.setup_module(adapter)",
+                )
         self._added.clear()
-        self._before.remove(self._check)
+        if not self._frozen:
+            self._before.remove(self._check)
 
 
 class BypassGuard:
@@ -214,9 +221,6 @@ class BypassGuard:
         self._trains = self.prepares_sync = False
         # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
-        # Without other ranks there is nothing to synchronize.
-        parameters = contract.parameters() if checks.world.world_size > 1 else {}
-        self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)
         # Weak: the parameters are held by C++, out of sight of the garbage collector.
@@ -240,8 +244,6 @@ class BypassGuard:
         self._begin = operations_recorded()
         for hooks, number, _ in self._places:
             hooks.pop(number, None)
-        if self._trains and self._frozen:
-            self._check_frozen()
         for call in self._on_forward:
             call(self)
 
@@ -327,16 +329,6 @@ class BypassGuard:
             "a forward pass model(...), or a method marked as one; forward and backward in the same no_backward_sync",
             'model.mark_forward_method("name_of_method") before the call, for a method that computes the loss',
         )
-
-    def _check_frozen(self) -> None:
-        names = ", ".join(name for name, parameter in self._frozen.items() if parameter.requires_grad)
-        if names:
-            raise UsageError(
-                f"a forward pass of {self.contract.title} on rank {self._rank}",
-                f"these were frozen when it was set up, and their gradients would not be synchronized: {names}",
-                "parameters that are to be trained at any time require a gradient during setup()",
-                'requires_grad_(False) only after fabric.setup(model), and strategy="ddp_find_unused_parameters_true"',
-            )
 
 
 class _PartHook:

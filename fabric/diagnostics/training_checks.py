@@ -57,16 +57,14 @@ class TrainingChecks:
 
     Args:
         optimizer: the one.
-        number: identifies it, the same on all ranks.
+        name: identifies it, the same on all ranks.
         contracts: those of the modules that are set up.
         store: where ranks leave fingerprints for each other.
         backward: what is called around backward passes.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, number: object, contracts: Contracts, store: JobStore, backward: Hooks
-    ) -> None:
-        self._optimizer, self._kind, self._number = ref(optimizer), type(optimizer).__name__, number
+    def __init__(self, optimizer: Optimizer, name: str, contracts: Contracts, store: JobStore, backward: Hooks) -> None:
+        self._optimizer, self._kind, self._name = ref(optimizer), type(optimizer).__name__, name
         self._contracts, self._store = contracts, store
         self._calls = self._steps = self._backwards = self._without = 0
         self._had_gradient: set[int] = set()  # ids of parameters
@@ -178,8 +176,7 @@ class TrainingChecks:
         own, contracts = _ids(trained), self._contracts()
         replicated = [pair for each in contracts for pair in each.replicated().items() if id(pair[1]) in own]
         if self._store.size > 1:  # in a single process nothing has to be synchronized
-            # Those that a sharded module held at setup are set up, and those that it holds now.
-            set_up = _ids(p for each in contracts for p in (*each.parameters().values(), *each.module.parameters()))
+            set_up = _ids(parameter for each in contracts for parameter in each.parameters().values())
             replicated += [
                 (f"parameter {number} of the optimizer, which no set-up module has", parameter)
                 for number, parameter in enumerate(_parameters(optimizer))
@@ -196,7 +193,7 @@ class TrainingChecks:
                 self._compare("first")
 
     def _key(self, which: str) -> str:
-        return f"first steps/{self._number}/{self._steps}/{which}"
+        return f"first steps/{self._name}/{self._steps}/{which}"
 
     def _compare(self, which: str) -> None:
         """Raise if another rank has published a fingerprint that is not that of this one."""
@@ -234,19 +231,19 @@ class SetupChecks:
     ) -> None:  # fmt: skip
         self._contracts, self._store, self._backward, self._stack = contracts, store, backward, stack
         self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
+        self._scaled = False  # any gradients yet
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._calls, self._end, self._warned, self._reached = 0, _STEPS_OF_ALL, False, False
-        self._numbers = count()
-        self._extended: list[Optimizer] = []
+        self._calls, self._end, self._warned = 0, _STEPS_OF_ALL, False
+        self._numbers, self._extended = count(), []
         self._hooks = ExitStack()
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
 
-    def watch(self, optimizer: Optimizer, number: object = None) -> None:
+    def watch(self, optimizer: Optimizer, name: str = "") -> None:
         """Watch its first steps, and those after it has got further parameters."""
-        number = next(self._numbers) if number is None else number
-        checks = TrainingChecks(optimizer, number, self._contracts, self._store, self._backward)
+        name = name or str(next(self._numbers))
+        checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
         self._stack.callback(checks.close)
 
     def on_param_group(self, optimizer: Optimizer) -> None:
@@ -267,7 +264,7 @@ class SetupChecks:
         self._hooks.close()
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        self._reached = True
+        self._scaled = self._scales
         if self._calls >= self._end:
             self.close()
 
@@ -284,7 +281,7 @@ class SetupChecks:
         arrived = _ids(parameter for parameter in trained if parameter.grad is not None)
         if optimizer not in self._optimizers:
             self._check([optimizer])
-            if self._scales and self._reached and arrived and (arrived & set_up or not contracts):
+            if self._scaled and (arrived & set_up or (arrived and not contracts)):
                 raise UsageError(
                     request,
                     "it has not been set up, and steps with the gradients of the loss times its scale",
@@ -310,7 +307,7 @@ class SetupChecks:
         # Latent tensors may well be each rank's own; parameters that are sharded are not.
         if [each for each in others if isinstance(each, nn.Parameter) and local_tensor(each) is each]:
             shapes = zlib.crc32(repr([each.shape for each in others]).encode())
-            self.watch(optimizer, f"{self._calls} {type(optimizer).__name__} {shapes}")
+            self.watch(optimizer, f"{self._calls} {shapes}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
         elif synchronized and not self._loaders and self._store.rank == 0:
             for dataset in datasets_iterated_in_full():
