@@ -73,7 +73,7 @@ def all_trained(fabric: Fabric) -> list[dict[str, Any]]:
 
 
 def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # sums of several orders, and AdamW
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}], ids=str)
