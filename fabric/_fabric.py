@@ -483,7 +483,7 @@ class Fabric:
         session = self._running("clip_gradients")
         session.check_clipping(model, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
-        with session.phase("clip_gradients"):
+        with session.phase("clip_gradients", model._fabric_contract.is_sharded):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return clip_gradients(parameters, clip_val, max_norm, float(norm_type), error_if_nonfinite and not overflow)
 

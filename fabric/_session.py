@@ -79,7 +79,7 @@ class Session:
         self._loader_numbers = count()
         self._recorder = recorder = self.runtime.recorder
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
-        self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward)))
+        self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward, recorder)))
         self._uneven = None if recorder is None else UnevenInputDetector(recorder, self.runtime.store, self._bypass)
         self._training = self._parts.enter_context(ExitStack())
         self._checks: SetupChecks | None = None
@@ -168,9 +168,9 @@ class Session:
         self.loaders[made] = None
         return made
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str, needs_all_ranks: bool = True) -> AbstractContextManager[None]:
         """A part of the program in which torch may issue collectives by itself."""
-        return nullcontext() if self._recorder is None else self._recorder.during(name)
+        return nullcontext() if self._recorder is None else self._recorder.during(name, needs_all_ranks)
 
     def check_clipping(self, module: FabricModule, optimizer: Optimizer) -> None:
         """Raise unless the optimizer is set up and updates parameters of the module; each pair is checked once."""

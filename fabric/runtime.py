@@ -108,7 +108,7 @@ class Runtime:
             from fabric.diagnostics.checker import CollectiveChecker
 
             checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
-            self.recorder.checks = (checker.check,)
+            self.recorder.checks, self.recorder.phase_checks = (checker.check,), (checker.check_phase,)
             self._closers.callback(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 

@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
@@ -62,6 +65,58 @@ def test_a5_children_of_a_rank_end_with_it() -> None:
         [child] = pool.run(hanging_child)
         process = psutil.Process(child)
     assert psutil.wait_procs([process], timeout=10)[1] == []
+
+
+# -- A6: checked mode -------------------------------------------------------------------------------------------------
+
+PHASES = {
+    "setup of Linear": lambda fabric, model, folder: fabric.setup_module(nn.Linear(2, 1)),
+    "forward of Linear": lambda fabric, model, folder: fabric.backward(model(torch.ones(4, 2)).mean()),
+    "save": lambda fabric, model, folder: fabric.save(f"{folder}/checkpoint", {"model": model}),
+}
+
+
+def call_beside_a_phase(fabric: Fabric, phase: str, folder: str) -> tuple[str, float]:
+    model = fabric.setup_module(nn.Linear(2, 1))
+    loss, start = model(torch.ones(4, 2)).mean(), time.monotonic()
+    if fabric.global_rank == 0:
+        text = outcome(lambda: fabric.all_reduce(1.0))
+    elif phase == "backward":
+        text = outcome(lambda: fabric.backward(loss))
+    else:
+        text = outcome(lambda: PHASES[phase](fabric, model, folder))
+    return text, time.monotonic() - start
+
+
+@pytest.mark.parametrize("phase", [*PHASES, "backward"])
+def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(phase: str, tmp_path: Path) -> None:
+    for text, seconds in run_in_ranks(call_beside_a_phase, phase, str(tmp_path), check_collectives=True):
+        assert text.startswith("CollectiveMismatchError: ")
+        assert "rank 0: all_reduce(mean of float) at " in text or "rank 0 makes no further calls: " in text
+        assert f"{phase} at " in text
+        assert seconds < 20
+
+
+def differ_where_nothing_is_synchronized(fabric: Fabric) -> int:
+    model, optimizer = fabric.setup(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(fabric.global_rank):
+        with torch.no_grad():
+            model(torch.ones(4, 2))
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(torch.ones(4, 2)).mean())
+    for _ in range(2):
+        fabric.backward(model(torch.ones(4, 2)).mean())
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+    with fabric.join(model):
+        for _ in range(1 + fabric.global_rank):
+            fabric.backward(model(torch.ones(4, 2)).mean())
+            optimizer.step()
+    return fabric.all_reduce(1, reduce_op="sum")
+
+
+def test_a6_phases_without_synchronization_may_differ_in_checked_mode() -> None:
+    assert run_in_ranks(differ_where_nothing_is_synchronized, check_collectives=True, check_training=False) == [2, 2]
 
 
 # -- D19 --------------------------------------------------------------------------------------------------------------

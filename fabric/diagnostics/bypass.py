@@ -39,7 +39,7 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, operations_behind, operations_recorded
-from fabric.diagnostics.recorder import Hooks
+from fabric.diagnostics.recorder import FlightRecorder, Hooks
 from fabric.errors import UsageError
 from fabric.tree import flatten
 from fabric.world import World
@@ -103,14 +103,17 @@ class BypassChecks:
     Args:
         world: place of this process.
         backward: what is called around backward passes.
+        recorder: of this process, whose checks of phases are made around those of all ranks.
 
     Attributes:
         on_forward: what is called at the start of each wrapped forward whose gradients need it.
         structures: what each module was set up with.
     """
 
-    def __init__(self, world: World, backward: Hooks) -> None:
-        self.world, self._backward = world, backward
+    def __init__(self, world: World, backward: Hooks, recorder: FlightRecorder | None = None) -> None:
+        self.world, self._backward, self._recorder = world, backward, recorder
+        if recorder is not None and recorder.phase_checks:
+            backward.before.append(recorder.check_backward)
         self.on_forward: list[Callable[[BypassGuard], None]] = []
         self.structures: WeakKeyDictionary[GradientContract, _Structure] = WeakKeyDictionary()
         hooks = (register_module_module_registration_hook, register_module_parameter_registration_hook)
@@ -123,14 +126,17 @@ class BypassChecks:
         """Watch a prepared module by hooks around its forward pass; the guard, where gradients need that pass."""
         if self._handles:
             self.structures[contract] = _Structure(contract, self, forward)
-        if not contract.needs_forward:
-            return None
-        if not self._guards:
-            self._backward.after.append(self._after_backward)
-        guard = BypassGuard(contract, prepared, self)
-        self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
-        forward.before.append(guard.before_forward)
-        forward.after.append(guard.after_forward)
+        guard = None
+        if contract.needs_forward:
+            if not self._guards:
+                self._backward.after.append(self._after_backward)
+            guard = BypassGuard(contract, prepared, self)
+            self._guards = [ref(guard), *(each for each in self._guards if each() is not None)]
+            forward.before.append(guard.before_forward)
+            forward.after.append(guard.after_forward)
+        if (recorder := self._recorder) is not None and recorder.phase_checks:
+            check = partial(recorder.check_forward, contract.title, contract.is_sharded, contract.synchronizes)
+            forward.before.append(check)
         return guard
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ counts as one that computes.)
 """
 
 import os
+import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -24,7 +25,8 @@ from typing import NamedTuple, NoReturn
 import torch.distributed as dist
 
 from fabric.communicators import Collective, Operation
-from fabric.diagnostics.recorder import Entry, in_words
+from fabric.communicators.base import CallDescription
+from fabric.diagnostics.recorder import Entry, in_words, user_call
 from fabric.diagnostics.stacks import exit_reason, has_ended, node
 from fabric.errors import CollectiveMismatchError
 from fabric.store import JobStore
@@ -36,6 +38,8 @@ _ANSWER_WITHIN = 0.3  # seconds, in which other ranks make their call and publis
 _INLINE = 120  # characters of what is passed that a record holds itself; of more it holds the beginning and a digest
 _DIGEST = "... #"
 _SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a call, around the first difference
+
+_PHASES = "phases"  # a group of their own, in which torch issues collectives by itself
 
 _EXPECTED = "a call that every rank of the group makes"
 _SUGGESTION = (
@@ -73,7 +77,8 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         arguments = (f"{name}={value}" for name, value in self.facts.items() if name not in ("operation", "collective"))
-        return f"{self.operation}({_window(self.data, 0, _SHOWN) or ', '.join(arguments)}) at {self.location}"
+        shown = _window(self.data, 0, _SHOWN) or ", ".join(arguments)
+        return f"{self.operation}{shown and f'({shown})'} at {self.location}"
 
     def brief(self) -> "Call":
         """The call with a digest in the place of the end of a long text, so that a record stays small."""
@@ -145,6 +150,12 @@ class CollectiveChecker:
             self._stop(full, f"the store of the job is gone, and the process that hosted it, rank 0 as a rule: {error}")
         with self._lock:  # not published: the next call does
             self._own = self._own._replace(calls=tuple(one for one in self._own.calls if one is not call))
+
+    def check_phase(self, phase: str) -> None:
+        """Wait until all ranks begin a phase in which torch issues collectives; raises as :meth:`check`."""
+        number, place = self._own.count(_PHASES) + 1, user_call(sys._getframe(1))
+        entry = Entry(_PHASES, range(self._size), number, phase, "", place)
+        self.check(entry, Collective(Operation.BARRIER, call=CallDescription(phase)))
 
     def close(self, reason: str = "") -> None:
         """Publish that this rank makes no further calls, and why: that it has finished or raised, unless given."""
@@ -234,8 +245,8 @@ class CollectiveChecker:
             self._stop(
                 call,
                 f"ranks wait for each other in different calls:{_table(lines)}",
-                "calls of several groups, and messages, in an order in which every rank can get to each of them",
-                "the same order on all ranks that share groups; of two ranks, one sends while the other receives",
+                "calls of several groups, messages, and phases such as a backward pass, in one order on all ranks",
+                "no branch on the rank around any of them; of two ranks, one sends while the other receives",
             )
 
     def _stop(self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION) -> NoReturn:

@@ -118,6 +118,7 @@ class FlightRecorder:
         calls: the collective that each thread is in.
         latest: the latest collective that was begun.
         checks: called in this order before each collective moves anything; each raises if it must not.
+        phase_checks: likewise, with its name, before each phase that all ranks have to begin.
         param_groups: how many each optimizer has, by its id.
         on_param_group: called before the step of an optimizer that has got another one.
     """
@@ -133,6 +134,8 @@ class FlightRecorder:
         self.calls: dict[int, Entry] = {}
         self.latest: Entry | None = None
         self.checks: tuple[Callable[[Entry, Collective], None], ...] = ()
+        self.phase_checks: tuple[Callable[[str], None], ...] = ()
+        self._awaits_backward = False
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
 
@@ -171,15 +174,31 @@ class FlightRecorder:
         self.phase = None
 
     @contextlib.contextmanager
-    def during(self, phase: str) -> Iterator[None]:
+    def during(self, phase: str, needs_all_ranks: bool = False) -> Iterator[None]:
         """A context that is a phase."""
         self.enter(phase)
         try:
+            for check in self.phase_checks if needs_all_ranks else ():
+                check(phase)
             yield
         except BaseException as error:
             self.exit(None, error)
             raise
         self.exit()
+
+    def check_forward(self, title: str, is_sharded: bool, synchronizes: Callable[[], bool]) -> None:
+        """Check a forward pass that begins, and the next backward pass, if all ranks have to make them."""
+        trains = torch.is_grad_enabled()
+        if is_sharded or (trains and synchronizes()):
+            self._awaits_backward |= trains
+            for check in self.phase_checks:
+                check(f"forward of {title}")
+
+    def check_backward(self) -> None:
+        """Check a backward pass that begins, if it is the first one after such a forward pass."""
+        is_awaited, self._awaits_backward = self._awaits_backward, False
+        for check in self.phase_checks if is_awaited else ():
+            check("backward")
 
     def annotate(self, error: BaseException) -> None:
         """Add the report as a note, if this is the error of a collective that timed out and has none yet."""

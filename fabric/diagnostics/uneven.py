@@ -147,9 +147,11 @@ class UnevenInputDetector:
             )
         self._joined, self.passes = [*guards], 0
         self._watch()
+        checks, self._recorder.phase_checks = self._recorder.phase_checks, ()
         try:
             yield
         finally:
+            self._recorder.phase_checks = checks
             self._joined, self._generation = [], self._generation + 1
             self._steps, self._counted = 0, self._recorder.counts[JOB]
             self._latest = self._trained = None
