@@ -10,6 +10,7 @@ between keys that nothing but their identity tells apart (functions, tensors) do
 import copy
 import dataclasses
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -160,7 +161,8 @@ def _open(tree: Any) -> _Opened | None:
         return _indices(tree), tree, kind
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return lambda: [f".{name}" for name in tree._fields], tree, kind._make  # type: ignore[attr-defined]
-    one_level = flatten_one_level(tree)
+    # A state dict has an attribute, which torch's registry knows nothing of.
+    one_level = None if kind is OrderedDict else flatten_one_level(tree)
     if one_level is not None:
         values, rebuild = one_level
         # A registered mapping may announce other children than its entries.

@@ -214,3 +214,11 @@ def test_packed_sequences_move():
     moved = to_device([packed], CPU)[0]
     assert type(moved) is type(packed)
     assert torch.equal(moved.data, packed.data)
+
+
+def test_a_state_dict_keeps_its_metadata():
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    mapped = map_tensors(torch.clone, state)
+    assert mapped is not state
+    assert list(mapped) == list(state)
+    assert mapped._metadata == state._metadata
