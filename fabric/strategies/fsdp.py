@@ -57,6 +57,8 @@ class FSDPStrategy(ParallelStrategy):
     ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, where autocast
     decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers
     and parameters without a dimension are not sharded, see ``[Note: Unsharded state]``, and buffers keep their dtype.
+    Not possible, and refused or explained, are sparse gradients, losses of gradients, and optimizers whose step needs
+    whole parameters: Adafactor, Rprop, and LBFGS where shards are uneven.
     Parameters keep their attributes and hooks; those of ``register_hook`` get this rank's whole gradient, as under DDP.
 
     Args:
