@@ -214,15 +214,17 @@ class Session:
         """Saves and loads the checkpoints of this job, in a phase of that name."""
         # A tenth of the package, which nothing needs before the first save.
         from fabric.checkpoint.save_load import CheckpointCoordinator, own_format
-        from fabric.checkpoint.state import Access
+        from fabric.checkpoint.state import Access, uncompiled_state
 
         strategy = self.strategy
 
         def state(module: nn.Module) -> Mapping[str, Any]:
-            return strategy.get_module_state_dict(prepared_module(module), sharded=True)
+            return uncompiled_state(strategy.get_module_state_dict(prepared_module(module), sharded=True))
 
-        def load(module: nn.Module, *content: Any) -> None:
-            strategy.load_module_state_dict(prepared_module(module), *content)
+        def load(module: nn.Module, content: Mapping[str, Any], strict: bool) -> None:
+            prepared = prepared_module(module)
+            like = strategy.get_module_state_dict(prepared, sharded=True)
+            strategy.load_module_state_dict(prepared, uncompiled_state(content, like), strict)
 
         with self.phase(phase):
             yield CheckpointCoordinator(

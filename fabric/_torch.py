@@ -191,6 +191,13 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+def may_refuse_state(module: torch.nn.Module) -> bool:
+    """Whether a method that is not torch's takes part when a module loads a state dict."""
+    methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+    found = [getattr(type(part), name) for part in module.modules() for name in methods]
+    return not all(method.__module__.startswith("torch.") for method in found)
+
+
 def compiled_in_place(module: torch.nn.Module) -> bool:
     """Whether ``module.compile()`` was called, which is recorded under a private name only."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -4,6 +4,7 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from fabric.checkpoint.state import (
     is_stateful,
     listed,
     read_metadata,
+    uncompiled_state,
 )
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
@@ -136,7 +138,7 @@ class CheckpointCoordinator:
             problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
         stored = io.open(path, self.communicator) if isinstance(io, ShardedCheckpoint) else None
-        targets = state or {}
+        targets = {} if state is None else state
 
         def prepare() -> _Prepared:
             if stored is not None:
@@ -155,19 +157,22 @@ class CheckpointCoordinator:
             return metadata, [(loaded, lambda: None), (modules, lambda: None)]
 
         def read(content: dict[str, Any], fill: Callable[[], None]) -> dict[str, Any]:
+            self.access.back_up(targets, content, undo)
             fill()
-            return restore(content, state, self.access, strict)
+            return restore(content, targets, self.access, strict)
 
         metadata, parts = self._agreed(request, prepare)
-        # An object that refuses its state, on whichever rank, leaves the modules of all ranks alone.
-        others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
-        if state is None:
-            return others
-        if self.scaler is not None and metadata.get("loss_scaler") is not None:
-            self.scaler.load_state_dict(metadata["loss_scaler"])
-        # The streams of another number of ranks belong to none of these.
-        if rng and metadata.get("world_size") == self.communicator.size and metadata.get("rng"):
-            set_rng_state(metadata["rng"][self.communicator.rank])
+        # What fails on any rank from here on, such as an object that refuses its state, is undone on all of them.
+        with ExitStack() as undo:
+            others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
+            if state is not None and self.scaler is not None and metadata.get("loss_scaler") is not None:
+                undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
+                self.scaler.load_state_dict(metadata["loss_scaler"])
+            # The streams of another number of ranks belong to none of these.
+            is_same_size = metadata.get("world_size") == self.communicator.size
+            if state is not None and rng and is_same_size and metadata.get("rng"):
+                set_rng_state(metadata["rng"][self.communicator.rank])
+            undo.pop_all()
         return others
 
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
@@ -202,9 +207,7 @@ class CheckpointCoordinator:
         return metadata, [stored.prepare(others), stored.prepare(modules)]
 
 
-def restore(
-    loaded: Mapping[str, Any], state: MutableMapping[str, Any] | None, access: Access, strict: bool
-) -> dict[str, Any]:
+def restore(loaded: Mapping[str, Any], state: MutableMapping[str, Any], access: Access, strict: bool) -> dict[str, Any]:
     """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
 
     Plain values in ``state`` are replaced by the loaded ones; what was restored shares no memory with ``loaded``, whose
@@ -212,14 +215,13 @@ def restore(
 
     Args:
         loaded: the content of a checkpoint that fits, see :func:`check_fits`.
-        state: names and objects to restore, or ``None`` to get everything back as it was loaded.
+        state: names and objects to restore.
         access: how modules and optimizers are restored.
         strict: whether a parameter or a buffer that one side lacks is an error.
     """
     entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
-    if state is None:
-        return entries
-    for name in sorted((name for name in state if name in entries), key=lambda name: _order(state[name])):
+    # Modules last: they may not have been copied.
+    for name in sorted(filter(entries.__contains__, state), key=lambda name: isinstance(state[name], nn.Module)):
         target, content = state[name], entries[name]
         if isinstance(target, nn.Module):
             access.load_module(target, content, strict)
@@ -284,12 +286,11 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
                 f"those of the file {listed(saved)}"
             )
         return
-    expected = module_state(target)
+    content, expected = uncompiled_state(content), module_state(target)
     missing = [name for name in expected if name not in content]
     unexpected = [name for name in content if name not in expected]
-    for prefix in ("module.", "_orig_mod."):
-        if missing and prefix + missing[0] in content:
-            yield f"the names in the file begin with {prefix!r}: remove that from each name first"
+    if missing and f"module.{missing[0]}" in content:
+        yield "the names in the file begin with 'module.': remove that from each name first"
     if strict and missing:
         yield f"not in the file: {listed(missing)}"
     if strict and unexpected:
@@ -308,11 +309,6 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
 def own_format(sharded: bool) -> CheckpointIO:
     """The format of a folder of shards, or that of one file."""
     return ShardedCheckpoint() if sharded else FullCheckpoint()
-
-
-def _order(value: Any) -> tuple[bool, ...]:
-    """What could not be checked is restored first, so that its failure leaves the rest alone."""
-    return not is_stateful(value), isinstance(value, nn.Module), isinstance(value, Optimizer)
 
 
 def _detach(optimizer: Optimizer, content: Any) -> None:

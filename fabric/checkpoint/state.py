@@ -18,23 +18,30 @@ A *place* is the tuple of keys and indices that leads from a state to one of its
 import copy
 import ctypes
 import math
+import operator
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.serialization import get_safe_globals
 from torch.utils.data import DataLoader
 
+from fabric._torch import COMPILED_MODULE, may_refuse_state
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fabric.seed import rng_state, set_rng_state
+from fabric.tree import map_tensors
 
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
-    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "unflatten_state",
+    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
+    "unflatten_state",
 ]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
@@ -76,7 +83,7 @@ class Access:
         """The states of objects that have one, and the other values as they are; no tensor is copied.
 
         Raises:
-            ArgumentTypeError: an entry is not plain, or is a ``DataLoader`` that is not set up.
+            ArgumentTypeError: an entry is not plain, holds itself, or is a ``DataLoader`` that is not set up.
             ConfigurationError: one is called ``"__fabric__"``.
         """
         check_entries(state)
@@ -86,7 +93,26 @@ class Access:
                 contents[name] = self.module_state(value)
             elif is_stateful(value):
                 contents[name] = value.state_dict()
+        encode(contents, _refuse_loop)
         return contents
+
+    def back_up(self, state: MutableMapping[str, Any], names: Iterable[str], undo: ExitStack) -> None:
+        """Have ``undo`` bring entries back to what they are now; modules, if code of the user's may refuse a state."""
+        streams = rng_state()
+        undo.callback(set_rng_state, streams)
+        copies_modules = any(may_refuse_state(value) for value in state.values() if isinstance(value, nn.Module))
+        for name in names:
+            value: Any = state.get(name)
+            if isinstance(value, nn.Module):
+                if copies_modules:
+                    own = map_tensors(lambda one: one if is_lazy(one) else one.clone(), self.module_state(value))
+                    undo.callback(self.load_module, value, own, False)
+            elif is_stateful(value):
+                before = value.state_dict()  # an optimizer gets other tensors, and leaves its own as they are
+                undo.callback(value.load_state_dict, before if isinstance(value, Optimizer) else copy.deepcopy(before))
+            elif name in state:
+                undo.callback(operator.setitem, state, name, value)
+        set_rng_state(streams)  # an object that is asked for its state may draw a number
 
 
 def collect(
@@ -117,7 +143,8 @@ def collect(
     for name, value in state.items():
         content, dropped = contents[name], set()
         if trainable_only and isinstance(value, nn.Module):
-            dropped = {key for key, item in value.named_parameters(remove_duplicate=False) if not item.requires_grad}
+            named = value.named_parameters(remove_duplicate=False)
+            dropped = {_plain_name(key) for key, item in named if not item.requires_grad}
         if name in keep:
             dropped |= {key for key, item in content.items() if not keep[name](key, item)}
         if dropped:
@@ -185,14 +212,34 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(found[:_LISTED] + rest) or "nothing"
 
 
+def _plain_name(name: str) -> str:
+    """The name of a parameter or a module without the modules of ``torch.compile`` on the way to it."""
+    return ".".join(part for part in str(name).split(".") if part != COMPILED_MODULE)
+
+
+def uncompiled_state(state: Any, like: Iterable[str] = ()) -> Any:
+    """A module's state under such names, or under those of ``like`` that are the same without such modules."""
+    own = {_plain_name(name): name for name in like}
+    renamed = copy.copy(state)  # with the versions of layers that torch attaches to it
+    renamed.clear()
+    for name, value in state.items():
+        renamed[own.get(_plain_name(name), _plain_name(name))] = value
+    return renamed
+
+
+def _refuse_loop(place: _Place, value: Any) -> None:
+    if type(value) in _COLLECTIONS.values():
+        raise _refused(place, value)
+
+
 def _check_plain(name: str, value: Any) -> None:
     """Raise an ArgumentTypeError unless an entry of a state is plain: see ``[Note: plain state]``.
 
-    Classes of ``torch.serialization.add_safe_globals`` and collections that hold themselves are taken as they are.
+    Classes of ``torch.serialization.add_safe_globals`` are taken as they are.
     """
     # What a program has allowed, maybe under another name.
     own = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
-    allowed = {Tensor, nn.Parameter, *_COLLECTIONS.values(), *own}
+    allowed = {Tensor, nn.Parameter, *own}
 
     def take(place: _Place, item: Any) -> None:
         is_tensor = isinstance(item, Tensor)
@@ -390,7 +437,9 @@ def _refused(place: _Place, value: Any) -> Exception:
     kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
-        "this format could not load it again without running code",
+        "it holds itself"
+        if kind in _COLLECTIONS.values()
+        else "only running code could load it again from this format",
         "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these, by exact type",
         f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), dict(value), enum.name, "
         "dataclasses.asdict(value), value.state_dict(), or its own entry for what has load_state_dict(). Classes "

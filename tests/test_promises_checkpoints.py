@@ -1,0 +1,215 @@
+"""Promises about checkpoints: compiled models, loads that fail late, odd paths, object stores, and whole weights."""
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fabric import Fabric
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from tests.ranks import outcome, run_in_ranks
+
+pytestmark = pytest.mark.timeout(90)
+
+FORMATS = {"file": FullCheckpoint(), "folder": ShardedCheckpoint()}
+STRATEGIES = {
+    "ddp": DDPStrategy(),
+    "ddp-folder": DDPStrategy(checkpoint_io=ShardedCheckpoint()),
+    "fsdp": FSDPStrategy(),
+    "fsdp-file": FSDPStrategy(state_dict_type="full"),
+}
+
+
+def single(io: Any) -> Fabric:
+    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+
+
+def values(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
+    return fabric.strategy.full_state(copy.copy(dict(model.state_dict())))
+
+
+# -- C14: models with compiled blocks ---------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """Blocks, of which one is compiled, with a frozen one and a buffer."""
+
+    def __init__(self, compiled: bool) -> None:
+        super().__init__()
+        block: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.block = torch.compile(block, backend="eager") if compiled else block
+        frozen: Any = nn.Linear(4, 4).requires_grad_(False)
+        self.frozen = torch.compile(frozen, backend="eager") if compiled else frozen
+
+
+class Pair(nn.Module):
+    """A plain module around two that are set up."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__()
+        self.one, self.two = fabric.setup(Blocks(True)), fabric.setup(nn.Linear(4, 4))
+
+
+def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
+    found = {}
+    if fabric.global_rank == 0:
+        torch.save(torch.compile(Blocks(True), backend="eager").state_dict(), folder / "raw")
+    fabric.barrier()
+    raw = torch.load(folder / "raw", weights_only=True)
+    for compiled in (True, False):
+        model = fabric.setup(Blocks(compiled))
+        fabric.load_raw(folder / "raw", model)
+        pairs = zip(raw, raw.values(), values(fabric, model).values(), strict=True)
+        found |= {f"{name} into {compiled}": torch.equal(one, two) for name, one, two in pairs}
+    for saved in (True, False):
+        model = fabric.setup(Blocks(saved))
+        fabric.save(folder / f"{saved}", {"model": model})
+        fabric.save(folder / f"trainable {saved}", {"model": model}, trainable_only=True)
+        for loaded in (True, False):
+            for name in (f"{saved}", f"trainable {saved}"):
+                other = fabric.setup(Blocks(loaded))
+                fabric.load(folder / name, {"model": other}, strict=name == f"{saved}")
+                pairs = zip(values(fabric, model).items(), values(fabric, other).values(), strict=True)
+                for key, (one, two) in ((key, (one, two)) for (key, one), two in pairs):
+                    is_left_out = "frozen" in key and name != f"{saved}"
+                    found[f"{name} into {loaded}: {key}"] = torch.equal(one, two) is not is_left_out
+    kept: dict[str, Any] = {"model": None}
+    fabric.load(folder / "True", kept)
+    found["names"] = list(kept["model"]) == list(Blocks(False).state_dict())
+    pair, other = Pair(fabric), Pair(fabric)
+    fabric.save(folder / "pair", {"pair": pair})
+    fabric.load(folder / "pair", {"pair": other})
+    for key, one in values(fabric, pair).items():
+        found[f"pair: {key}"] = torch.equal(one, values(fabric, other)[key])
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_c14_compiled_blocks_and_modules_around_set_up_ones_load(strategy: str, tmp_path: Path) -> None:
+    for found in run_in_ranks(compiled_or_not, tmp_path, strategy=STRATEGIES[strategy]):
+        assert len(found) > 50
+        assert [name for name, is_right in found.items() if not is_right] == []
+
+
+# -- C14: a load that fails late --------------------------------------------------------------------------------------
+
+
+class Picky(nn.Module):
+    """Its extra state is refused on one rank, when its weights have been loaded."""
+
+    def __init__(self, refuses: bool) -> None:
+        super().__init__()
+        self.linear, self.refuses = nn.Linear(2, 2), refuses
+        self.register_buffer("seen", torch.zeros(()))
+
+    def get_extra_state(self) -> Any:
+        return {"kind": "picky"}
+
+    def set_extra_state(self, state: Any) -> None:
+        if self.refuses and self.seen.item() == 7:
+            raise ValueError("not mine")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Refuses:
+    """An object that refuses its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        torch.rand(3)  # as torchdata's loader, which makes an iterator
+        return {"x": 1}
+
+    def load_state_dict(self, state: Any) -> None:
+        if state["x"] == 2:
+            raise ValueError("not mine")
+
+
+class Second(Refuses):
+    def state_dict(self) -> dict[str, Any]:
+        return {"x": 2}
+
+
+def trained(fabric: Fabric, refuses: bool) -> dict[str, Any]:
+    module = Picky(refuses)
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.5))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    plain = fabric.setup(nn.Linear(2, 2))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return {"plain": plain, "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+
+
+def pictures(fabric: Fabric, state: dict[str, Any]) -> Any:
+    kept: dict[str, Any] = {name: each for name, each in state.items() if not hasattr(each, "state_dict")}
+    for name in ("plain", "model", "optimizer", "scheduler"):
+        kept[name] = copy.deepcopy(fabric.strategy.full_state(dict(state[name].state_dict())))
+    return repr(kept), repr(torch.get_rng_state().tolist())
+
+
+def fail_late(fabric: Fabric, folder: Path) -> list[Any]:
+    found: list[Any] = []
+    state = trained(fabric, False)
+    state["model"].seen.fill_(7)
+    state["scheduler"].last_epoch = 3
+    saved = {**state, "step": 5}
+    fabric.save(folder / "module", saved)
+    fabric.save(folder / "object", {**saved, "other": Second()})
+    fabric.barrier()
+    for name, extra in (("module", {}), ("object", {"other": Refuses()})):
+        for is_trained in (True, False):
+            state = {**trained(fabric, fabric.global_rank == 1 and name == "module"), **extra}
+            if not is_trained:
+                state["optimizer"].state.clear()
+            torch.manual_seed(3 + fabric.global_rank)
+            before = pictures(fabric, state)
+            text = outcome(lambda name=name, state=state: fabric.load(folder / name, state))
+            found.append((text, before == pictures(fabric, state)))
+    state = {**trained(fabric, False)}
+    fabric.load(folder / "module", state)
+    found.append(("", pictures(fabric, state)[0] == pictures(fabric, saved)[0]))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_c14_a_load_that_fails_late_changes_nothing(strategy: str, tmp_path: Path) -> None:
+    results = run_in_ranks(fail_late, tmp_path, strategy=STRATEGIES[strategy])
+    for found in results:
+        assert all("not mine" in text for text, _ in found[:-1])
+        assert [is_same for _, is_same in found] == [True] * 5
+
+
+# -- C14: collections that hold themselves ----------------------------------------------------------------------------
+
+
+class Holder(Refuses):
+    def __init__(self, ring: Any) -> None:
+        self.ring = ring
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ring": self.ring}
+
+
+def rings(fabric: Fabric, path: Path) -> list[tuple[str, str]]:
+    found = []
+    ring: list[Any] = [1]
+    ring.append(ring)
+    for async_ in (False, True):
+        for value in (ring, Holder(ring if fabric.global_rank else [1])):
+            state = {"model": fabric.setup(nn.Linear(4, 4)), "x": value}
+            text = outcome(lambda state=state, async_=async_: fabric.save(path, state, async_=async_))
+            found.append((type(value).__name__, text))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
+def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: str, tmp_path: Path) -> None:
+    for found in run_in_ranks(rings, tmp_path / "run", strategy=STRATEGIES[strategy]):
+        assert all("it holds itself" in text for _, text in found)
+        assert all(text.startswith("ArgumentTypeError") for kind, text in found if kind == "list")
+    assert os.listdir(tmp_path) == []
