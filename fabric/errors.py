@@ -97,7 +97,7 @@ class RankFailedError(FabricError, RuntimeError):
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):
-    """Checked mode: the ranks of a group do not make the same call, or a rank is missing; nothing was sent."""
+    """The ranks of a group do not make the same call; in checked mode also where a rank is missing."""
 
 
 class CheckpointError(FabricError, RuntimeError):

@@ -148,6 +148,8 @@ class Runtime:
             # and aborts the process if that is being torn down.
             time.sleep(_RELEASE)
         self.accelerator.release()
+        if self.recorder is not None:
+            self.recorder.check_agreed()
 
     def abort(self) -> None:
         """Disconnect from the other processes without waiting for them, after an exception."""

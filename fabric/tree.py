@@ -21,26 +21,38 @@ from torch import Tensor
 
 from fabric._torch import flatten_one_level
 
-__all__ = ["Structure", "children", "flatten", "leaf_paths", "map_leaves", "map_tensors", "to_device", "unflatten"]
+__all__ = [
+    "Structure", "children", "flatten", "leaf_paths", "map_leaves", "map_tensors", "outline", "to_device", "unflatten",
+]  # fmt: skip
 
 _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
+
+
+class _Names(NamedTuple):
+    """How one would write the way to each child of a collection: a form, and what it is filled with."""
+
+    form: str
+    keys: Sequence[Any]
+
+    def __call__(self) -> list[str]:
+        return [self.form.format(key) for key in self.keys]
 
 
 class _Node(NamedTuple):
     """One collection: the names of its children in visiting order, their structure, and how to build it again.
 
     Where all children are leaves, ``children`` is their number: collections of a thousand metrics are walked in few
-    steps. Names are for error texts and made when they are asked for.
+    steps.
     """
 
-    names: Callable[[], Sequence[str]]
+    names: _Names
     children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Any]
 
 
 Structure = _Node | None  # None stands for a leaf
-_Opened = tuple[Callable[[], Sequence[str]], Sequence[Any], Callable[[list[Any]], Any]]
+_Opened = tuple[_Names, Sequence[Any], Callable[[list[Any]], Any]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -74,6 +86,16 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     children = structure.children
     named = zip(structure.names(), [None] * children if isinstance(children, int) else children, strict=True)
     return [path for name, child in named for path in leaf_paths(child, f"{root}{name}")]
+
+
+def outline(structure: Structure) -> str:
+    """The names in a structure, the same on every rank that has it; in few steps where all are strings."""
+    if structure is None:
+        return ""
+    (_, keys), inner = structure.names, structure.children
+    texts = _STRINGS.issuperset(map(type, keys))
+    own = ", ".join(keys) if texts else str(keys if isinstance(keys, range) else list(map(_sort_key, keys)))
+    return own if isinstance(inner, int) else f"{own}: ({'; '.join(map(outline, inner))})"
 
 
 def children(tree: Any) -> dict[str, Any]:
@@ -160,7 +182,7 @@ def _open(tree: Any) -> _Opened | None:
     if kind is list or kind is tuple:
         return _indices(tree), tree, kind
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return lambda: [f".{name}" for name in tree._fields], tree, kind._make  # type: ignore[attr-defined]
+        return _Names(".{}", tree._fields), tree, kind._make  # type: ignore[attr-defined]
     # A state dict has an attribute, which torch's registry knows nothing of.
     one_level = None if kind is OrderedDict else flatten_one_level(tree)
     if one_level is not None:
@@ -173,7 +195,7 @@ def _open(tree: Any) -> _Opened | None:
         fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
         opened = [getattr(tree, name) for name in fields]
         # object.__setattr__ reaches the fields of a frozen dataclass.
-        return lambda: [f".{name}" for name in fields], opened, partial(_copy_with, tree, object.__setattr__, fields)
+        return _Names(".{}", fields), opened, partial(_copy_with, tree, object.__setattr__, fields)
     if isinstance(tree, dict):
         return _open_mapping(tree, lambda items: _copy_with(tree, operator.setitem, items, items.values()))
     if isinstance(tree, list | tuple):
@@ -181,8 +203,8 @@ def _open(tree: Any) -> _Opened | None:
     return None
 
 
-def _indices(values: Sequence[Any]) -> Callable[[], list[str]]:
-    return lambda: [f"[{index}]" for index in range(len(values))]
+def _indices(values: Sequence[Any]) -> _Names:
+    return _Names("[{}]", range(len(values)))
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
@@ -193,7 +215,7 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
         items.update(zip(keys, values, strict=True))
         return build(items)
 
-    return lambda: [f"[{key!r}]" for key in keys], list(map(tree.__getitem__, keys)), rebuild
+    return _Names("[{!r}]", keys), list(map(tree.__getitem__, keys)), rebuild
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:

@@ -343,8 +343,8 @@ def disagree(fabric):
 def test_the_error_names_what_the_user_passed_by_file_and_line():
     line = disagree.__code__.co_firstlineno + 2
     for text in run_in_ranks(disagree, check_collectives=True):
-        assert re.search(rf"rank 0: all_reduce\(.*'loss'.*\) at .*test_checked.py:{line}\n", text), text
-        assert re.search(rf"rank 1: all_reduce\(.*'acc'.*\) at .*test_checked.py:{line + 1}\n", text), text
+        assert re.search(rf"rank 0: all_reduce\(sum of loss: .*\) at .*test_checked.py:{line}\n", text), text
+        assert re.search(rf"rank 1: all_reduce\(sum of acc: .*\) at .*test_checked.py:{line + 1}\n", text), text
 
 
 def fail_before_the_others(fabric):

@@ -149,8 +149,8 @@ def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
         patterns = [
             "float32.*float64",
             r"\[\*, 3\].*\[\*, 4\]",
-            r"\['a'\].*\['b'\]",
-            "nothing more",
+            "a: .*b: ",
+            r"range\(0, 1\).*range\(0, 2\)",
             "int.*float",
             "sparse",
             "64 bits",
@@ -325,11 +325,11 @@ def test_every_collective_carries_what_the_user_called_and_what_has_to_agree() -
         fabric.scatter([tree], group=group)
         fabric.gather(tree, group=group)
     assert group.heard == [
-        ("all_reduce", "sum of ['x'] float32[1, 2]"),
-        ("reduce_scatter", "mean of float32[1, 2]"),
-        ("all_to_all", "float32[1, 2]"),
-        ("all_gather", "sync_grads=False of [0] int"),
-        ("all_gather", "sync_grads=False of [0] float32[1, 2]"),
+        ("all_reduce", "sum of x: 1 float32[1, 2]"),
+        ("reduce_scatter", "mean of 1 float32[1, 2]"),
+        ("all_to_all", "1 float32[1, 2]"),
+        ("all_gather", "sync_grads=False of range(0, 1): 1 int64"),
+        ("all_gather", "sync_grads=False of range(0, 1): 1 float32[1, 2]"),
         ("broadcast", "src=0"),
         ("scatter", "src=0"),
         ("gather", "dst=0"),

@@ -17,6 +17,7 @@ from array import array
 from collections.abc import Mapping, MutableSequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import groupby
 from math import prod
 from numbers import Complex, Integral, Real
 from operator import attrgetter
@@ -27,9 +28,11 @@ from torch import Tensor
 
 from fabric._torch import own_versions
 from fabric.errors import ConfigurationError
-from fabric.tree import Structure, leaf_paths
+from fabric.tree import Structure, leaf_paths, outline
 
-__all__ = ["MEAN_WIRE_DTYPES", "PLAIN", "WIRE_DTYPES", "Bucket", "as_number", "check_tensor", "pack", "pack_chunks"]
+__all__ = [
+    "MEAN_WIRE_DTYPES", "PLAIN", "WIRE_DTYPES", "Bucket", "check_tensor", "describe", "pack", "pack_chunks",
+]  # fmt: skip
 
 # In which dtype another travels; every value survives the way there and back. bool: min is all, max is any.
 # uint64 wraps around on both ways, as its sums and products do.
@@ -158,7 +161,7 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: 
             bucket = buckets.setdefault(leaf.dtype, Bucket(leaf.dtype))
             bucket.tensors.append(leaf)
             bucket.places.append(place)
-        elif (found := as_number(leaf)) is not None:
+        elif (found := _as_number(leaf)) is not None:
             if numbers:
                 number, dtype = found
                 if dtype is torch.int64 and not -(2**63) <= number < 2**63:
@@ -181,7 +184,7 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
     buckets = pack(leaves, structure)
     for bucket in buckets:
         bucket.chunks, bucket.stacked = size, None
-    shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () if as_number(leaf) else (size,) for leaf in leaves]
+    shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () if _as_number(leaf) else (size,) for leaf in leaves]
     paths = zip(leaf_paths(structure), shapes, strict=True)
     problems = [f"{path or 'it'} is of shape {shape}" for path, shape in paths if shape[:1] != (size,)]
     if problems:
@@ -192,6 +195,29 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
             f"x.unflatten(0, ({size}, -1)) for a tensor whose length {size} divides; torch.tensor([...]) for numbers",
         )
     return buckets
+
+
+def describe(
+    structure: Structure, leaves: list[Any], buckets: list[Bucket], grads: bool = False, ragged: bool = False
+) -> str:
+    """What has to agree over ranks: names, then dtype and shape of tensors and the dtype of numbers, in their order.
+
+    A rank whose tensor requires no gradient would not take part in the collective of the backward pass: with ``grads``
+    this is said too. Of a ``ragged`` collective the lengths along dim 0 need not agree.
+    """
+    [only] = buckets if len(buckets) == 1 else [Bucket(torch.bool)]
+    if 0 < len(only.numbers) == len(leaves) or (only.stacked is not None and not grads):
+        kinds = f"{len(leaves)} {only.dtype}{'' if only.numbers else '[]'}"
+    else:
+        found = [""] * len(leaves)
+        for bucket in buckets:
+            for place, tensor in zip(bucket.places, bucket.tensors, strict=True):
+                shape = ["*", *tensor.shape[1:]] if ragged and tensor.dim() else list(tensor.shape)
+                found[place] = f"{bucket.dtype}{shape}{' with gradient' * (grads and tensor.requires_grad)}"
+            for place in bucket.number_places:
+                found[place] = str(bucket.dtype)
+        kinds = ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(found))
+    return ": ".join(filter(None, (outline(structure), kinds.replace("torch.", "").replace("'*'", "*"))))
 
 
 def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
@@ -211,7 +237,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     )
 
 
-def as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
+def _as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
     """A leaf as a Python number, and the dtype in which it travels; None when it is no number."""
     if type(leaf) in _NUMBERS:
         return leaf, _NUMBERS[type(leaf)]

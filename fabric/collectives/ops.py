@@ -11,13 +11,13 @@ required no gradient is returned without one, whatever it was sent with.
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fabric.collectives.buckets import Bucket, as_number, pack, pack_chunks
+from fabric.collectives.buckets import Bucket, describe, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
 from fabric.communicators.base import BITWISE, ORDERED, CallDescription
@@ -25,6 +25,8 @@ from fabric.errors import ConfigurationError, FabricError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
 __all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+
+Sent = tuple[Bucket, Tensor]  # and its buffer
 
 
 def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
@@ -71,7 +73,8 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buckets, leaves)
+    sent = [(bucket, bucket.buffer(communicator.device, mean=False)) for bucket in buckets]
+    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), sent, leaves)
     return unflatten(structure, leaves)
 
 
@@ -85,21 +88,28 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
             or a leaf cannot travel. All ranks raise it.
     """
     leaves, structure = flatten(tree)
-    error = None
+    own, error = "", None
     try:
-        pack(leaves, structure)
+        own = describe(structure, leaves, pack(leaves, structure), sync_grads and torch.is_grad_enabled(), ragged=True)
     except FabricError as caught:
         error = caught
     call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-    own = _signature(tree, sync_grads and torch.is_grad_enabled(), ragged=True), [len(leaves[at]) for at in places]
-    signatures, of_all = zip(*communicator.gather_objects(own, call, error), strict=True)
-    _check_same(signatures)
+    lengths_and_own = [len(leaves[at]) for at in places], own
+    of_all, descriptions = zip(*communicator.gather_objects(lengths_and_own, call, error), strict=True)
+    for other, theirs in enumerate(descriptions):
+        if theirs != descriptions[0]:
+            raise ConfigurationError(
+                "all_gather(...) of different lengths",
+                f"rank 0 has {descriptions[0]}; rank {other} has {theirs}",
+                "the same structure and dtypes on all ranks, and the same shape behind dim 0",
+                "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
+            )
     lengths = dict(zip(places, zip(*of_all, strict=True), strict=True))
     for place, of_ranks in lengths.items():
         leaf = leaves[place]
         leaves[place] = torch.cat([leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])])
-    gathered = all_gather(communicator, leaves, sync_grads=sync_grads)
+    gathered = _exchange(communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, signed=False)
     for place, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
             if place in lengths:
@@ -117,67 +127,62 @@ def _exchange(
     *,
     numbers: bool = True,
     sync_grads: bool = True,
+    signed: bool = True,
 ) -> Any:
     """One collective for each dtype of a collection, which is like it on all ranks."""
+    signed &= communicator.size > 1
     leaves, structure = flatten(tree)
-    if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
-        buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
-    else:
-        buckets = pack(leaves, structure, numbers)
+    try:
+        if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
+            buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
+        else:
+            buckets = pack(leaves, structure, numbers)
+        if op is not None:
+            _check_reduction(op, buckets, structure, operation)
+        sent = [(bucket, bucket.buffer(communicator.device, op is Reduce.MEAN)) for bucket in buckets]
+    except Exception as error:
+        if signed:
+            _send_failure(communicator, operation, op, leaves, error)
+        raise
+    head = f"{op.value} of " if op else ""
+    options = f"{sync_grads=} of " if operation is Operation.ALL_GATHER else head
     grads = sync_grads and torch.is_grad_enabled()  # where gradients are computed it is off
-
-    def arguments() -> str:
-        head = "" if operation is Operation.ALL_TO_ALL else f"{sync_grads=} of " if op is None else f"{op.value} of "
-        return head + ", ".join(_signature(tree, grads, numbers))
-
-    if op is not None:
-        _check_reduction(op, buckets, structure, operation)
-    template = Collective(operation, reduce=op, call=CallDescription(operation.value, arguments))
-    _run(communicator, template, buckets, leaves, detach=not sync_grads)
+    call = CallDescription(
+        operation.value,
+        lambda: options + describe(structure, leaves, buckets, grads),
+        f"{operation.value}({head}{describe(structure, leaves, buckets)})" if signed else None,
+        any(bucket.numbers for bucket in buckets),
+    )
+    template = Collective(operation, reduce=op, call=call)
+    _run(communicator, template, sent, leaves, detach=not sync_grads)
     return unflatten(structure, leaves)
 
 
 def _run(
-    communicator: Communicator, template: Collective, buckets: Sequence[Bucket], leaves: list[Any], detach: bool = False
+    communicator: Communicator, template: Collective, sent: list[Sent], leaves: list[Any], detach: bool = False
 ) -> None:
-    """Make one collective for each bucket, and put the results in the places of the leaves."""
+    """Make one collective for each bucket, the first one signed, and put the results in the places of the leaves."""
     ranks = communicator.size if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL) else None
-    for bucket in buckets:
-        buffer = bucket.buffer(communicator.device, template.reduce is Reduce.MEAN)
+    while sent:
+        bucket, buffer = sent.pop(0)  # which is let go as soon as its results have been copied
         collective = template._replace(buffer=buffer.detach())
         tracked = buffer.requires_grad and not detach
         result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
         bucket.unpack(result, leaves, ranks)
+        template = template._replace(call=template.call and template.call._replace(text=None))
 
 
-def _signature(tree: Any, grads: bool, numbers: bool = True, ragged: bool = False) -> list[str]:
-    """What has to agree over ranks: path, dtype and shape of each leaf and, if ``grads``, whether it requires one.
-
-    A rank whose tensor requires none would not take part in the collective of the backward pass. Of a ``ragged``
-    collective the lengths along dim 0 need not agree.
-    """
-    leaves, structure = flatten(tree)
-    parts = []
-    for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        if isinstance(leaf, Tensor):
-            shape = ["*", *leaf.shape[1:]] if ragged and leaf.dim() else list(leaf.shape)
-            grad = " with gradient" if grads and leaf.requires_grad else ""
-            parts.append(f"{path} {str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]{grad}")
-        elif numbers and (found := as_number(leaf)) is not None:
-            parts.append(f"{path} {type(found[0]).__name__}")
-    return [part.lstrip() for part in parts]
-
-
-def _check_same(signatures: Sequence[list[str]]) -> None:
-    for other, theirs in enumerate(signatures):
-        for zero, this in zip_longest(signatures[0], theirs, fillvalue="nothing more"):
-            if zero != this:
-                raise ConfigurationError(
-                    "all_gather(...) of different lengths",
-                    f"rank 0 has {zero}, rank {other} has {this}",
-                    "the same structure and dtypes on all ranks, and the same shape behind dim 0",
-                    "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
-                )
+def _send_failure(
+    communicator: Communicator, operation: Operation, op: Reduce | None, leaves: list[Any], error: Exception
+) -> None:
+    """Let the other ranks raise too, by a call with as many bytes as theirs has, as far as that is known here."""
+    used = sum(leaf.numel() * leaf.dtype.itemsize if isinstance(leaf, Tensor) else 8 for leaf in leaves)
+    chunked = operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
+    shape = (communicator.size, used // communicator.size) if chunked else (used,)
+    buffer = torch.zeros(shape, dtype=torch.uint8, device=communicator.device)
+    call = CallDescription(operation.value, lambda: f"nothing: {type(error).__name__}: {error}", "")
+    with suppress(Exception):  # this rank's own error is the one to raise
+        communicator.run(Collective(operation, buffer, op, call=call))
 
 
 def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:

@@ -89,10 +89,15 @@ class CallDescription(NamedTuple):
         arguments: returns a text of everything in which the ranks have to agree: the reduction, the rank of a source or
             destination, the structure of the collection with the shape and dtype of each leaf. Empty where nothing has
             to agree, as on the ranks that only receive. Called only where somebody reads the text.
+        text: all that has to agree, for a signature in the message (see ``[Note: Signatures]``); empty where this rank
+            could not make its call, and None where the message carries none.
+        reads: whether this rank waits for the values that it gets.
     """
 
     operation: str
     arguments: Callable[[], str] = str
+    text: str | None = None
+    reads: bool = False
 
 
 class Collective(NamedTuple):

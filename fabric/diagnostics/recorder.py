@@ -1,8 +1,19 @@
-"""The flight recorder: what this process is doing, as notes that checks and hang reports read.
+"""The flight recorder: what this process is doing, as notes that checks and hang reports read; signatures of calls.
 
 [Note: Hooks] Each diagnostic adds functions to those that are called before and after each forward pass of a module and
 each backward pass. They are called in the order in which they were added. The flight recorder is first, so that what
 another one raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the same order.
+
+[Note: Signatures] The first message of a call carries a checksum of what has to be the same on every rank: operation,
+reduction, names, shapes, dtypes. In front of a reduction each of its bits b travels as two slots of 8 bytes, filled
+with b and with 1 - b in the dtype of the message. The ranks agree if and only if of each two slots exactly one is
+nonzero in the result. Sum, mean, max and bor never clear a slot that one rank has set, so this needs no arithmetic that
+is exact and holds also where ranks reduce in different dtypes; and since all ranks look at the same bytes, all raise or
+none. Other reductions clear slots, and messages of more than 64 KiB would have to be copied: there a message with the
+signature alone goes before, as a maximum of integers. In front of what is gathered the checksum stands as it is, and
+the rows of all ranks have to be equal. Messages are filled up with zeros to few lengths, since the backends abort or
+hang where those differ between ranks. A rank that cannot make its call sends a signature that agrees with none, so that
+the others raise too.
 """
 
 import contextlib
@@ -12,18 +23,24 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from operator import not_
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
+from torch import Tensor
 from typing_extensions import override
 
-from fabric.communicators import Collective, Communicator, Operation
-from fabric.errors import UsageError
+from fabric.communicators import Collective, Communicator, Operation, Reduce
+from fabric.errors import CollectiveMismatchError, UsageError
 
-__all__ = ["CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "in_words", "user_call"]
+__all__ = [
+    "CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "agree", "front_of", "in_words", "sign",
+    "user_call",
+]  # fmt: skip
 
 JOB = "job"
 STEP = "optimizer step"
@@ -36,6 +53,17 @@ _NOT_USERS = (
     str(Path(torch.__file__).parent) + os.sep,
     contextlib.__file__,
 )
+
+_CPU = torch.device("cpu")
+_SHOWN = 200  # characters of a call in an error
+_MOST_UNREAD = 256  # signatures that stay on the device at most
+_FAILED = -1  # the signature of a rank that cannot make its call
+_BITS = 24  # of a signature
+_SLOTS = 2 * 8 * _BITS  # bytes
+_SET = 0x0101010101010101  # a slot in any integer dtype: no count of ranks wraps to zero, and no float takes it for one
+_CHECKSUM, _ROW = 16, 64  # bytes in front of a row that is gathered, and of the first row of every gather
+_SHORTEST, _LONGEST = 1024, 2**16  # bytes of messages of a reduction that carry a signature
+_KEEPS_SLOTS = {Reduce.SUM, Reduce.MEAN, Reduce.MAX, Reduce.BOR}
 
 
 class CallSite(NamedTuple):
@@ -121,6 +149,7 @@ class FlightRecorder:
         phase_checks: likewise, with its name, before each phase that all ranks have to begin.
         param_groups: how many each optimizer has, by its id.
         on_param_group: called before the step of an optimizer that has got another one.
+        unread: the signatures that calls have left on the device, whether each was a reduction, and the call.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
@@ -138,6 +167,7 @@ class FlightRecorder:
         self._awaits_backward = False
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
+        self.unread: list[tuple[Tensor, bool, str]] = []
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that note a phase."""
@@ -175,7 +205,8 @@ class FlightRecorder:
 
     @contextlib.contextmanager
     def during(self, phase: str, needs_all_ranks: bool = False) -> Iterator[None]:
-        """A context that is a phase."""
+        """A context that is a phase, of those that wait for the device."""
+        self.check_agreed()
         self.enter(phase)
         try:
             for check in self.phase_checks if needs_all_ranks else ():
@@ -199,6 +230,23 @@ class FlightRecorder:
         is_awaited, self._awaits_backward = self._awaits_backward, False
         for check in self.phase_checks if is_awaited else ():
             check("backward")
+
+    def check_agreed(self) -> None:
+        """Read the signatures that are still on the device; where it is waited for anyway.
+
+        Raises:
+            CollectiveMismatchError: the ranks made different calls; every rank raises it where it reads that.
+        """
+        unread, self.unread = self.unread, []
+        for front, reduces, call in unread:
+            if not agree(front.tolist(), reduces):
+                ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ; "
+                raise CollectiveMismatchError(
+                    call,
+                    "another rank of the group makes another call, or could not make its own",
+                    "the same operation and reduction on every rank, over the same names, shapes and dtypes",
+                    f"{ragged * call.startswith('all_gather')}FABRIC_CHECK=1 python ... to see what the others call",
+                )
 
     def annotate(self, error: BaseException) -> None:
         """Add the report as a note, if this is the error of a collective that timed out and has none yet."""
@@ -264,9 +312,79 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
-            return self._inner.run(collective)
+            return self._run_signed(collective, entry)
         except RuntimeError as error:
             recorder.annotate(error)
             raise
         finally:
             del recorder.calls[thread]
+
+    def _run_signed(self, collective: Collective, entry: Entry) -> Any:
+        """Make a call, and raise on all ranks if they do not make the same one; see ``[Note: Signatures]``."""
+        call, recorder = collective.call, self._recorder
+        if call is None or call.text is None:
+            return self._inner.run(collective)
+        signed, count = sign(collective, call.text, self.size)
+        result, reduces, on_cpu = self._inner.run(signed), collective.reduce is not None, self.device == _CPU
+        front = front_of(result, reduces)
+        if not on_cpu or not agree(front.tolist(), reduces):
+            text = f"{call.text[:_SHOWN]} at {entry.place} (rank {self.rank} of {self.size})"
+            recorder.unread.append((front.clone(), reduces, text))
+            if on_cpu or call.reads or len(recorder.unread) > _MOST_UNREAD:
+                recorder.check_agreed()
+        return result[..., count:].clone() if count else self._inner.run(collective)
+
+
+def sign(collective: Collective, text: str, size: int) -> tuple[Collective, int]:
+    """The first message of a call that ``text`` describes, empty for one that failed; see ``[Note: Signatures]``.
+
+    Either the call with the signature in front of each row of its message, and how many elements that takes; or a
+    header to be sent before the call, and 0.
+    """
+    operation, buffer, op = collective.operation, collective.buffer, collective.reduce
+    signature = crc32(text.encode(errors="surrogatepass")) % 2**_BITS if text else _FAILED
+    rows, itemsize, dtype = buffer.shape[:-1], buffer.dtype.itemsize, buffer.dtype
+    used = buffer.shape[-1] * itemsize
+    if op is None:
+        length, fits = _ROW, used + _CHECKSUM <= _ROW
+    else:
+        length = max(_SHORTEST, 1 << (used + _SLOTS - 1).bit_length())
+        if length * (size if rows else 1) > _LONGEST:
+            operation, rows, length = Operation.ALL_REDUCE, (), _SHORTEST
+        # gloo cuts it into 2 * size parts of whole elements: these are then of one length for elements of any size.
+        length += -length % (32 * size) if size <= 64 else 0
+        # In 8 bits the count of the ranks may wrap to zero.
+        fits = length >= used + _SLOTS and op in _KEEPS_SLOTS and (itemsize > 1 or size < 256)
+    if not fits:
+        used, itemsize, dtype, op = 0, 8, torch.int64, op and Reduce.MAX
+    count = (length - used) // itemsize
+    front = _front(signature, dtype, buffer.device, count, op is not None).expand(*rows, count)
+    message = torch.cat([front, buffer], dim=-1) if fits else front.clone(memory_format=torch.contiguous_format)
+    return collective._replace(operation=operation, buffer=message, reduce=op), count if fits else 0
+
+
+def front_of(result: Tensor, reduces: bool) -> Tensor:
+    """The signatures in what a call with them returned, for :func:`agree`."""
+    return result[..., : (_SLOTS if reduces else _CHECKSUM) // result.dtype.itemsize].view(torch.int64).flatten()
+
+
+def agree(front: list[Any], reduces: bool) -> bool:
+    """Whether all ranks passed one signature, from the values of :func:`front_of`."""
+    if reduces:
+        return list(map(not_, front[:_BITS])) == list(map(bool, front[_BITS:]))
+    return front.count(front[0]) == len(front)
+
+
+@lru_cache(maxsize=64)
+def _front(signature: int, dtype: torch.dtype, device: torch.device, count: int, reduces: bool) -> Tensor:
+    """A signature and zeros, ``count`` elements in all."""
+    bits = [signature >> place & 1 for place in range(_BITS)]
+    slots = torch.tensor(bits + [int(signature == _FAILED or not bit) for bit in bits])
+    if not reduces:
+        front = torch.tensor([signature] * (_CHECKSUM // 8)).view(dtype)
+    elif dtype.is_floating_point or dtype.is_complex:
+        real = dtype.to_real()
+        front = slots.to(real).repeat_interleave(8 // real.itemsize).view(dtype)
+    else:
+        front = (slots * _SET).view(dtype)
+    return torch.cat([front, front.new_zeros(count - len(front))]).to(device)

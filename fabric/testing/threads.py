@@ -211,7 +211,7 @@ class ThreadCommunicator(Communicator):
             return buffer.copy_(self._mailbox.take((self._name, "messages"), src, dst, f"recv(src={peer})"))
         # What names a group is the first rank's object: the same on all members, and of no other group.
         passed = {Operation.SCATTER: collective.rows, Operation.NEW_GROUP: object()}.get(collective.operation, buffer)
-        call = ", ".join(collective.facts.values())
+        call = (collective.call and collective.call.text) or ", ".join(collective.facts.values())
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
             case Operation.ALL_REDUCE:

@@ -1,0 +1,239 @@
+"""Collectives are right on every rank, or an error on every rank, without checked mode."""
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabric import Fabric
+from fabric.collectives import all_gather, all_reduce
+from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
+from fabric.communicators import Collective, Communicator, Operation, ProcessGroupCommunicator, Reduce
+from fabric.communicators.base import BITWISE, ORDERED
+from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator, agree, front_of, sign
+from tests.ranks import outcome, run_in_ranks
+
+CPU = torch.device("cpu")
+LARGE = 20_000  # float32 elements, more than 64 KiB
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
+    """Calls that differ on rank 0."""
+    first = fabric.global_rank == 0
+    reduce, gather = partial(fabric.all_reduce, reduce_op="sum"), fabric.all_gather
+    return {
+        "an int beside a float": lambda: reduce({"acc": 0 if first else 0.5}),
+        "a number beside a tensor": lambda: reduce({"acc": 0.5 if first else ones(dtype=torch.float64)}),
+        "keys": lambda: reduce({"loss" if first else "acc": 1.0}),
+        "one key more": lambda: reduce({"loss": 1.0, **({"acc": 1.0} if first else {})}),
+        "sum beside max": lambda: fabric.all_reduce(1.0, reduce_op="sum" if first else "max"),
+        "sum beside mean": lambda: fabric.all_reduce(1.0, reduce_op="sum" if first else "mean"),
+        "max beside min": lambda: fabric.all_reduce(ones(3), reduce_op="max" if first else "min"),
+        "min beside product": lambda: fabric.all_reduce(ones(3), reduce_op="min" if first else "product"),
+        "bxor beside sum": lambda: fabric.all_reduce(3, reduce_op="bxor" if first else "sum"),
+        "dtypes": lambda: reduce(ones(2, dtype=torch.float32 if first else torch.int32)),
+        "16 bits": lambda: reduce(ones(2, dtype=torch.float16 if first else torch.bfloat16)),
+        "widths": lambda: reduce(ones(2, dtype=torch.int8 if first else torch.int64)),
+        "shapes": lambda: reduce(ones(2, 3) if first else ones(3, 2)),
+        "lengths": lambda: reduce(ones(2 if first else 3)),
+        "large shapes": lambda: reduce(ones(LARGE, 1) if first else ones(LARGE)),
+        "large lengths": lambda: reduce(ones(LARGE + first)),
+        "small beside large": lambda: reduce(ones(1 if first else LARGE)),
+        "with a gradient": lambda: reduce(ones(2 + first).requires_grad_()),
+        "gathered lengths": lambda: gather(ones(32 if first else 17, 10)),
+        "gathered small lengths": lambda: gather(ones(2 if first else 3)),
+        "gathered dtypes": lambda: gather(ones(2, dtype=torch.float32 if first else torch.int32)),
+        "gathered numbers": lambda: gather({"acc": 0 if first else 0.5}),
+        "gathered keys": lambda: gather({"loss" if first else "acc": ones(LARGE)}),
+        "rows": lambda: fabric.all_to_all(ones(fabric.world_size, 3 if first else 4)),
+        "large rows": lambda: fabric.all_to_all(ones(fabric.world_size, LARGE + first)),
+        "scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3 if first else 4), reduce_op="sum"),
+        "scattered ops": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3), reduce_op="sum" if first else "min"),
+        "large scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, LARGE + first), reduce_op="sum"),
+    }
+
+
+def outcomes_of_mismatches(fabric: Fabric) -> dict[str, str]:
+    found = {name: outcome(call) for name, call in mismatches(fabric).items()}
+    found["afterwards"] = str(fabric.all_reduce({"loss": 1.0}, reduce_op="sum"))
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a1_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(ranks: int) -> None:
+    for found in run_in_ranks(outcomes_of_mismatches, ranks=ranks):
+        assert found.pop("afterwards") == str({"loss": float(ranks)})
+        assert {name: text for name, text in found.items() if not text.startswith("CollectiveMismatchError")} == {}
+        assert "all_reduce(sum of acc: 1 " in found["an int beside a float"]
+        assert "test_promises_collectives.py:" in found["an int beside a float"]
+        assert "FABRIC_CHECK=1" in found["keys"]
+        assert "ragged=True" in found["gathered lengths"]
+        assert "ragged=True" not in found["lengths"]
+
+
+def agreeing(fabric: Fabric) -> dict[str, Any]:
+    """Calls that are the same, though they may not look it."""
+    rank, size = fabric.global_rank, fabric.world_size
+    keys = ["b", "a"] if rank else ["a", "b"]
+    numbers = [float(rank), torch.tensor(float(rank)).double().item()]
+    return {
+        "order of insertion": fabric.all_reduce(dict.fromkeys(keys, 1.0), reduce_op="sum"),
+        "types of numbers": fabric.all_reduce(numbers[rank % 2 :][:1] * 2, reduce_op="max"),
+        "a list beside a tuple": list(fabric.all_reduce([1.0, 2.0] if rank else (1.0, 2.0), reduce_op="sum")),
+        "texts": fabric.all_reduce([None if rank else "text", 1.0], reduce_op="sum")[1],
+        "gradients": fabric.all_reduce(ones(2).requires_grad_(rank > 0), reduce_op="sum").tolist(),
+        "strides": fabric.all_reduce(ones(3, 2).t() if rank else ones(2, 3), reduce_op="sum").tolist(),
+        "large": fabric.all_reduce(ones(LARGE), reduce_op="sum").sum().item(),
+        "keys without an order": len(fabric.all_reduce({outcome: 1.0, ("a", 1): 2.0}, reduce_op="sum")),
+        "empty": fabric.all_reduce([{}, ones(0), 1.0], reduce_op="sum")[2],
+        "scattered": fabric.reduce_scatter(ones(size, 2), reduce_op="max").tolist(),
+        "exchanged": fabric.all_to_all(ones(size, 20) * rank)[:, 0].tolist(),
+        "alone": fabric.all_reduce(ones(2), reduce_op="sum").untyped_storage().nbytes(),
+        "decisions": [fabric.strategy.reduce_boolean_decision(rank > 0, all=every) for every in (True, False)],
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a1_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
+    for found in run_in_ranks(agreeing):
+        assert found == {
+            "order of insertion": {"a": 2.0, "b": 2.0},
+            "types of numbers": [1.0, 1.0],
+            "a list beside a tuple": [2.0, 4.0],
+            "texts": 2.0,
+            "gradients": [2.0, 2.0],
+            "strides": [[2.0] * 3] * 2,
+            "large": 2.0 * LARGE,
+            "keys without an order": 2,
+            "empty": 2.0,
+            "scattered": [1.0, 1.0],
+            "exchanged": [0.0, 1.0],
+            "alone": 8,
+            "decisions": [False, True],
+        }
+
+
+# -- the rule, with the arithmetic of any number of ranks ----------------------------------------------------------
+
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
+COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
+INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint64, torch.bool]
+DTYPES = [*FLOATS, *COMPLEX, *INTEGERS]
+
+
+def has_meaning(op: Reduce, dtype: torch.dtype) -> bool:
+    inexact = dtype.is_floating_point or dtype.is_complex
+    return not (
+        (op is Reduce.MEAN and not inexact) or (op in BITWISE and inexact) or (op in ORDERED and dtype.is_complex)
+    )
+
+
+REDUCTIONS = [(Operation.ALL_REDUCE, op, dtype) for op in Reduce for dtype in DTYPES if has_meaning(op, dtype)]
+GATHERS = [(Operation.ALL_GATHER, None, dtype) for dtype in DTYPES]
+
+
+def message(operation: Operation, op: Reduce | None, dtype: torch.dtype, size: int, text: str) -> Collective:
+    """What a rank sends first."""
+    wire = (MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES).get(dtype, dtype)
+    return sign(Collective(operation, torch.ones(2).to(wire), op), text, size)[0]
+
+
+def combined(total: Tensor, sent: Tensor, op: Reduce) -> Tensor:
+    """One step of a reduction on bytes, in the dtype and with the operation of the rank that makes it."""
+    real = sent.dtype.to_real() if sent.is_complex() else sent.dtype
+    mine, other = sent.view(real), total.view(real)
+    return op.fold([other, mine] if op is not Reduce.MEAN else [other + mine]).view(torch.uint8)
+
+
+def reduced(sent: list[Collective], mean_of: int) -> Tensor:
+    """The bytes that all ranks receive, as in a ring whose last rank is any of them."""
+    total = sent[0].buffer.view(torch.uint8)
+    for each in sent[1:]:
+        total = combined(total, each.buffer, each.reduce or Reduce.SUM)
+    if sent[-1].reduce is Reduce.MEAN:
+        total = (total.view(sent[-1].buffer.dtype) / mean_of).view(torch.uint8)
+    return total
+
+
+def verdicts(sent: list[Collective]) -> set[bool]:
+    """What the ranks find out, each from what it received, as its own dtype."""
+    if sent[0].reduce is None:
+        rows = torch.stack([each.buffer.view(torch.uint8) for each in sent])
+        return {agree(front_of(rows.view(each.buffer.dtype), False).tolist(), False) for each in sent}
+    total = reduced(sent, len(sent))
+    return {agree(front_of(total.view(each.buffer.dtype), True).tolist(), True) for each in sent}
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a1_no_number_of_ranks_gives_a_false_alarm() -> None:
+    generator = random.Random(0)
+    for operation, op, dtype in [*REDUCTIONS, *GATHERS]:
+        for size in [2, 3, 64, generator.randrange(4, 64), 255, 256, 257]:
+            sent = [message(operation, op, dtype, size, str(generator.random()))] * size
+            assert verdicts(sent) == {True}, (op, dtype, size)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a1_of_ten_thousand_mismatches_none_is_missed_or_found_by_some_ranks_only() -> None:
+    generator = random.Random(1)
+    for number in range(10_000):
+        calls = generator.choice([REDUCTIONS, REDUCTIONS, GATHERS])
+        size = generator.randint(2, 8) if number % 50 else generator.randint(9, 64)
+        usual, odd = generator.choice(calls), generator.choice(calls)
+        texts = [str(generator.random()), str(generator.random())]
+        strays = set(generator.sample(range(size), generator.randint(1, size - 1)))
+        sent = [message(*(odd if rank in strays else usual), size, texts[rank in strays]) for rank in range(size)]
+        assert verdicts(sent) == {False}, (usual, odd, size, strays)
+
+
+# -- an accelerator, whose comparison waits ---------------------------------------------------------------------------
+
+
+class Elsewhere(Communicator):
+    """As on a device that is not waited for at every call."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner, self.rank, self.size, self.device = inner, inner.rank, inner.size, torch.device("cpu", 0)
+
+    def run(self, collective: Collective) -> Any:
+        group = self._inner.run(collective)
+        return Elsewhere(group) if collective.operation is Operation.NEW_GROUP else group
+
+
+def late(fabric: Fabric) -> list[str]:
+    first, recorder = fabric.global_rank == 0, FlightRecorder()
+    communicator = RecordedCommunicator(Elsewhere(ProcessGroupCommunicator(None, CPU)), recorder)
+    found = [outcome(lambda: all_reduce(communicator, ones(2 + first), Reduce.SUM))]
+    found += [outcome(lambda: all_gather(communicator, ones(2)))]
+    found += [outcome(lambda: all_reduce(communicator, 1.0, Reduce.SUM))]
+    found += [outcome(lambda: all_reduce(communicator, 1.0, Reduce.SUM))]
+    group = communicator.new_group([0, 1])
+    found += [outcome(lambda: all_gather(group, ones(2 + first)))]
+    found += [outcome(recorder.check_agreed)]
+    return found
+
+
+@pytest.mark.timeout(60)
+def test_a1_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earlier_call() -> None:
+    for found in run_in_ranks(late):
+        assert [text.partition(":")[0] for text in found] == [
+            "fine",
+            "fine",
+            "CollectiveMismatchError",
+            "fine",
+            "fine",
+            "CollectiveMismatchError",
+        ]
+        assert "all_reduce(sum of 1 float32[" in found[2]
+        assert "all_gather(1 float32[" in found[5]
