@@ -316,6 +316,13 @@ def test_d20_a_missing_checkpoint_suggests_checkpoints(tmp_path: Path) -> None:
     assert missing.strip().endswith(f"Write: {tmp_path / 'train.pt'}")
 
 
+def test_d20_a_file_that_names_a_class_is_told_the_safe_way_first(tmp_path: Path) -> None:
+    torch.save({"net": Tower()}, tmp_path / "net.pt")
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        refused = outcome(lambda: fabric.load(tmp_path / "net.pt"))
+    assert -1 < refused.find("add_safe_globals") < refused.find("whose author you trust, weights_only=False")
+
+
 def test_d20_what_goes_elsewhere_is_told_where() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         net = Tower()
