@@ -1,6 +1,7 @@
 """Processes: the children of ranks, signals, and what is said of ranks that fail or wait."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -20,6 +22,25 @@ from fabric.errors import RankFailedError
 from fabric.launchers.rank import StopRequest
 from fabric.testing import RankPool
 from tests.ranks import outcome, run_in_ranks
+
+# -- A2: a rank that aborts -------------------------------------------------------------------------------------------
+
+
+def reduce_unequal_lengths(fabric: Fabric) -> None:
+    fabric.barrier()
+    dist.all_reduce(torch.ones(4 if fabric.global_rank == 0 else 100_000))
+
+
+def test_a2_the_report_of_a_rank_that_aborted_says_what_each_rank_was_calling() -> None:
+    with pytest.raises(RankFailedError, match="was killed by SIGABRT") as caught:
+        run_in_ranks(reduce_unequal_lengths, launcher="forkserver")
+    text = str(caught.value)
+    assert "FABRIC_CHECK=1" in text
+    line = r"    rank {}: .*test_promises_processes.py:\d+: dist\.all_reduce\(torch\.ones\("
+    assert all(re.search(line.format(rank), text) for rank in range(2))
+    assert text.count("hread 0x") == 1
+    assert "fabric-watchdog" not in text
+
 
 # -- A5: children of ranks --------------------------------------------------------------------------------------------
 

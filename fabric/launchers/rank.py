@@ -12,6 +12,7 @@ finished   rank         what the payload returned, pickled
 signal     rank         number of a signal that its main thread has acted on
 saving     rank         None: SIGTERM or SIGHUP asks it to save and exit
 describe   supervisor   None: asks for the error that the main thread is handling
+stack      rank         before the answer: where the main thread is, as in a traceback
 described  rank         that :class:`Failure`, or None
 report     supervisor   None: asks for a report of what the ranks are doing
 call       supervisor   for the ranks of a pool: what to call
@@ -198,7 +199,9 @@ class ControlThread(threading.Thread):
     def _receive(self, kind: str, content: Any) -> None:
         if kind == "describe":
             # A rank whose ``finally`` waits for the others has not sent its error yet.
-            active = sys._current_exceptions().get(threading.main_thread().ident or 0)
+            main = threading.main_thread().ident or 0
+            self.send("stack", "".join(traceback.format_stack(sys._current_frames()[main])))
+            active = sys._current_exceptions().get(main)
             error: Any = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12
             is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.send("described", Failure.of(error) if is_failure else None)

@@ -11,9 +11,11 @@ ended lately, or computes; where none of this is the case, the ranks wait for ea
 ``finally``.
 """
 
+import linecache
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -46,6 +48,10 @@ COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1
 SAVE = 30.0
 _POLL = 0.1  # seconds between two looks at the processes
 _IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
+_LINES = 16  # ranks of which an error says where they were
+# A frame of the user's in a traceback, whose last one is the innermost, or in a stack, whose first one is.
+_LIBRARIES = rf'<|{re.escape(str(Path(__file__).parents[1]))}/|[^"]*-packages/torch/'
+_FRAME = re.compile(rf'File "(?!{_LIBRARIES})(.+?)", line (\d+)(,?)')
 
 
 def _open_standard_streams() -> None:
@@ -148,8 +154,19 @@ class RankProcess:
             self.control.close()
 
     def read_stack(self) -> str:
-        """The stack that it has written."""
-        return Path(self.stack.path).read_text(errors="replace")
+        """The stack that it has written: of the thread that failed or, where that is none of Python's, the main one."""
+        reason, *threads = Path(self.stack.path).read_text(errors="replace").partition("\n\nExtension")[0].split("\n\n")
+        failed = [thread for thread in threads if thread.startswith("Current")]
+        return "\n\n".join([reason, *(failed or threads[-1:])])
+
+    def last_call(self) -> str:
+        """The innermost line of the user's in its error or its stack, as a line of a table."""
+        text = self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
+        frames, place = _FRAME.findall(text), "it had finished" if "finished" in self.messages else "unknown"
+        if frames:
+            file, line, _ = frames[-1 if frames[0][2] else 0]
+            place = f"{file}:{line}: {linecache.getline(file, int(line)).strip()}"
+        return f"\n    rank {self.rank}: {place}"
 
     def processor_seconds(self) -> float:
         """What all threads of the process have taken; not a number unless it is known, and its main thread sleeps."""
@@ -360,7 +377,10 @@ class Supervisor:
             # To end early is no error by itself: show what it did to the first of the others.
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
         how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
-        return RankFailedError(f"rank {rank.rank} of {rank.config.world.world_size} {how}", rank.rank, code, text)
+        # What C++ code gives up for is often what another rank has called.
+        calls = "".join(rank.last_call() for rank in self.ranks[:_LINES]) if code == -signal.SIGABRT else ""
+        request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
+        return RankFailedError(request, rank.rank, code, text, calls and f"where each rank was:{calls}")
 
 
 def rank_variables(environ: Mapping[str, str], world: World, cores: int, platform: str) -> dict[str, str]:
@@ -385,6 +405,12 @@ def exit_status(code: int) -> int:
     return 128 - code if code < 0 else code or 1
 
 
+_HINTS = {
+    signal.SIGKILL: ": fabric did not do it; the system kills this way when memory runs out",
+    signal.SIGABRT: ": C++ code gave up, as when ranks make different calls, which FABRIC_CHECK=1 compares",
+}
+
+
 def describe_exit(code: int) -> str:
     """How a rank ended and what that usually means, for a sentence that begins with its name."""
     if code == 0:
@@ -392,5 +418,4 @@ def describe_exit(code: int) -> str:
     if code > 0:
         return f"exited with exit code {code}"
     name = next((number.name for number in signal.Signals if number == -code), f"signal {-code}")
-    hint = ": fabric did not do it; the system kills this way when memory runs out" if code == -signal.SIGKILL else ""
-    return f"was killed by {name} (exit code {code}){hint}"
+    return f"was killed by {name} (exit code {code}){_HINTS.get(-code, '')}"
