@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 72,
-    "code lines": 10_133,
-    "tokens": 99_114,
+    "code lines": 10_154,
+    "tokens": 99_339,
     "code lines of the core": 2_933,
     "tokens of the core": 27_564,
     "raw lines of a file": 450,
