@@ -113,7 +113,7 @@ def call_beside_a_phase(fabric: Fabric, phase: str, folder: str) -> tuple[str, f
 def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(phase: str, tmp_path: Path) -> None:
     for text, seconds in run_in_ranks(call_beside_a_phase, phase, str(tmp_path), check_collectives=True):
         assert text.startswith("CollectiveMismatchError: ")
-        assert "rank 0: all_reduce(mean of float) at " in text or "rank 0 makes no further calls: " in text
+        assert "rank 0: all_reduce(mean of " in text or "rank 0 makes no further calls: " in text
         assert f"{phase} at " in text
         assert seconds < 20
 
