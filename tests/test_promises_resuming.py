@@ -179,7 +179,7 @@ def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
 
 def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
     saved = prepare(Stateful(range(20), 2), 0, 2).state_dict()
-    with pytest.raises(CheckpointError, match="Stateful keeps its own position"):
+    with pytest.raises(CheckpointError, match="on one process the Stateful keeps its own"):
         prepare(Stateful(range(20), 2), 0, 1, saved)
     assert "not what state_dict" in outcome(lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3}))
 

@@ -251,12 +251,10 @@ class FabricDataLoader:
         if self._has_own_state:
             names = set(state) if isinstance(state, Mapping) else set[str]()
             if {"cursor", "drawn", "num_replicas"} <= names:
-                raise CheckpointError(
-                    f"loader.load_state_dict() with {self._spec.num_replicas} process(es)",
-                    f"the {type(self.loader).__name__} keeps its own position here, and the saved one is fabric's, of "
-                    f"{state['num_replicas']} processes",
-                    "a state saved at the same number of processes, or a plain DataLoader, which resumes at any",
+                problem = (
+                    f"on one process the {type(self.loader).__name__} keeps its own position, and this is fabric's"
                 )
+                raise CheckpointError("loader.load_state_dict()", problem, "a plain DataLoader, or as many processes")
             if names == {"epoch", "loader"}:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start

@@ -181,10 +181,8 @@ def skipped(saved: State, spec: LoaderSpec) -> int:
     """
     cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
     entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
-    if not rest:
-        return entries
-    if length is not None and entries >= length:
-        return entries + 1
+    if not rest or (length is not None and entries >= length):
+        return entries + bool(rest)
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
         f"{cursor} {saved['unit']} were received, of which the {type(spec.order).__name__}, which shards the data "
