@@ -9,6 +9,7 @@ at once.
 
 import argparse
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -139,14 +140,15 @@ def _run(options: argparse.Namespace) -> int:
 
 def _late_options(options: argparse.Namespace, names: Iterable[str]) -> dict[str, str]:
     """Options of this command that follow the script, which has none of that name as far as its text shows."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    spellings = {name: {f"--{name}", f"--{name.replace('_', '-')}"} for name in names}
-    for name, own in spellings.items():
-        parser.add_argument(*own, dest=name, nargs="?")
-    found, script = vars(parser.parse_known_args(options.arguments)[0]), Path(options.script)
+    words, script = "\n".join(options.arguments), Path(options.script)
     text = script.read_text(errors="replace") if script.is_file() else ""
-    quoted = {name for name, own in spellings.items() for one in own if f'"{one}"' in text or f"'{one}'" in text}
-    return {name: value for name, value in found.items() if value and name not in quoted}
+    late = {}
+    for name in names:
+        option = f"--{name.replace('_', '[-_]')}"
+        found = re.search(rf"(?m)^{option}[=\n](-?[^-\n].*)", words)
+        if found and not re.search(f"[\"']{option}[\"']", text):
+            late[name] = found[1]
+    return late
 
 
 def _worlds(options: argparse.Namespace) -> list[World]:
