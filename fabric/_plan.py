@@ -58,7 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "check_collectives": False,
     "watchdog": DEFAULT_WATCHDOG,
 }
-_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+_OFF = ("", "0", "false", "no", "off")  # what a variable says that turns something on
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
 _Found = tuple[Environment, World] | None  # what made this process, and its place
@@ -159,7 +159,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         launcher=launcher,
         launch_spec=spec,
         started_by=_maker(found) if found else launcher.name if world is None else "this script",
-        check_collectives=given["check_collectives"] or _parse_switch("FABRIC_CHECK", env),
+        check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "").strip().lower() not in _OFF,
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
         watchdog=_parse_duration("watchdog", given["watchdog"]),
     )
@@ -209,14 +209,6 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
         return timedelta(seconds=seconds)
     expected = f"seconds or a timedelta, more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
     raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
-
-
-def _parse_switch(variable: str, env: Mapping[str, str]) -> bool:
-    value = env.get(variable, "").strip().lower()
-    if value not in _ON + _OFF:
-        expected = f"{', '.join(_ON)} or {', '.join(_OFF[:-1])}; not set, it is off"
-        raise ConfigurationError(f"{variable}={env[variable]!r} in the environment", expected=expected)
-    return value in _ON
 
 
 def _options_of(strategy: Strategy) -> dict[str, Any]:
