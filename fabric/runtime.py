@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fabric._torch import abort_process_group, default_store, set_group_timeout
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, second_connection
+from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, announced_wait, second_connection
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
@@ -89,8 +89,9 @@ class Runtime:
                 vars(rank_zero_only)["rank"] = self.world.rank
         if communicator is None and not self.connected:
             return
-        shared = store or self._connect()
         rank, size = self.world.rank, self.world.world_size
+        with announced_wait(rank, size, self.watchdog):
+            shared = store or self._connect()
         self.store = JobStore(shared, rank, size)
         self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self.timeout)
         if size == 1:

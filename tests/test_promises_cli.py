@@ -69,6 +69,20 @@ def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_proc
     assert (job.returncode, job.stdout) == (0, "32-true mine 2\n"), job.stderr
 
 
+ALONE = """
+    from fabric import Fabric
+    fabric = Fabric(accelerator="cpu", timeout=5, watchdog=1)
+    if fabric.global_rank == 0:
+        fabric.device
+"""
+
+
+def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
+    job = run(ALONE, "run", "--devices", "2", "train.py")
+    assert job.returncode == 1
+    assert job.stderr.startswith("rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n")
+
+
 @pytest.mark.slow
 def test_d21_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
     words = ("--standalone", "--nproc-per-node", "2", "train.py", "--devices", "2")

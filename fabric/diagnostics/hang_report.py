@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from time import monotonic, sleep
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from fabric.errors import ConfigurationError
 from fabric.launchers.rank import ControlThread
 from fabric.store import JobStore
 
-__all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "compose", "second_connection"]
+__all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "announced_wait", "compose", "second_connection"]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
 _POLLS = 16  # of the store, per threshold
@@ -93,6 +93,18 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     if len(states) > len(listed):
         lines.append(f"  ... and {len(states) - len(listed)} ranks more")
     return "\n  ".join(lines)
+
+
+def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
+    """The context of a wait for all ranks to connect. Two at most say so, of which one is not the missing one."""
+    text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
+    reminder = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
+    reminder.daemon = True
+    if watchdog and rank < 2:
+        reminder.start()
+    stack = ExitStack()
+    stack.callback(reminder.cancel)
+    return stack
 
 
 def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None:

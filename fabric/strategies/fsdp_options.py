@@ -290,7 +290,7 @@ def check_optimizers(
             problem = f"it holds parameters from before the sharding: stepping changes nothing of {', '.join(names)}"
         elif any(each in gathered or (each.numel() and not each.untyped_storage().size()) for each in local):
             problem = "it holds parameters that a forward pass gathered, and that are freed again"
-        elif any(parameter in own and _has_history(optimizer.state.get(parameter, {})) for parameter in parameters):
+        elif any(parameter in own and _has_history(optimizer.state.get(parameter)) for parameter in parameters):
             problem = "it has state for whole parameters, and these are about to be sharded"
         elif isinstance(optimizer, optim.Adafactor | optim.Rprop) or (isinstance(optimizer, optim.LBFGS) and is_uneven):
             problem = 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
@@ -304,9 +304,11 @@ def check_optimizers(
         )
 
 
-def _has_history(slots: Mapping[str, Any]) -> bool:
+def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """Whether an optimizer's state of a parameter is more than what was filled in when it was made, as in Adagrad."""
-    return bool(slots.get("step", slots)) or any(getattr(each, "is_meta", False) for each in slots.values())
+    return bool(slots) and (
+        bool(slots.get("step", 1)) or any(getattr(each, "is_meta", False) for each in slots.values())
+    )
 
 
 def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:
