@@ -77,8 +77,7 @@ class CheckpointCoordinator:
         request, io = f"fabric.save({str(path)!r}, ...)", self.io
         sharded, is_first = isinstance(io, ShardedCheckpoint), self.communicator.rank == 0
         # The state dict of a module, which others load as it is: nothing is added to one file of it.
-        is_dict = not sharded and type(state) in (dict, OrderedDict) and len(state) > 0
-        is_bare = is_dict and all(isinstance(value, Tensor) for value in state.values())
+        is_bare = not sharded and type(state) in (dict, OrderedDict) and {*map(type, state.values())} == {Tensor}
         state = {"": state} if is_bare else state
         contents = self._agreed(request, lambda: self.access.read(state))
         contents = contents if sharded else self.access.full(contents)

@@ -249,13 +249,12 @@ class FabricDataLoader:
                 without a state of its own, or workers yield batches out of order.
         """
         if self._has_own_state:
-            names = set(state) if isinstance(state, Mapping) else set[str]()
-            if {"cursor", "drawn", "num_replicas"} <= names:
+            if isinstance(state, Mapping) and {"cursor", "drawn", "num_replicas"} <= state.keys():
                 problem = (
                     f"on one process the {type(self.loader).__name__} keeps its own position, and this is fabric's"
                 )
                 raise CheckpointError("loader.load_state_dict()", problem, "a plain DataLoader, or as many processes")
-            if names == {"epoch", "loader"}:
+            if isinstance(state, Mapping) and state.keys() == {"epoch", "loader"}:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             return
