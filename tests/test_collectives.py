@@ -184,7 +184,7 @@ def numbers(fabric):
         "gather": fabric.all_gather({**tree, "bool": rank == 1}),
         "min": fabric.all_reduce([rank == 0, True, torch.tensor([rank == 0, True])], reduce_op="min"),
         "max": fabric.all_reduce([rank == 0, False, torch.tensor([rank == 0, False])], reduce_op="max"),
-        "others": fabric.all_reduce(["text", None, Phase.TRAIN, {1}, b"x"], reduce_op="sum"),
+        "others": fabric.all_reduce(["text", None, Phase.TRAIN, torch.Size([1]), b"x"], reduce_op="sum"),
     }
 
 
@@ -200,7 +200,7 @@ def test_numbers_stay_numbers():
         assert result["min"][:2] == [False, True]
         assert result["max"][:2] == [True, False]
         assert (result["min"][2].tolist(), result["max"][2].tolist()) == ([False, True], [True, False])
-        assert result["others"] == ["text", None, Phase.TRAIN, {1}, b"x"]
+        assert result["others"] == ["text", None, Phase.TRAIN, torch.Size([1]), b"x"]
 
 
 def test_numbers_of_one_process_are_the_same():

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -218,7 +219,7 @@ def late(fabric: Fabric) -> list[str]:
     found += [outcome(lambda: all_gather(communicator, ones(2)))]
     found += [outcome(lambda: all_reduce(communicator, 1.0, Reduce.SUM))]
     found += [outcome(lambda: all_reduce(communicator, 1.0, Reduce.SUM))]
-    group = communicator.new_group([0, 1])
+    group: Any = communicator.new_group([0, 1])
     found += [outcome(lambda: all_gather(group, ones(2 + first)))]
     found += [outcome(recorder.check_agreed)]
     return found
@@ -237,3 +238,106 @@ def test_a1_on_a_device_the_error_comes_where_the_rank_waits_and_names_the_earli
         ]
         assert "all_reduce(sum of 1 float32[" in found[2]
         assert "all_gather(1 float32[" in found[5]
+
+
+# -- Python integers --------------------------------------------------------------------------------------------------
+
+
+def integers(fabric: Fabric) -> dict[str, Any]:
+    first = fabric.global_rank == 0
+    reduce = partial(fabric.all_reduce, reduce_op="sum")
+    product = partial(fabric.all_reduce, reduce_op="product")
+    return {
+        "sum": reduce(2**62),
+        "of many": reduce({"a": [2**63 - 1, -(2**63), -1, 0], "t": torch.tensor([2, 3]), "b": -1 if first else 1}),
+        "some": reduce([2**62, 0.5, torch.tensor(1), "text"]),
+        "product": product([3 if first else -5, 2**40 if first else 2**22, True and 1, 0 if first else 2**62]),
+        "large": outcome(lambda: product(2**32)),
+        "largest": outcome(lambda: product({"n": 2**62})),
+        "zero mod 64 bits": outcome(lambda: product([2**40, 1.0])),
+        "beyond": outcome(lambda: reduce(2**70 if first else 1)),
+        "afterwards": reduce(1),
+    }
+
+
+@pytest.mark.timeout(60)
+def test_a3_sums_and_products_of_python_integers_never_wrap() -> None:
+    for rank, found in enumerate(run_in_ranks(integers)):
+        assert found["sum"] == 2**63
+        assert found["of many"]["a"] == [2**64 - 2, -(2**64), -2, 0]
+        assert found["of many"]["t"].tolist() == [4, 6]
+        assert found["of many"]["b"] == 0
+        assert found["some"] == [2**63, 1.0, torch.tensor(2), "text"]
+        assert found["product"] == [-15, 2**62, 1, 0]
+        for name in ("large", "largest", "zero mod 64 bits"):
+            assert found[name].startswith("ConfigurationError: a product of Python integers"), name
+        assert found["beyond"].startswith(("CollectiveMismatchError", "ConfigurationError")[1 - rank])
+        assert found["afterwards"] == 2
+
+
+# -- what cannot travel -----------------------------------------------------------------------------------------------
+
+
+class Holder:
+    """An object that holds a tensor, and is not taken apart."""
+
+    def __init__(self) -> None:
+        self.state = {"total": torch.ones(1)}
+
+
+def not_sent(fabric: Fabric) -> dict[str, list[str]]:
+    """The outcomes of calls with what does not travel: on every rank, then on rank 0 alone."""
+    first = fabric.global_rank == 0
+    x = torch.ones(2)
+
+    def forward(value: Any, collective: Callable[[Any], Any]) -> str:
+        return outcome(lambda: collective(value))
+
+    def dual(collective: Callable[[Any], Any]) -> str:
+        with torch.autograd.forward_ad.dual_level():
+            return outcome(lambda: collective([torch.autograd.forward_ad.make_dual(x, x)]))
+
+    leaves: dict[str, Callable[[], Any]] = {
+        "set": lambda: {1.0},
+        "iterator": lambda: iter([x]),
+        "values": lambda: {"a": x}.values(),
+        "Decimal": lambda: Decimal("0.5"),
+        "Holder": Holder,
+        "Linear": lambda: torch.nn.Linear(1, 1),
+        "nested": lambda: torch.nested.as_nested_tensor([x, torch.ones(3)], layout=torch.jagged),
+        "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+    }
+    collectives = {"reduce": partial(fabric.all_reduce, reduce_op="sum"), "gather": fabric.all_gather}
+    found = {}
+    for title, collective in collectives.items():
+        for name, make in leaves.items():
+            everywhere = forward([make()], collective)
+            found[f"{title} {name}"] = [everywhere, forward([make() if first else x], collective)]
+        under_jvp = outcome(lambda run=collective: torch.func.jvp(run, (x,), (x,)))
+        found[f"{title} jvp"] = [
+            under_jvp,
+            outcome(lambda run=collective: torch.func.jvp(run, (x,), (x,)) if first else run(x)),
+        ]
+        found[f"{title} dual"] = [dual(collective), dual(collective) if first else forward([x], collective)]
+        found[f"{title} scalar"] = [outcome(lambda run=collective: torch.func.jvp(run, (x[0],), (x[0],)))] * 2
+    chunks = partial(fabric.all_to_all), partial(fabric.reduce_scatter, reduce_op="sum")
+    for number, collective in enumerate(chunks):
+        found[f"chunks {number}"] = [forward(x[:1], collective), forward(x[:1] if first else x, collective)]
+    found["mean"] = [outcome(lambda: fabric.all_reduce(1)), outcome(lambda: fabric.all_reduce(1 if first else 1.0))]
+    found["afterwards"] = [str(fabric.all_reduce(1, reduce_op="sum"))]
+    return found
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it() -> None:
+    for rank, found in enumerate(run_in_ranks(not_sent)):
+        assert found.pop("afterwards") == ["2"]
+        for name, (everywhere, alone) in found.items():
+            assert everywhere.startswith("ConfigurationError"), (name, everywhere)
+            mine = rank == 0 or "scalar" in name
+            assert alone.startswith("ConfigurationError" if mine else "CollectiveMismatchError"), (name, alone)
+        assert "torch.autograd.grad" in found["reduce jvp"][0]
+        assert "dequantize" in found["gather quantized"][0]
+        assert "float(x)" in found["reduce Decimal"][0]
+        assert "[0]" in found["reduce Holder"][0]

@@ -14,21 +14,24 @@ the mean does not.
 """
 
 from array import array
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from math import prod
-from numbers import Complex, Integral, Real
+from numbers import Complex, Integral, Number, Real
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.func import debug_unwrap
 
 from fabric._torch import own_versions
+from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
-from fabric.tree import Structure, leaf_paths, outline
+from fabric.tree import Structure, children, leaf_paths, outline
 
 __all__ = [
     "MEAN_WIRE_DTYPES", "PLAIN", "WIRE_DTYPES", "Bucket", "check_tensor", "describe", "pack", "pack_chunks",
@@ -80,23 +83,25 @@ class Bucket:
     number_places: list[int] = field(default_factory=list)
     stacked: Tensor | None = None
 
-    def buffer(self, device: torch.device, mean: bool) -> Tensor:
+    def buffer(self, device: torch.device, op: Reduce | None = None) -> Tensor:
         """A new buffer that holds all leaves, in the dtype in which they travel; of shape ``(n,)`` or ``(chunks, n)``.
 
         Args:
             device: where it has to live.
-            mean: whether the mean will be taken.
+            op: the reduction. With a sum of integers travels that of their upper halves, which does not wrap.
         """
-        dtype = (MEAN_WIRE_DTYPES if mean else WIRE_DTYPES).get(self.dtype, self.dtype)
+        dtype = (MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES).get(self.dtype, self.dtype)
         if self.stacked is not None:
             return self.stacked.to(device, dtype)
         leading = () if self.chunks is None else (self.chunks,)
         parts = [tensor.to(device).reshape(*leading, tensor.numel() // prod(leading)) for tensor in self.tensors]
         if self.numbers:
+            is_wide = op is Reduce.SUM and self.dtype is torch.int64
+            values = self.numbers + [number >> 32 for number in self.numbers] if is_wide else self.numbers
             if code := _ARRAYS.get(self.dtype):
-                numbers = torch.frombuffer(array(code, self.numbers), dtype=self.dtype)
+                numbers = torch.frombuffer(array(code, values), dtype=self.dtype)
             else:
-                numbers = torch.tensor(self.numbers, dtype=self.dtype)
+                numbers = torch.tensor(values, dtype=self.dtype)
             if not parts:
                 return numbers.to(device, dtype)
             parts.append(numbers.to(device))
@@ -120,7 +125,7 @@ class Bucket:
         leading = () if ranks is None else (ranks,)
         sizes = [tensor.numel() // (self.chunks or 1) for tensor in self.tensors]
         is_alone = len(sizes) + bool(self.numbers) == 1
-        parts = [buffer] if is_alone else buffer.split([*sizes, len(self.numbers)], dim=-1)
+        parts = [buffer] if is_alone else buffer.split([*sizes, buffer.shape[-1] - sum(sizes)], dim=-1)
         for place, tensor, part in zip(self.places, self.tensors, parts, strict=False):
             if buffer.requires_grad and not tensor.requires_grad:
                 part = part.detach()
@@ -130,6 +135,8 @@ class Bucket:
             return
         values = parts[-1].bool() if self.dtype is torch.bool else parts[-1]
         numbers = (values if ranks is None else values.t()).tolist()
+        if len(numbers) > len(self.numbers):
+            numbers = list(map(_whole, numbers, numbers[len(self.numbers) :]))
         if len(numbers) == len(leaves):
             leaves[:] = numbers
             return
@@ -222,9 +229,16 @@ def describe(
 
 def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     """Raise a ConfigurationError, which names the leaf, for a tensor that has no dense values of its own here."""
-    if tensor.layout is not torch.strided or tensor.is_meta:
-        problem = "on the meta device and has no values" if tensor.is_meta else f"laid out as {tensor.layout}"
-        suggestion = "module.to_empty(device=fabric.device)" if tensor.is_meta else "x.to_dense()"
+    if tensor.is_meta:
+        problem, suggestion = "on the meta device and has no values", "module.to_empty(device=fabric.device)"
+    elif tensor.is_nested or tensor.is_quantized:
+        problem = "nested" if tensor.is_nested else "quantized"
+        suggestion = "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
+    elif tensor.layout is not torch.strided:
+        problem, suggestion = f"laid out as {tensor.layout}", "x.to_dense()"
+    elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
+        problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
+        suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
     elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
         problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
     else:
@@ -247,26 +261,40 @@ def _as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
     return None
 
 
+def _whole(total: int, upper: int) -> int:
+    """The sum of integers over ranks, from what 64 bits hold of it and the sum of their upper halves."""
+    least = upper << 32  # what the lower halves add is less than 2**64
+    return least + (total - least) % 2**64
+
+
 def _stack(tensors: list[Tensor]) -> Tensor | None:
     """0-dim tensors of one dtype in one, made in few steps: for a thousand metrics these are what costs."""
     if tensors[0].dim() or len(set(map(_dtype_of, tensors))) > 1:
         return None
     try:
         stacked = torch.stack(tensors)
-    except RuntimeError:  # not all of one shape, or on one device
+        check_tensor(stacked, None, 0)
+    except (RuntimeError, ConfigurationError):  # not all of one shape, or on one device; or one is to be named
         return None
-    return None if stacked.layout is not torch.strided or stacked.is_meta else stacked
+    return stacked
 
 
 def _check_opaque(leaf: Any, structure: Structure, place: int) -> None:
-    """Raise for another library's array, or a container that is not taken apart."""
-    container = isinstance(leaf, Mapping | MutableSequence)
-    if isinstance(leaf, type | bytearray) or not (container or hasattr(leaf, "__array__")):
+    """Raise for another library's array or number, a container that is not taken apart, or what holds tensors."""
+    held = (value for each in getattr(leaf, "__dict__", {}).values() for value in (each, *children(each).values()))
+    if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
-    suggestion = "torch.as_tensor(x), or x.item() for a single value"
+    if hasattr(leaf, "__array__"):
+        suggestion = "torch.as_tensor(x), or x.item() for a single value"
+    elif isinstance(leaf, Iterable | Number):
+        suggestion = "float(x)" if isinstance(leaf, Number) else "dict(x)" if isinstance(leaf, Mapping) else "list(x)"
+    elif any(isinstance(value, Tensor) for value in held):
+        suggestion = "its tensors, in a dict or a dataclass"
+    else:
+        return
     raise ConfigurationError(
         f"a collective over {leaf_paths(structure)[place] or 'an object'} of type {type(leaf).__name__}",
         "it is taken for a single object, and would come back with the values of this rank alone",
         "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
-        f"{'dict' if isinstance(leaf, Mapping) else 'list'}(x)" if container else suggestion,
+        suggestion,
     )

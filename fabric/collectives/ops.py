@@ -27,6 +27,7 @@ from fabric.tree import Structure, flatten, leaf_paths, unflatten
 __all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
 Sent = tuple[Bucket, Tensor]  # and its buffer
+_ENOUGH = 2**16  # bytes, before which a signature goes in any case
 
 
 def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
@@ -73,7 +74,7 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    sent = [(bucket, bucket.buffer(communicator.device, mean=False)) for bucket in buckets]
+    sent = [(bucket, bucket.buffer(communicator.device)) for bucket in buckets]
     _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), sent, leaves)
     return unflatten(structure, leaves)
 
@@ -131,15 +132,16 @@ def _exchange(
 ) -> Any:
     """One collective for each dtype of a collection, which is like it on all ranks."""
     signed &= communicator.size > 1
-    leaves, structure = flatten(tree)
+    leaves: list[Any] = []
     try:
+        leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
             buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
         else:
             buckets = pack(leaves, structure, numbers)
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
-        sent = [(bucket, bucket.buffer(communicator.device, op is Reduce.MEAN)) for bucket in buckets]
+        sent = [(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets]
     except Exception as error:
         if signed:
             _send_failure(communicator, operation, op, leaves, error)
@@ -155,6 +157,11 @@ def _exchange(
     )
     template = Collective(operation, reduce=op, call=call)
     _run(communicator, template, sent, leaves, detach=not sync_grads)
+    if op is Reduce.PRODUCT:
+        factors = [float(number) for bucket in buckets if bucket.dtype is torch.int64 for number in bucket.numbers]
+        # So close to the limit, a float does not tell on which side of it the product is.
+        if factors and any(abs(product) > 0.999 * 2**63 for product in all_reduce(communicator, factors, op)):
+            raise ConfigurationError("a product of Python integers", "it is beyond 64 bits", suggestion="float(x)")
     return unflatten(structure, leaves)
 
 
@@ -177,6 +184,7 @@ def _send_failure(
 ) -> None:
     """Let the other ranks raise too, by a call with as many bytes as theirs has, as far as that is known here."""
     used = sum(leaf.numel() * leaf.dtype.itemsize if isinstance(leaf, Tensor) else 8 for leaf in leaves)
+    used = min(used, _ENOUGH)
     chunked = operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
     shape = (communicator.size, used // communicator.size) if chunked else (used,)
     buffer = torch.zeros(shape, dtype=torch.uint8, device=communicator.device)
