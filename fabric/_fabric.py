@@ -752,6 +752,14 @@ class Fabric:
                 Path(path), {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True
             )
 
+    def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
+
+        For what saves itself: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
+        """
+        with self._running("get_state_dict").checkpoints("save") as checkpoints:
+            return checkpoints.state_dict(module)
+
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process only."""
         if self._is_first():

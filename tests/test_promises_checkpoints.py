@@ -213,3 +213,39 @@ def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: s
         assert all("it holds itself" in text for _, text in found)
         assert all(text.startswith("ArgumentTypeError") for kind, text in found if kind == "list")
     assert os.listdir(tmp_path) == []
+
+
+# -- C17: whole weights -----------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.tensor(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.embedding(x))
+
+
+def whole(fabric: Fabric, folder: Path) -> Any:
+    model = fabric.setup(Tied())
+    expected = {name: value.clone() for name, value in values(fabric, model).items()}
+    state = fabric.get_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    if fabric.global_rank:
+        return state == {}
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], value) and state[name].device.type == "cpu" for name, value in expected.items())
+    assert not any(hasattr(value, "full_tensor") or value.requires_grad for value in state.values())
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+    Tied().load_state_dict(state)
+    return True
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_c17_get_state_dict_is_whole_on_rank_0_and_a_copy(strategy: str, tmp_path: Path) -> None:
+    assert run_in_ranks(whole, tmp_path, strategy=STRATEGIES[strategy]) == [True, True]

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from fabric._torch import around_local, local_tensor
+from fabric.checkpoint.state import memory_key
 from fabric.communicators import Communicator
-from fabric.tree import flatten
+from fabric.tree import flatten, map_tensors
 
-__all__ = ["AsyncSaver", "PendingSave", "StagingBuffers"]
+__all__ = ["AsyncSaver", "PendingSave", "StagingBuffers", "full_copy"]
 
 
 class PendingSave:
@@ -148,3 +149,19 @@ class AsyncSaver:
         """As :meth:`join`, and free the memory."""
         self.buffers = StagingBuffers()
         self.join()
+
+
+def full_copy(state: Any, full: Callable[[dict[str, Any]], dict[str, Any]], is_first: bool) -> dict[str, Any]:
+    """A module's state with full tensors, on the CPU of the first rank; nothing on others. Collective, as ``full``."""
+    copies: dict[Any, Any] = {}
+    result = copy.copy(state) if is_first else {}
+    for name, value in state.items():
+        whole, key = full({name: value})[name], memory_key(value) or name  # one at a time is on the device
+        if is_first:  # tied weights stay tied
+            copies[key] = copies[key] if key in copies else map_tensors(_to_cpu, whole)
+            result[name] = copies[key]
+    return result
+
+
+def _to_cpu(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)

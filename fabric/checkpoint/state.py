@@ -40,7 +40,7 @@ from fabric.tree import map_tensors
 
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
-    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
+    "is_stateful", "listed", "local_chunks", "memory_key", "read_metadata", "tensor_bytes", "uncompiled_state",
     "unflatten_state",
 ]  # fmt: skip
 
@@ -274,7 +274,7 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[s
         # {"a.b": x} and {"a": {"b": y}} would get the same one, and safetensors keeps one for itself.
         while name in tensors or name == "__metadata__":
             name = f"{name}#{len(tensors)}"
-        tensors[name], kept[name] = item, owners.setdefault(_memory(item) or name, name)
+        tensors[name], kept[name] = item, owners.setdefault(memory_key(item) or name, name)
         return {"$tensor": kept[name]}
 
     return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], kept, tensors
@@ -424,7 +424,7 @@ _READERS = {f"${kind.__name__}": read for kind, (_, read) in _ATOMS.items()}
 _READERS |= {"$values": _read_values, "$sparse": _read_sparse}
 
 
-def _memory(tensor: Any) -> Any:
+def memory_key(tensor: Any) -> Any:
     """What two tensors that are one have in common; None for one that holds nothing on this rank."""
     local = tensor.to_local() if hasattr(tensor, "full_tensor") else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
