@@ -14,10 +14,10 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 72,
-    "code lines": 10_186,
-    "tokens": 99_663,
-    "code lines of the core": 2_956,
-    "tokens of the core": 27_864,
+    "code lines": 10_204,
+    "tokens": 99_933,
+    "code lines of the core": 2_962,
+    "tokens of the core": 27_964,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
