@@ -1,6 +1,9 @@
 """Every private or renamed name of torch that fabric relies on, each with its reason (tests/test_torch_names.py)."""
 
 import gc
+import os
+import sys
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -179,6 +182,20 @@ def operations_behind(loss: Tensor) -> Iterator[int]:
         yield node._sequence_nr()
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process is in the compiler of ``torch.compile``, or of a compiled backward pass.
+
+    torch says it of the thread that asks only. By the names of two functions, since those files have others that run
+    compiled code.
+    """
+    compilers = {("_dynamo/convert_frame.py", "_compile"), ("_inductor/compile_fx.py", "compile_fx_inner")}
+    for frame in sys._current_frames().values():
+        codes = (outer.f_code for outer, _ in traceback.walk_stack(frame))
+        if any(("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes):
+            return True
+    return False
 
 
 # The name under which a ``torch.compile(module)`` holds the module.

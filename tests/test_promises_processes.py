@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
-from fabric.errors import RankFailedError
+from fabric.errors import RankFailedError, UsageError
 from fabric.launchers.rank import StopRequest
 from fabric.testing import RankPool
 from tests.ranks import outcome, run_in_ranks
+
+NEVER = threading.Event()
 
 # -- A2: a rank that aborts -------------------------------------------------------------------------------------------
 
@@ -221,3 +224,50 @@ def test_d19_a_request_to_stop_is_noted_once_it_was_asked_for(number: int) -> No
     assert request.received()
     request.close()
     assert signal.getsignal(number) == before
+
+
+# -- D20: what is said of ranks that wait -----------------------------------------------------------------------------
+
+
+def report(fabric: Fabric, pattern: str, after: int = 0) -> tuple[int, str]:
+    """Wait for a report in which a pattern is found, with Python code and no collective; its number and itself."""
+    until, store, number = time.monotonic() + 30, fabric.strategy.runtime.store, after + 1
+    while (text := store.get_nowait(f"watchdog/report/{number}")) is None or not re.search(pattern, text.decode()):
+        assert time.monotonic() < until, "no such report came"
+        number += text is not None
+        NEVER.wait(0.01)
+    return number, text.decode()
+
+
+def wait_for_a_compiler(fabric: Fabric, folder: str) -> list[str]:
+    patterns = r"torch\.compile is at work", r"rank 1: in no collective at [^(]*, step", r"rank 0: in save: "
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        report(fabric, patterns[0], report(fabric, patterns[0])[0])
+        return graph.forward
+
+    if fabric.global_rank == 1:
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+        report(fabric, patterns[1], report(fabric, patterns[0])[0])
+    fabric.barrier()
+    if fabric.global_rank == 1:
+        report(fabric, patterns[2])
+    fabric.save(f"{folder}/checkpoint", {"step": 1})
+    return [report(fabric, pattern)[1] for pattern in patterns]
+
+
+def test_d20_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    [texts, _] = run_in_ranks(wait_for_a_compiler, str(tmp_path), launcher="forkserver", watchdog=0.3)
+    printed = capfd.readouterr().err
+    assert [text in printed for text in texts] == [False, True, True]
+    assert "it is collective: ranks 0, 1 have to make it, outside of any branch on the rank" in texts[1]
+    assert " s in save: " in texts[2]
+
+
+def test_d20_launch_at_a_prompt_asks_for_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    with pytest.raises(UsageError, match=r"fabric\.launch\(main") as caught:
+        Fabric(accelerator="cpu", devices=2).launch()
+    assert "popen" not in str(caught.value)

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, namedtuple
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,12 @@ def test_a_backward_pass_is_noticed_from_inside():
     x.sum().backward()
     seen.append(_torch.in_backward())
     assert seen == [False, True, False]
+
+
+def test_the_functions_by_which_a_compiler_is_known_are_there():
+    # As text, since to import them takes seconds; a test of the watchdog compiles.
+    sources = {"_dynamo/convert_frame.py": "\ndef _compile(", "_inductor/compile_fx.py": "\ndef compile_fx_inner("}
+    assert all(text in (Path(torch.__file__).parent / file).read_text() for file, text in sources.items())
 
 
 def test_loaders_that_are_iterated_over_are_found_while_they_are():

@@ -5,10 +5,11 @@ whose flight recorder has stood still for longer than the threshold requests rep
 store. Every rank that sees it publishes its state: what it is doing, and its stack. Rank 0, or, when its interpreter is
 held by C++ code, the rank that requested it, composes the report, prints it and keeps the text for those whose
 collective times out. For a rank that publishes nothing, its stack is read as the note in ``stacks.py`` says. Nothing of
-this is a collective.
+this is a collective. While a rank compiles the report is not printed, but requested again.
 """
 
 import json
+import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from fabric._torch import is_compiling
 from fabric.diagnostics.recorder import HEADING, FlightRecorder, in_words, user_call
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
@@ -31,6 +33,7 @@ DEFAULT_WATCHDOG = timedelta(seconds=60)
 _POLLS = 16  # of the store, per threshold
 _LONGEST_TICK, _GRACE_PERIOD, _PAUSE, _JOIN = 0.5, 2.0, 0.02, 5.0  # seconds
 _STORE_TIMEOUT = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
+_COMPILES = "torch.compile is at work"
 _LINES, _STACKS = 16, 4  # ranks of which a report says what they are doing, and shows the stack
 
 
@@ -81,6 +84,8 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     if missing:
         lines.append(f"reached by: {in_words([rank for rank in members if rank not in missing])}")
         lines.append(f"not reached by: {in_words(missing)}")
+        if ">" not in waiting.key and any(states[rank].stack for rank in missing):  # no message; and it still runs
+            lines.append(f"it is collective: {in_words(members)} have to make it, outside of any branch on the rank")
     elif waiting.inside:
         lines.append("every rank has reached it: it is slow, or they wait for each other inside of it")
     lines.append(HEADING)
@@ -153,6 +158,7 @@ class HangReporter:
         self._grace = _GRACE_PERIOD + 2 * self._interval
         self._snapshot: object = None  # of the flight recorder, and when it was another
         self._unchanged_since = self._polled = monotonic()
+        self._compiled = -math.inf  # when it was last seen that a rank compiles
         self._published = 0  # the number of the latest report for which this rank has published its state
         self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
         self._report: str | None = None
@@ -204,10 +210,13 @@ class HangReporter:
         if self._report_number and self._report is None:
             text = self._store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
+            if _COMPILES in (self._report or ""):
+                self._report_number, self._compiled = 0, now
         signals = self._control.reports_requested if self._control else 0
+        waited = min(self._waited(now), now - self._compiled)
         if signals > self._signals_seen:
             self._request(signals)  # again until the signal is seen, if another request was first
-        elif not self._report_number and (self._waited(now) > self._due or self._needs_report.is_set()):
+        elif not self._report_number and (waited > self._due or self._needs_report.is_set()):
             self._request()
         elif now - self._polled > self._interval:
             self._polled = now
@@ -252,7 +261,7 @@ class HangReporter:
         requester, _, signals = json.loads(request)
         text = compose(states, requester, "a report was requested by SIGUSR1" if signals else "")
         store.set(f"report/{number}", text)
-        if text and (signals or self._prints):
+        if text and (signals or (self._prints and _COMPILES not in text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:
@@ -274,12 +283,13 @@ class HangReporter:
         members = latest.members if latest and latest.group == key else ()
         more = f", step {recorder.step}"
         if call:
-            place = f"in {call}"
+            place = f"in {phase}: {call}" if phase else f"in {call}"
         else:
             user = user_call(sys._current_frames().get(recorder.thread))
             place = f"in {phase or 'no collective'}{f' at {user}' if user else ''}"
             more += f"; its latest collective was {latest}" if latest else ""
             more += f"; its latest phase was {key}" if not phase and key and not members else ""
+        place += f" ({_COMPILES})" if is_compiling() else ""
         members = () if len(members) == self._store.size else tuple(members)
         waited = self._waited(monotonic())
         return RankState(place, more, bool(call or phase), waited, key, members, counts, self._stacks.own())
