@@ -405,7 +405,7 @@ def exit_status(code: int) -> int:
     return 128 - code if code < 0 else code or 1
 
 
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: ": fabric did not do it; the system kills this way when memory runs out",
     signal.SIGABRT: ": C++ code gave up, as when ranks make different calls, which FABRIC_CHECK=1 compares",
 }
