@@ -71,12 +71,13 @@ def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_proc
 
 ALONE = """
     from fabric import Fabric
-    fabric = Fabric(accelerator="cpu", timeout=5, watchdog=1)
+    fabric = Fabric(accelerator="cpu", timeout=2, watchdog=0.5)
     if fabric.global_rank == 0:
         fabric.device
 """
 
 
+@pytest.mark.slow
 def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
     job = run(ALONE, "run", "--devices", "2", "train.py")
     assert job.returncode == 1
