@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
@@ -686,7 +685,8 @@ class Fabric:
         which every process writes its shards. The ``checkpoint_io`` of the strategy wins over both.
 
         Args:
-            path: the file or folder, new or one of the same kind, which is replaced.
+            path: the file or folder, new or one of the same kind, which is replaced; with a scheme such as ``s3://`` on
+                another file system.
             state: names and objects.
             filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
                 folder of shards, sharded values are DTensors.
@@ -702,7 +702,7 @@ class Fabric:
                 other kind.
         """
         with self._running("save").checkpoints("save") as checkpoints:
-            return checkpoints.save(Path(path), state, filter, trainable_only, async_)
+            return checkpoints.save(path, state, filter, trainable_only, async_)
 
     def load(
         self,
@@ -737,7 +737,7 @@ class Fabric:
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
         with self._running("load").checkpoints("load") as checkpoints:
-            return checkpoints.load(Path(path), state, strict, rng, weights_only is not False)
+            return checkpoints.load(path, state, strict, rng, weights_only is not False)
 
     def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
@@ -748,9 +748,7 @@ class Fabric:
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
         with self._running("load_raw").checkpoints("load_raw") as checkpoints:
-            checkpoints.load(
-                Path(path), {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True
-            )
+            checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True)
 
     def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.

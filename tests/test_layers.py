@@ -28,7 +28,7 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "checkpoint": "state file async_save stored sharded save_load",
+    "checkpoint": "state storage file async_save stored sharded save_load",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
     "data": "state sharding loader",

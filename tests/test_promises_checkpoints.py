@@ -5,13 +5,16 @@ import os
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -213,6 +216,143 @@ def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: s
         assert all("it holds itself" in text for _, text in found)
         assert all(text.startswith("ArgumentTypeError") for kind, text in found if kind == "list")
     assert os.listdir(tmp_path) == []
+
+
+# -- C14: odd paths --------------------------------------------------------------------------------------------------
+
+
+KNOWN = ("CheckpointError", "CheckpointNotFoundError", "ConfigurationError")
+
+
+def odd_paths(fabric: Fabric, folder: Path) -> dict[str, str]:
+    model = fabric.setup(nn.Linear(4, 4))
+    kind = "folder" if fabric.strategy.saves_shards else "file"
+    place = folder / kind
+    if fabric.is_global_zero:
+        for name in ("odd", "odd/rank-00001-bbbbbbbbbbbb.safetensors", "index/index.json", "pipes"):
+            (place / name).mkdir(parents=True)
+        (place / "foreign").mkdir()
+        (place / "foreign" / "index.json").write_text('{\n  "weight_map": {}\n}')
+        os.mkfifo(place / "odd" / "rank-00000-aaaaaaaaaaaa.safetensors")
+        os.mkfifo(place / "odd" / ".index.json.aaaaaaaaaaaa.tmp")
+        os.mkfifo(place / "pipes" / "index.json")
+        os.mkfifo(place / "pipe")
+    fabric.barrier()
+    found = {}
+    paths = {"empty": "", "null": "a\0b", "long": place / ("a" * 300), "slash": Path("s3://bucket/run")}
+    for name, path in (paths | {name: place / name for name in ("index", "foreign", "pipes", "pipe", "odd")}).items():
+        found[f"{name} saved"] = outcome(lambda path=path: fabric.save(path, {"model": model}))
+        found[f"{name} loaded"] = outcome(lambda path=path: fabric.load(path, {"model": model}))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
+def test_c14_odd_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Path) -> None:
+    first, second = run_in_ranks(odd_paths, tmp_path, strategy=STRATEGIES[strategy])
+    said = {
+        "empty": "it names no file", "null": "it names no file", "long": "longer than 255 bytes",
+        "slash": "one slash behind its scheme",
+    }  # fmt: skip
+    for name, words in said.items():
+        for texts in (first, second):
+            assert texts[f"{name} saved"].startswith("ConfigurationError")
+            assert words in texts[f"{name} saved"]
+            assert words in texts[f"{name} loaded"]
+    names = {"index": "there is a folder of that name", "pipe": "there is a", "pipes": "there is a"}
+    for name, words in names.items():
+        assert words in first[f"{name} saved"]
+    if strategy == "fsdp":
+        assert "index.json is not one that fabric wrote" in first["foreign saved"]
+        assert first["odd saved"] == first["odd loaded"] == "fine"
+    for texts in (first, second):
+        assert all("Error: " not in text or text.partition(":")[0] in KNOWN for text in texts.values())
+
+
+# -- C13: paths with a scheme -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_c13_a_checkpoint_in_memory_is_replaced_as_a_whole(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url, files = f"memory://c13-{form}/run", fsspec.filesystem("memory")
+    with single(FORMATS[form]) as fabric:
+        fabric.launch()
+        model = fabric.setup(Net())
+        for step in range(3):
+            fabric.save(url, {"model": model, "step": step})
+        pending = fabric.save(url, {"model": model, "step": 3}, async_=True)
+        pending.wait()
+        state = {"model": fabric.setup(Net()), "step": 0}
+        fabric.load(url, state)
+        assert state["step"] == 3
+        assert all(map(torch.equal, model.state_dict().values(), state["model"].state_dict().values()))
+        kept = files.find(f"/c13-{form}")
+        assert len(kept) == (1 if form == "file" else 3)
+
+        class Broken:
+            def __reduce__(self) -> Any:
+                raise ValueError("broken")
+
+        with torch.serialization.safe_globals([Broken]):
+            text = outcome(lambda: fabric.save(url, {"model": model, "x": Broken()}))
+        assert ("CheckpointError" if form == "file" else "ArgumentTypeError") in text
+        assert files.find(f"/c13-{form}") == kept
+        assert "there is no such" in outcome(lambda: fabric.load(f"{url}-2", state))
+        assert f"memory://c13-{form}/run" in outcome(lambda: fabric.load(f"{url}-2", state))
+        FORMATS[form].remove(pending.path)
+    assert files.find(f"/c13-{form}") == []
+    assert os.listdir(tmp_path) == []
+
+
+class Objects(LocalFileSystem):
+    """As an object store: its files are never renamed by others."""
+
+    protocol = "objects"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{**options, "auto_mkdir": True})
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("objects://"))
+
+    def mv(self, *args: Any, **kwargs: Any) -> None:
+        raise OSError("an object cannot be renamed")
+
+
+def schemes(fabric: Fabric, folder: Path) -> dict[str, Any]:
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    model, found = fabric.setup(Net()), {}
+    for scheme in ("file", "local", "objects"):
+        url = f"{scheme}://{folder}/{scheme}"
+        for step in range(2):
+            fabric.save(url, {"model": model, "step": step}, async_=bool(step))
+        state = {"model": fabric.setup(Net()), "step": -1}
+        fabric.load(url, state)
+        pairs = zip(values(fabric, model).values(), values(fabric, state["model"]).values(), strict=True)
+        found[scheme] = state["step"] == 1 and all(torch.equal(one, two) for one, two in pairs)
+    found["own"] = outcome(lambda: fabric.save(f"objects://{folder}/objects", {"model": model, "x": object()}))
+    for url in ("memory://shared", "s3://bucket/run", "nonsense://bucket/run"):
+        found[url] = outcome(lambda url=url: fabric.save(url, {"model": model}))
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
+    for found in run_in_ranks(schemes, tmp_path, strategy=STRATEGIES[strategy]):
+        assert [found[scheme] for scheme in ("file", "local", "objects")] == [True] * 3
+        assert "builtins.object" in found["own"]
+        assert found["s3://bucket/run"].startswith("MissingDependencyError")
+        assert "s3fs" in found["s3://bucket/run"]
+        assert "nonsense" in found["nonsense://bucket/run"]
+        is_refused = "a file system that all ranks share" in found["memory://shared"]
+        assert is_refused if strategy == "fsdp" else found["memory://shared"] == "fine"
+    assert sorted(os.listdir(tmp_path)) == ["file", "local", "objects"]
+    if strategy == "fsdp":
+        kinds = sorted(name.rpartition(".")[2] for name in os.listdir(tmp_path / "objects"))
+        assert kinds == ["json"] * 3 + ["safetensors"] * 2, "the index, and two files of each rank, of one save"
 
 
 # -- C17: whole weights -----------------------------------------------------------------------------------------------

@@ -15,14 +15,12 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fabric._torch import around_local, local_tensor
-from fabric.checkpoint.state import memory_key
 from fabric.communicators import Communicator
 from fabric.tree import flatten, map_tensors
 
@@ -36,10 +34,10 @@ class PendingSave:
     ``load`` or ``load_raw``, or the end of the job. The checkpoint that was there before is untouched then.
 
     Attributes:
-        path: where it is saved to.
+        path: where it is saved to; a ``Path``, or what stands for one with a scheme.
     """
 
-    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+    def __init__(self, path: Any, write: Callable[[], None]) -> None:
         self.path = path
         self._is_raised = False
         # A process that ends waits for its thread.
@@ -153,6 +151,8 @@ class AsyncSaver:
 
 def full_copy(state: Any, full: Callable[[dict[str, Any]], dict[str, Any]], is_first: bool) -> dict[str, Any]:
     """A module's state with full tensors, on the CPU of the first rank; nothing on others. Collective, as ``full``."""
+    from fabric.checkpoint.state import memory_key  # which nothing needs before the first save
+
     copies: dict[Any, Any] = {}
     result = copy.copy(state) if is_first else {}
     for name, value in state.items():

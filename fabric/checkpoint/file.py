@@ -24,7 +24,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -35,12 +35,13 @@ from torch import Tensor
 from torch.serialization import get_crc32_options
 
 from fabric.checkpoint.state import tensor_bytes
+from fabric.checkpoint.storage import Location, RemotePath, locate
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import CheckpointError, CheckpointNotFoundError, FabricError, UnsafeCheckpointError
 
 __all__ = [
-    "CheckpointIO", "FullCheckpoint", "atomic_write", "gather_on_first", "not_found", "raise_on_any_rank_error",
-    "read_errors", "sync_folder", "write_errors", "write_safetensors", "write_summed",
+    "CheckpointIO", "FullCheckpoint", "atomic_write", "find", "gather_on_first", "local_copy", "not_found",
+    "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors", "write_summed",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -59,6 +60,7 @@ class CheckpointIO(Protocol):
 
     State is plain: tensors, numbers, strings, bytes, ``None`` and nested dicts, lists, tuples and sets of these. An
     implementation knows nothing of processes, modules or optimizers, and any object with these methods is accepted.
+    Where a user's path has a scheme, ``path`` is a :class:`fabric.checkpoint.storage.RemotePath`, whose ``str`` it is.
     """
 
     def save(self, state: Mapping[str, Any], path: Path) -> None:
@@ -99,7 +101,7 @@ class FullCheckpoint:
     crash at any moment leaves the old file or the new one. It is meant for one process to write and any number to read.
     """
 
-    def save(self, state: Mapping[str, Any], path: Path) -> None:
+    def save(self, state: Mapping[str, Any], path: Location) -> None:
         """Write ``state`` to the file ``path`` and return when it is on the disk.
 
         Tensors are written from where they lie; no copy of a CPU tensor is made. Tensors that share storage share it
@@ -116,7 +118,7 @@ class FullCheckpoint:
             # That of a module has the versions of its layers beside its entries.
             torch.save(state if type(state) is OrderedDict else dict(state), file)
 
-    def load(self, path: Path, *, weights_only: bool = True) -> dict[str, Any]:
+    def load(self, path: Location, *, weights_only: bool = True) -> dict[str, Any]:
         """Read a file that :meth:`save` or ``torch.save`` wrote, with every tensor on the CPU.
 
         The checksum of every record is compared first. Tensors are mapped from the file and read when they are used:
@@ -135,15 +137,17 @@ class FullCheckpoint:
         With ``weights_only=False``, whatever the code in the file raises is not converted.
         """
         request = f"load the checkpoint {str(path)!r}"
-        _require_file(request, path)
-        with read_errors(request):
-            is_archive = _verify(path)
-        # Else its errors are those of somebody else's code.
-        with read_errors(request) if weights_only else nullcontext():
+        with ExitStack() as stack:
+            with read_errors(request):
+                _require_file(request, path)
+                local = stack.enter_context(local_copy(path))
+                is_archive = _verify(local)
+            if weights_only:  # else its errors are those of somebody else's code
+                stack.enter_context(read_errors(request))
             try:
-                loaded: Any = torch.load(path, map_location="cpu", weights_only=weights_only, mmap=is_archive)
+                loaded: Any = torch.load(local, map_location="cpu", weights_only=weights_only, mmap=is_archive)
             except pickle.UnpicklingError as error:
-                names = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(path)
+                names = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(local)
                 if not (weights_only and names):  # somebody else's code, or damage
                     raise
                 raise UnsafeCheckpointError(
@@ -158,7 +162,7 @@ class FullCheckpoint:
             raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
         return loaded
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Location) -> None:
         """Delete the file ``path``.
 
         Raises:
@@ -166,7 +170,7 @@ class FullCheckpoint:
             CheckpointError: it is a folder.
         """
         _require_file(f"remove the checkpoint {str(path)!r}", path)
-        os.unlink(path)
+        path.unlink()
 
     def wait(self) -> None:
         """Return at once: :meth:`save` has already waited for the disk."""
@@ -243,8 +247,15 @@ read_errors = partial(
 )
 
 
+def find(request: str, path: str | os.PathLike[str], default: bool) -> tuple[Any, bool]:
+    """What a user's path means, and whether that is a folder; ``default`` where there is nothing."""
+    found = locate(path)
+    with read_errors(request):
+        return found, found.is_dir() or (default and not found.exists())
+
+
 @contextmanager
-def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def atomic_write(path: Location) -> Iterator[BinaryIO]:
     """Yield a binary file whose content takes the place of ``path`` when the block ends without an error.
 
     When the block raises, or the process dies at any point, ``path`` keeps its old content. Folders that are missing
@@ -252,13 +263,18 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     link is followed, as ``open`` would: the file that it points to is replaced and the link stays.
 
     Raises:
-        CheckpointError: ``path`` is a folder, or the file system refuses (permissions, no space left).
+        CheckpointError: ``path`` is a folder or a device, or the file system refuses (permissions, no space left).
     """
-    request = f"write {os.fspath(path)!r}"
+    request = f"write {str(path)!r}"
+    if isinstance(path, RemotePath):
+        with write_errors(request), path.replace() as file:
+            yield file
+        return
     target = Path(os.path.realpath(path))
     with write_errors(request):
-        if target.is_dir():
-            raise CheckpointError(request, "there is a folder of that name", "the path of a file")
+        if target.exists() and not target.is_file():
+            kind = "folder" if target.is_dir() else "device or a pipe"
+            raise CheckpointError(request, f"there is a {kind} of that name", "the path of a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_temporaries(target)
         _drop_from_memory(target)
@@ -333,7 +349,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def not_found(request: str, path: Path, kind: str) -> CheckpointError:
+def local_copy(path: Location) -> AbstractContextManager[Path]:
+    """A context in which the content of ``path`` is in a local file; what is mapped of it stays afterward."""
+    return path.local_copy() if isinstance(path, RemotePath) else nullcontext(path)
+
+
+def not_found(request: str, path: Location, kind: str) -> CheckpointError:
     """The error for a checkpoint that is not there, with what the same folder has under similar names."""
     found: list[str] = []
     with suppress(OSError):
@@ -378,8 +399,8 @@ def _drop_from_memory(target: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _require_file(request: str, path: Path) -> None:
-    if os.path.isdir(path):
+def _require_file(request: str, path: Location) -> None:
+    if path.is_dir():
         raise CheckpointError(
             request,
             "it is a folder",
@@ -387,7 +408,7 @@ def _require_file(request: str, path: Path) -> None:
             f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
             f"or, in a shell, fabric consolidate {path}, which makes one file of it",
         )
-    if not os.path.isfile(path):
+    if not path.is_file():
         raise not_found(request, path, "file")
 
 

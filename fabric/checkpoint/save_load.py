@@ -1,13 +1,11 @@
 """Saving and loading by all ranks of a job: what fails on one of them is an error on every one."""
 
 import copy
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric.checkpoint.async_save import AsyncSaver, PendingSave, full_copy
-from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, gather_on_first, raise_on_any_rank_error
+from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, find, gather_on_first, raise_on_any_rank_error
 from fabric.checkpoint.sharded import ShardedCheckpoint, StoredCheckpoint
 from fabric.checkpoint.state import (
     FORMAT_VERSION,
@@ -31,6 +29,7 @@ from fabric.checkpoint.state import (
     read_metadata,
     uncompiled_state,
 )
+from fabric.checkpoint.storage import locate
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import rng_state, set_rng_state
@@ -63,7 +62,7 @@ class CheckpointCoordinator:
 
     def save(
         self,
-        path: Path,
+        path: Any,
         state: Mapping[str, Any],
         filter: Filter | None,
         trainable_only: bool = False,
@@ -79,7 +78,7 @@ class CheckpointCoordinator:
         # The state dict of a module, which others load as it is: nothing is added to one file of it.
         is_bare = not sharded and type(state) in (dict, OrderedDict) and {*map(type, state.values())} == {Tensor}
         state = {"": state} if is_bare else state
-        contents = self._agreed(request, lambda: self.access.read(state))
+        target, contents = self._agreed(request, lambda: (locate(path), self.access.read(state)))
         contents = contents if sharded else self.access.full(contents)
         # The format of shards checks the content itself, once it has taken the DTensors out.
         entries = self._agreed(request, lambda: collect(state, contents, filter, trainable_only, not sharded))
@@ -97,22 +96,22 @@ class CheckpointCoordinator:
 
         def write(content: Mapping[str, Any], communicator: Communicator) -> None:
             if isinstance(io, ShardedCheckpoint):
-                io.save(content, path, communicator, own)
+                io.save(content, target, communicator, own)
             else:
-                raise_on_any_rank_error(communicator, request, lambda: io.save(content, path) if is_first else None)
+                raise_on_any_rank_error(communicator, request, lambda: io.save(content, target) if is_first else None)
 
         if not async_:
             write(content, self.communicator)
             return None
-        path = Path(os.path.abspath(path))  # the process may go to another folder meanwhile
+        target = target.absolute()  # the process may go to another folder meanwhile
         group = self.saver.group()
         staged = self._agreed(request, lambda: self.saver.buffers.copy(content))
-        self.saver.pending = PendingSave(path, lambda: write(staged, group))
+        self.saver.pending = PendingSave(target, lambda: write(staged, group))
         return self.saver.pending
 
     def load(
         self,
-        path: Path,
+        path: Any,
         state: MutableMapping[str, Any] | None,
         strict: bool,
         rng: bool,
@@ -129,20 +128,20 @@ class CheckpointCoordinator:
         request = f"fabric.load{'_raw' if is_raw else ''}({str(path)!r}, ...)"
         self._join_pending()
         io = self.io
+        source, is_folder = self._agreed(request, lambda: find(request, path, isinstance(io, ShardedCheckpoint)))
         if isinstance(io, FullCheckpoint | ShardedCheckpoint):
-            is_folder = os.path.isdir(path) if os.path.exists(path) else isinstance(io, ShardedCheckpoint)
             # As rank 0 sees it. A folder is no bare state dict, as the format of one file says.
             io = own_format(self.communicator.broadcast_object(is_folder and not is_raw, 0))
         if not weights_only and not isinstance(io, FullCheckpoint):
             problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
-        stored = io.open(path, self.communicator) if isinstance(io, ShardedCheckpoint) else None
+        stored = io.open(source, self.communicator) if isinstance(io, ShardedCheckpoint) else None
         targets = {} if state is None else state
 
         def prepare() -> _Prepared:
             if stored is not None:
                 return self._prepare_shards(stored, state, strict)
-            loaded = io.load(path) if weights_only else FullCheckpoint().load(path, weights_only=False)
+            loaded = io.load(source) if weights_only else FullCheckpoint().load(source, weights_only=False)
             if is_raw:
                 if METADATA_KEY in loaded:
                     problem = "the file is a checkpoint with entries, no state dict itself"

@@ -22,6 +22,7 @@ What has to be in memory at once is one part of one tensor. The price is room on
 
 import json
 import os
+import secrets
 import tempfile
 import zlib
 from collections import Counter, defaultdict
@@ -56,6 +57,7 @@ from fabric.checkpoint.state import (
     listed,
     local_chunks,
 )  # fmt: skip
+from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -84,7 +86,7 @@ class ShardedCheckpoint:
     def save(
         self,
         state: Mapping[str, Any],
-        path: Path,
+        path: Location,
         communicator: Communicator = _ALONE,
         per_rank: Mapping[str, Any] | None = None,
     ) -> None:
@@ -113,6 +115,9 @@ class ShardedCheckpoint:
             return raise_on_any_rank_error(communicator, request, write_errors(request)(action))
 
         entries = {name: content for name, content in state.items() if name != METADATA_KEY}
+        if communicator.size > 1 and str(path).startswith("memory:"):
+            problem = "each process has memory of its own, and no other could read what this one writes there"
+            raise CheckpointError(request, problem, "a file system that all ranks share")
         tree, own_kept, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
             target = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
@@ -146,7 +151,7 @@ class ShardedCheckpoint:
 
             agreed(commit)
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Location) -> dict[str, Any]:
         """Read what :meth:`save` wrote, in full, with every tensor on the CPU. Never runs code that the folder holds.
 
         Raises:
@@ -156,7 +161,7 @@ class ShardedCheckpoint:
         stored = self.open(path)
         return stored.load(stored.content)
 
-    def open(self, path: Path, communicator: Communicator = _ALONE) -> StoredCheckpoint:
+    def open(self, path: Location, communicator: Communicator = _ALONE) -> StoredCheckpoint:
         """What the folder ``path`` holds, without its tensors. Collective with a communicator.
 
         Raises:
@@ -169,7 +174,7 @@ class ShardedCheckpoint:
         )
         return StoredCheckpoint(request, path, communicator.broadcast_object(index, 0))
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Location) -> None:
         """Delete the checkpoint in the folder ``path``, and the folder unless it holds anything else.
 
         Raises:
@@ -260,7 +265,7 @@ def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> s
 
 
 def _write_rank(
-    folder: Path, save: str, rank: int, tensors: Mapping[str, Tensor], per_rank: Mapping[str, Any] | None
+    folder: Location, save: str, rank: int, tensors: Mapping[str, Tensor], per_rank: Mapping[str, Any] | None
 ) -> _Files:
     """Write the data files of one rank."""
     parts: defaultdict[int, dict[str, tuple[list[int], Tensor]]] = defaultdict(dict)
@@ -281,7 +286,11 @@ def _write_rank(
 
 
 @contextmanager
-def _data_file(folder: Path, name: str) -> Iterator[BinaryIO]:
+def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
+    if isinstance(folder, RemotePath):
+        with (folder / name).replace() as file:
+            yield file
+        return
     with open(folder / f"{name}.tmp", "wb") as file:
         yield file
         file.flush()
@@ -300,7 +309,7 @@ def _is_writer(tensor: Any, rank: int) -> bool:
 
 
 @contextmanager
-def _replace_folder(request: str, path: Path) -> Iterator[tuple[Path, str, BinaryIO]]:
+def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, str, BinaryIO]]:
     """Yield a folder to fill, the number of the save, and the index to write then; see ``[Note: commit of a folder]``.
 
     Of several processes that fill it, one calls this. When the block raises, nothing has changed.
@@ -308,18 +317,20 @@ def _replace_folder(request: str, path: Path) -> Iterator[tuple[Path, str, Binar
     Raises:
         CheckpointError: ``path`` is a file, or its index is not of fabric, or the file system refuses.
     """
-    target = Path(os.path.realpath(path))
-    if target.is_file():
-        raise CheckpointError(request, "there is a file of that name", "the path of a folder")
+    target = path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
     is_new = not target.exists()
-    if (target / _INDEX).exists():
+    if not is_new and not target.is_dir():
+        raise CheckpointError(request, "there is a file of that name", "the path of a folder")
+    if (target / _INDEX).is_file():
         _read_index(request, target)  # what somebody else wrote is not replaced
     try:
         with atomic_write(target / _INDEX) as index:
-            if is_new:
+            if not is_new:
+                _clean(target)
+            elif isinstance(target, Path):
                 sync_folder(target.parent)
-            _clean(target)
-            yield target, Path(index.name).name.split(".")[-2], index
+            save = Path(index.name).name.split(".")[-2] if isinstance(target, Path) else secrets.token_hex(6)
+            yield target, save, index
     except BaseException:
         with suppress(OSError):
             _clean(target)
@@ -331,19 +342,20 @@ def _replace_folder(request: str, path: Path) -> Iterator[tuple[Path, str, Binar
         _clean(target)
 
 
-def _clean(folder: Path) -> None:
+def _clean(folder: Location) -> None:
     """Finish the last commit, and remove what is left of other saves, but what a living process is writing."""
-    ended: list[tuple[Path, str]] = []
+    ended: list[tuple[Location, str]] = []
     for entry in folder.iterdir():
         found = DATA_NAME.fullmatch(entry.name)
-        if found and not (folder / f".{_INDEX}.{found[1]}.tmp").exists():
+        writer = folder / f".{_INDEX}.{found[1]}.tmp" if found else folder
+        if found and (isinstance(writer, RemotePath) or (entry.is_file() and not writer.exists())):
             ended.append((entry, found[1]))
     # Read last: a save that another process has committed meanwhile is the current one by now.
-    current = _read_index("save a sharded checkpoint", folder)[0] if (folder / _INDEX).exists() else ""
+    current = _read_index("save a sharded checkpoint", folder)[0] if (folder / _INDEX).is_file() else ""
     for entry, save in ended:
         if save != current:
             entry.unlink(missing_ok=True)
-        elif entry.suffix == ".tmp":
+        elif isinstance(entry, Path) and entry.suffix == ".tmp":
             with suppress(FileNotFoundError):  # whoever committed it has just done it
                 os.replace(entry, entry.with_suffix(""))
 
@@ -355,7 +367,7 @@ def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
 
 
-def _read_index(request: str, path: Path) -> tuple[str, bytes]:
+def _read_index(request: str, path: Location) -> tuple[str, bytes]:
     """Which save the folder ``path`` holds, and what else its index says, as JSON.
 
     Raises:
@@ -366,25 +378,26 @@ def _read_index(request: str, path: Path) -> tuple[str, bytes]:
         raise _absent(request, path)
     with read_errors(request):
         header, _, body = (path / _INDEX).read_bytes().partition(b",\n")
+        if not header.startswith(f'{{"format": "{_FORMAT}"'.encode()):
+            problem = f"its {_INDEX} is not one that fabric wrote, or is damaged"
+            raise CheckpointError(request, problem, "a folder of its own for each checkpoint")
         fields = json.loads(header + b"}")
-        if fields["format"] != _FORMAT:
-            raise ValueError(f"its {_INDEX} is not one of fabric's")
         check_version(request, fields["version"])
         if fields["crc32"] != zlib.crc32(fields["save"].encode() + body):
             raise ValueError(f"the checksum of its {_INDEX} does not match")
         return fields["save"], b"{" + body
 
 
-def _absent(request: str, path: Path) -> CheckpointError:
+def _absent(request: str, path: Location) -> CheckpointError:
     if not path.exists():
         return not_found(request, path, "folder")
     problem, suggestion = f"it is a folder without an {_INDEX}: no save into it has ended", "a save that has ended"
     if path.is_file():
         problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
-    elif found := sorted(one.parent for name in (".metadata", "*/.metadata") for one in path.glob(name)):
+    elif isinstance(path, Path) and (found := sorted(path.glob(".metadata")) + sorted(path.glob("*/.metadata"))):
         problem = "torch.distributed.checkpoint wrote it, without fabric"
         tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-        suggestion = " && ".join(f"{tool} {one} {one}.pt" for one in found)
+        suggestion = " && ".join(f"{tool} {one.parent} {one.parent}.pt" for one in found)
         # Lightning and Accelerate write what is no tensor into files beside the shards.
         if others := sorted(str(one) for one in path.iterdir() if one.is_file() and not one.name.endswith(_OF_TORCH)):
             suggestion += f"; what else was saved is in {listed(others)}"

@@ -11,14 +11,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.file import read_errors
+from fabric.checkpoint.file import local_copy, read_errors
 from fabric.checkpoint.state import METADATA_KEY, local_chunks, tensor_bytes, unflatten_state
+from fabric.checkpoint.storage import Location
 from fabric.errors import CheckpointError
 
 __all__ = ["DATA_NAME", "StoredCheckpoint"]
@@ -47,7 +47,7 @@ class StoredCheckpoint:
         CheckpointError: as for :meth:`ShardedCheckpoint.load`.
     """
 
-    def __init__(self, request: str, path: Path, index: bytes) -> None:
+    def __init__(self, request: str, path: Location, index: bytes) -> None:
         self._request, self._path = request, path
         self._files: dict[str, Tensor] = {}
         with read_errors(request):
@@ -154,7 +154,8 @@ class StoredCheckpoint:
             path = path if path.exists() else self._path / name
             if not path.is_file():
                 raise ValueError(f"there is no {name}")
-            content = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
+            with local_copy(path) as local:
+                content = torch.from_file(str(local), shared=False, size=local.stat().st_size, dtype=torch.uint8)
             if zlib.crc32(tensor_bytes(content)) != self._index["files"][name][0]:
                 raise ValueError(f"the checksum of {name} does not match")
             self._files[name] = content
