@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 72,
-    "code lines": 10_224,
-    "tokens": 100_141,
+    "code lines": 10_329,
+    "tokens": 101_142,
     "code lines of the core": 2_962,
     "tokens of the core": 27_964,
     "raw lines of a file": 450,
