@@ -13,13 +13,13 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 72,
-    "code lines": 10_329,
-    "tokens": 101_142,
-    "code lines of the core": 2_962,
-    "tokens of the core": 27_964,
+    "files": 73,
+    "code lines": 10_433,
+    "tokens": 102_203,
+    "code lines of the core": 2_968,
+    "tokens of the core": 28_024,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 900,
+    "raw lines of _fabric.py": 903,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
