@@ -25,6 +25,7 @@ from fabric.clipping import clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.data import FabricDataLoader, gather_batch
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
+from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher
@@ -496,6 +497,13 @@ class Fabric:
         """
         models = set_up_modules("no_backward_sync", module)
         return without_sync(self.strategy, [model._fabric_prepared for model in models], enabled)
+
+    def ema(
+        self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
+    ) -> ExponentialMovingAverage:
+        """Averages of a set-up module's weights; see :class:`fabric.ema.ExponentialMovingAverage`. Not a collective."""
+        [model] = set_up_modules("ema", module)
+        return ExponentialMovingAverage(model, decay, buffers)
 
     def join(
         self, module: FabricModule | Sequence[FabricModule], *, divide_by_initial_world_size: bool = True

@@ -177,7 +177,7 @@ class FabricModule(nn.Module):
             raise UsageError(
                 "a copy or a pickle of the model",
                 "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
-                suggestion="a second model, set up with fabric.setup_module(ema_model); or fabric.save",
+                suggestion="fabric.ema(model) for averaged weights; fabric.save(path, {'model': model}) for a copy",
             )
         return self._fabric_module, prepared, self._fabric_precision, self._fabric_device, self._fabric_marked
 

@@ -21,7 +21,7 @@ LAYERS = [
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
     ["module"],
-    ["_session"],
+    ["_session", "ema"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],
     ["__main__"],

@@ -67,6 +67,7 @@ class GradientContract:
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
         explain: adds a note to an error of torch that says what to do about it.
+        reshard: frees gathered parameters, so that the next forward pass gathers them anew from their shards.
     """
 
     module: nn.Module
@@ -83,6 +84,7 @@ class GradientContract:
     is_sharded: bool = False
     casts: bool = False
     explain: Callable[[BaseException], object] = bool
+    reshard: Callable[[], object] = bool
 
     def check_conversion(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raise a UsageError if a method of modules would change the dtype in which gradients are synchronized."""

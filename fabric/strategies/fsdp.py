@@ -291,16 +291,16 @@ class FSDPStrategy(ParallelStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
         forward, sharded = self._forwards[id(root)], dict(root.named_parameters())
-        contract = super().gradient_contract(prepared)
         return replace(
-            contract,
-            title=contract.title.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
+            super().gradient_contract(prepared),
+            title=type(root).__name__.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
             synchronizes=lambda: forward.unsharded.synchronizes,
             gradients_differ=True,
             replicated=lambda: {name: each for name, each in sharded.items() if each in forward.unsharded.parameters},
             unreduced=lambda: [*unreduced_parameters(root), *forward.unsharded.unreduced],
+            reshard=partial(forward.reshard, wait=self.cpu_offload is not None and self.root_device.type != "cpu"),
             casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
         )
 
@@ -370,6 +370,13 @@ class ShardedForward:
             self.unsharded.synchronizes = before
             self.root.set_requires_gradient_sync(before)
 
+    def reshard(self, wait: bool = False) -> None:
+        """Free gathered parameters; ``wait`` until no shard is being copied from the host any more."""
+        for part in self._sharded:
+            part.reshard()
+        if wait:
+            torch.accelerator.synchronize()
+
     def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
         # In the backward pass the user's own activation checkpointing calls parts again.
         if self._depth or in_backward():
@@ -416,8 +423,7 @@ class ShardedForward:
             self._forget()
         elif not torch.is_grad_enabled():
             # No backward pass will do it, and a change of whole parameters would be lost.
-            for part in self._sharded:
-                part.reshard()
+            self.reshard()
 
     def _forget(self) -> None:
         """Forget a pass that raised, where torch can."""

@@ -58,6 +58,11 @@ _EXPLANATIONS = {
         "first derivatives, and no change in place of what an FSDP module returned",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
+    "FSDP does not support deepcopy": (
+        "a copy of this rank's shards is no model",
+        "averaged weights, or a checkpoint",
+        "fabric.ema(model) for torch's AveragedModel; fabric.save(path, {'model': model}) for a copy",
+    ),
     "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
         "torch has no such operation for what is sharded",
         "dense gradients, and optimizers whose step is the same for each element",
