@@ -496,6 +496,8 @@ class Fabric:
         set-up module or several, and does nothing unless ``enabled``.
         """
         models = set_up_modules("no_backward_sync", module)
+        if self._session is not None and self._session.scaler is not None:
+            self._session.scaler.accumulates |= enabled
         return without_sync(self.strategy, [model._fabric_prepared for model in models], enabled)
 
     def ema(

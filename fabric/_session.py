@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -67,9 +67,9 @@ class Session:
         self.stop_request = self._parts.enter_context(closing(StopRequest()))
         self.scaler: LossScaler | None = None
         if plan.precision.loss_scaling:
-            agree = self._agree_on_overflow if world.world_size > 1 else None
+            agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None
             self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, max_over_ranks=agree)))
-        self._gradients_differ = False
+            self.scaler.gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
@@ -128,7 +128,8 @@ class Session:
         with self.phase(f"setup of {type(module).__name__}"):
             prepared = self.strategy.setup_module(module)
         contract = self.strategy.gradient_contract(prepared)
-        self._gradients_differ |= contract.gradients_differ
+        if self.scaler is not None:
+            self.scaler.gradients_differ |= contract.gradients_differ
         hooks = Hooks() if self._recorder is None else self._recorder.hooks(f"forward of {contract.title}")
         guard = self._bypass.watch(contract, prepared, hooks)
         model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, hooks, contract, guard)
@@ -280,9 +281,6 @@ class Session:
 
     def _contracts(self) -> list[GradientContract]:
         return [model._fabric_contract for model in self.modules]
-
-    def _agree_on_overflow(self, found: Tensor) -> Tensor:
-        return all_reduce(self.runtime.communicator, found, Reduce.MAX) if self._gradients_differ else found
 
 
 def set_up_modules(method: str, modules: Any) -> list[FabricModule]:

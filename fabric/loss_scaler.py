@@ -49,8 +49,12 @@ class LossScaler:
         device: where the loss is.
         init_scale: first scale.
         growth_interval: number of good steps in a row after which it grows.
-        max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; given when ranks may hold
-            different gradients, so that an overflow on one of them skips the step on all.
+        max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; None in a single process.
+
+    Attributes:
+        gradients_differ: whether ranks step with different gradients, so that an overflow on one of them skips the
+            step on all.
+        accumulates: whether some backward passes leave gradients that are not synchronized yet.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
         self._growth_interval, self._max_over_ranks = growth_interval, max_over_ranks
+        self.gradients_differ, self.accumulates = True, False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
 
@@ -127,7 +132,8 @@ class LossScaler:
             unscale_and_check(grads, found_here, inverse.to(grads[0].device))
             if found_here is not found:  # gradients on another device than the scale
                 found = torch.maximum(found, found_here.to(found.device))
-        state.found_inf = found if self._max_over_ranks is None else self._max_over_ranks(found)
+        agree = self._max_over_ranks if self.gradients_differ else None
+        state.found_inf = found if agree is None else agree(found)
         state.stage = _Stage.UNSCALED
         return bool(state.found_inf)
 
@@ -175,7 +181,7 @@ class LossScaler:
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.stage is _Stage.SCALED]
         holds = any(bool(grad.any()) for optimizer in waiting for grads in _gradients(optimizer) for grad in grads)
-        if not waiting or self._max_over_ranks is None:
+        if not waiting or self._max_over_ranks is None or not (self.gradients_differ or self.accumulates):
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))

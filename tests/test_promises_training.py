@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from fabric import Fabric
-from tests.models import Net
+from fabric.errors import RankFailedError
+from tests.models import Net, OneWeight
 from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
@@ -284,3 +285,52 @@ def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(s
     for results in run_in_ranks(without_values, str(tmp_path / "model"), strategy=strategy):
         assert "these are not a number before the first step: first.weight, first.bias" in results["none"]
         assert results["checkpoint"] == "fine"
+
+
+# -- what else the ranks have to agree on -----------------------------------------------------------------------------
+
+
+def scale_of(fabric: Fabric) -> str:
+    return fabric.describe().rpartition("loss scale")[2].strip()
+
+
+def accumulating(fabric: Fabric) -> list[str]:
+    first, second = (OneWeight(), OneWeight())
+    model, optimizer = fabric.setup(first, sgd(first.parameters()))
+    other, waiting = fabric.setup(second, sgd(second.parameters()))
+    scales = []
+    for _ in range(3):
+        with fabric.no_backward_sync(other):
+            fabric.backward(other(X[0] * fabric.global_rank))  # its gradients are zero on rank 0
+        scales.append(scale_of(fabric))
+        fabric.backward(model(X[0] * float("inf")))
+        optimizer.step()
+        optimizer.zero_grad()
+    waiting.zero_grad()
+    return scales
+
+
+def test_b8_ranks_have_the_same_loss_scale_while_one_of_two_optimizers_accumulates() -> None:
+    first, second = run_in_ranks(accumulating, precision="16-mixed")
+    assert first == second == ["65536"] * 3
+
+
+def one_iteration_more(fabric: Fabric, where: str) -> str:
+    net = Net()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    loader = fabric.setup_dataloaders(
+        DataLoader(TensorDataset(torch.ones(16, 4)), batch_size=2, shuffle=where != "in order")
+    )
+    if fabric.global_rank == 0 or where == "everywhere":
+        next(iter(loader))
+    for (x,) in loader:
+        fabric.backward(model(x).sum())
+        optimizer.step()
+    return "fine"
+
+
+def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order() -> None:
+    for where in ("everywhere", "in order"):
+        assert run_in_ranks(one_iteration_more, where) == ["fine"] * 2
+    with pytest.raises(RankFailedError, match=r"in iteration \d over its loader and rank \d in iteration \d"):
+        run_in_ranks(one_iteration_more, "on rank 0")

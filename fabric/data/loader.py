@@ -64,7 +64,7 @@ class FabricDataLoader:
         name: str = "0",
         seed_workers: bool = True,
         active: list[ActiveIterator] | None = None,
-        on_epoch: Callable[[str, EpochState, int | None], None] | None = None,
+        on_epoch: Callable[[str, EpochState, int | None, bool], None] | None = None,
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
 
@@ -152,7 +152,8 @@ class FabricDataLoader:
         if self._on_epoch is not None:
             # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
-            self._on_epoch(self._name, state, length if spec.base_seed is None else 0)
+            has_orders = spec.num_replicas > 1 and bool(spec.streams or self._targets)
+            self._on_epoch(self._name, state, length if spec.base_seed is None else 0, has_orders)
         if saved is not None:
             # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
             # again, that decides where the sampler's own generators go on.

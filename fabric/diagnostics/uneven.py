@@ -34,6 +34,8 @@ class _Iteration:
     length: int | None
     unseen: list[int]
     """Neighbors whose length is not known yet."""
+    has_orders: bool = False
+    """Whether each iteration has its own order, of which the ranks have shares."""
     is_checked: bool = False
     """Whether its end has been."""
 
@@ -63,18 +65,19 @@ class UnevenInputDetector:
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
 
-    def on_epoch(self, loader: str, progress: Any, length: int | None) -> None:
+    def on_epoch(self, loader: str, progress: Any, length: int | None, has_orders: bool = False) -> None:
         """Note that an iteration over a loader begins.
 
         Args:
             loader: its name, the same on all ranks.
             progress: of the iteration; counts the batches that it has ``received``, and says when it has ``finished``.
             length: number of batches that it will have; None when that is not known.
+            has_orders: whether the ranks share an order that is another one in each iteration.
         """
         self._begun[loader] = number = self._begun.get(loader, 0) + 1
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
         self._store.publish(f"batches/{loader}", [number, length])
-        self._latest = _Iteration(loader, number, progress, length, list(self._neighbors))
+        self._latest = _Iteration(loader, number, progress, length, list(self._neighbors), has_orders)
         self._watch()
 
     def on_forward(self, guard: BypassGuard) -> None:
@@ -94,13 +97,17 @@ class UnevenInputDetector:
         if latest is None:
             return
         is_first = latest is not self._trained and latest.progress.received > 0 and not latest.progress.finished
+        # Else the ranks may well be in different iterations.
+        same_iteration = is_first and latest.has_orders and not self._lengths_differ
         if is_first:
             self._trained = latest
         if self._trained is not None and self._trained.unseen:
             self._compare_lengths(self._trained)
         if not is_first and not self._lengths_differ:
             return
-        self._store.publish(f"step/{self._generation}", [self._steps, between])
+        self._store.publish(f"step/{self._generation}", [self._steps, between, latest.loader, latest.number])
+        if same_iteration:
+            self._check_numbers(latest)
         ends = self._store.read(f"end/{self._generation}", self._neighbors)
         for other, (steps, collectives, batches) in ends.items():
             if steps == self._steps - 1 and between < collectives:
@@ -185,6 +192,17 @@ class UnevenInputDetector:
             "model.module(x), or the end of the with block, for a pass without gradients",
         )
 
+    def _check_numbers(self, own: _Iteration) -> None:
+        for other, (steps, _, loader, number) in self._store.read(f"step/{self._generation}", self._neighbors).items():
+            if steps == self._steps and loader == own.loader and number != own.number:
+                raise UsageError(
+                    f"step {steps} of rank {self._rank}",
+                    f"it is in iteration {own.number} over its loader and rank {other} in iteration {number}: their "
+                    "batches are shares of different orders, so that samples are seen twice or never",
+                    "iter(loader) equally often on all ranks",
+                    "next(iter(loader.original)) for a look at a batch on one rank",
+                )
+
     def _check_ends(self, is_end: bool = False) -> None:
         """Compare for the iterations that have ended since; the end of the job counts as one more collective."""
         collectives = self._recorder.counts[JOB] - self._counted + is_end
@@ -198,7 +216,7 @@ class UnevenInputDetector:
                 continue
             batches = iteration.progress.received
             self._store.publish(f"end/{self._generation}", [self._steps, collectives, batches])
-            for other, (steps, between) in self._store.read(f"step/{self._generation}", self._neighbors).items():
+            for other, (steps, between, *_) in self._store.read(f"step/{self._generation}", self._neighbors).items():
                 if steps == self._steps + 1 and between < collectives:
                     request = f"a collective, or the end of the job, after step {self._steps} of rank {self._rank}"
                     self._refuse(request, self._rank, batches, other)
