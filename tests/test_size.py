@@ -14,10 +14,10 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 73,
-    "code lines": 10_433,
-    "tokens": 102_203,
+    "code lines": 10_452,
+    "tokens": 102_390,
     "code lines of the core": 2_968,
-    "tokens of the core": 28_024,
+    "tokens of the core": 28_056,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 903,
     "code lines of a class": 200,  # but Fabric, which is a line a method
