@@ -84,13 +84,14 @@ def _parser() -> argparse.ArgumentParser:
         "consolidate",
         help="make one file of a sharded checkpoint",
         description="Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads "
-        "under any strategy; or the weights of a model to a .safetensors file.",
+        "under any strategy; or the weights of a model to a .safetensors file, or to a folder of these.",
         allow_abbrev=False,
     )
     add = command.add_argument
-    add("directory", metavar="DIR", type=Path, help="the sharded checkpoint")
+    add("directory", metavar="DIR", help="the sharded checkpoint")
     add("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR.pt)")
-    add("--key", metavar="ENTRY", help="with .safetensors: the entry to write (default: the only one that can be)")
+    add("--key", metavar="ENTRY", help="with weights: the entry to write (default: the only one that can be)")
+    add("--max-shard-gb", metavar="GB", type=float, help="a folder for Hugging Face's libraries (default: DIR-weights)")
     command.set_defaults(command=_consolidate, parser=command)
     return parser
 
@@ -108,7 +109,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     """``fabric consolidate``."""
     from fabric.checkpoint.sharded import consolidate
 
-    output = consolidate(options.directory, options.output, options.key)
+    output = consolidate(options.directory, options.output, options.key, options.max_shard_gb)
     print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
     return 0
 

@@ -180,7 +180,7 @@ def test_a_parameter_whose_name_safetensors_keeps_for_itself_is_an_error(path):
 
 def test_a_key_for_a_file_of_all_entries_is_an_error(path, state):
     save(state, path)
-    with pytest.raises(ConfigurationError, match="safetensors"):
+    with pytest.raises(ConfigurationError, match="weights alone"):
         consolidate(path, key="model")
 
 

@@ -1,6 +1,7 @@
 """Promises about checkpoints: compiled models, loads that fail late, odd paths, object stores, and whole weights."""
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,12 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
+from fabric.cli import main
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
@@ -389,3 +392,29 @@ def whole(fabric: Fabric, folder: Path) -> Any:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_c17_get_state_dict_is_whole_on_rank_0_and_a_copy(strategy: str, tmp_path: Path) -> None:
     assert run_in_ranks(whole, tmp_path, strategy=STRATEGIES[strategy]) == [True, True]
+
+
+@pytest.mark.parametrize(("limit", "files"), [("0.000001", 2), ("0.0000003", 5), ("5", 1)])
+def test_c17_consolidate_writes_a_folder_for_hugging_face(
+    limit: str, files: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {f"layer.{number}": torch.randn(10, 10) for number in range(4)}
+    weights["wide"] = torch.randn(2)
+    ShardedCheckpoint().save({"model": weights, "step": 1}, tmp_path / "run")
+    output = tmp_path / "run-weights"
+    assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", limit]) == 0
+    names = sorted(os.listdir(output))
+    found = {}
+    for name in (name for name in names if name.endswith(".safetensors")):
+        part = load_file(output / name)
+        assert sum(each.nbytes for each in part.values()) <= float(limit) * 1e9 or len(part) == 1
+        found |= dict.fromkeys(part, name)
+        assert all(torch.equal(value, weights[key]) for key, value in part.items())
+    assert found.keys() == weights.keys()
+    index = json.loads((output / "model.safetensors.index.json").read_text())
+    assert index == {"metadata": {}, "weight_map": found}
+    assert len(names) == files + 1
+    assert f"model-00001-of-{files:05}.safetensors" in names
+    assert main(["consolidate", str(tmp_path / "run"), "--max-shard-gb", "5"]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert sorted(os.listdir(output)) == names

@@ -57,7 +57,7 @@ from fabric.checkpoint.state import (
     listed,
     local_chunks,
 )  # fmt: skip
-from fabric.checkpoint.storage import Location, RemotePath
+from fabric.checkpoint.storage import Location, RemotePath, locate
 from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -192,46 +192,77 @@ class ShardedCheckpoint:
         """Return at once: :meth:`save` has already waited for the disk."""
 
 
-def consolidate(directory: Path, output: Path | None = None, key: str | None = None) -> Path:
-    """Write the content of a sharded checkpoint to one file, in one process.
+def consolidate(
+    directory: str | os.PathLike[str],
+    output: Path | None = None,
+    key: str | None = None,
+    max_shard_gb: float | None = None,
+) -> Path:
+    """Write the content of a sharded checkpoint to one file, or its weights to several, in one process.
 
     Args:
         directory: the sharded checkpoint; it stays as it is.
         output: the file, which is replaced if it exists; None for ``directory`` with ``.pt`` behind it. With the suffix
             ``.safetensors`` the weights of one model are written, else all entries, as
             :class:`fabric.checkpoint.FullCheckpoint` writes them.
-        key: for ``.safetensors``, which entry is the model; None for the only one that can be.
+        key: for weights, which entry is the model; None for the only one that can be.
+        max_shard_gb: write weights to a folder ``output`` (None for ``directory`` with ``-weights`` behind it), as
+            Hugging Face's libraries read them: files of at most so many GB, or one tensor, and their index.
 
     Returns:
-        The file that was written.
+        The file or folder that was written.
 
     Raises:
         CheckpointNotFoundError: there is no sharded checkpoint at ``directory``.
-        CheckpointError: it is damaged, or the file cannot be written; what was there before is untouched.
+        CheckpointError: it is damaged, or the file cannot be written, or the folder of weights exists; what was there
+            before is untouched.
         ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
             a file that holds all entries.
     """
-    output = output or Path(f"{os.path.abspath(directory)}.pt")
-    request = f"fabric consolidate {directory} -o {output}" + (f" --key {key}" if key else "")
-    stored = ShardedCheckpoint().open(directory)
+    source = locate(directory)
+    base = os.path.abspath(source if isinstance(source, Path) else source.name)
+    output = output or Path(base + (".pt" if max_shard_gb is None else "-weights"))
+    request = f"fabric consolidate {source} -o {output}" + (f" --key {key}" if key else "")
+    if max_shard_gb is not None and output.exists():
+        raise CheckpointError(request, f"{str(output)!r} exists, and weights that stay there would be read too")
+    stored = ShardedCheckpoint().open(source)
     names = list(stored.content)
-    if output.suffix == ".safetensors":
+    if max_shard_gb is not None or output.suffix == ".safetensors":
         key = _model_entry(request, stored.content, key)
         names = [key]
     elif key is not None:
-        raise ConfigurationError(request, "--key chooses the model for .safetensors; other files hold all entries")
+        raise ConfigurationError(request, "--key chooses the model for weights alone; other files hold all entries")
     output.parent.mkdir(parents=True, exist_ok=True)
     loaded = stored.load(names, partial(_scratch_tensor, request, output.parent))
     if key is None:
         FullCheckpoint().save(loaded, output)
-    else:
-        # The format knows no shared memory; what is one tensor here is two there.
-        tensors = {name: ([0] * each.dim(), each) for name, each in loaded[key].items() if isinstance(each, Tensor)}
-        if "__metadata__" in tensors:
-            raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
-        with atomic_write(output) as file, write_errors(request):
-            write_safetensors(file, tensors)
+        return output
+    # The format knows no shared memory; what is one tensor here is two there.
+    tensors = {name: each for name, each in loaded[key].items() if isinstance(each, Tensor)}
+    if "__metadata__" in tensors:
+        raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
+    files = {output: [*tensors]} if max_shard_gb is None else _weight_files(output, tensors, max_shard_gb * 1e9)
+    for path, part in files.items():
+        with atomic_write(path) as file, write_errors(request):
+            write_safetensors(file, {name: ([0] * tensors[name].dim(), tensors[name]) for name in part})
+    if max_shard_gb is not None:
+        index = {"metadata": {}, "weight_map": {name: path.name for path, part in files.items() for name in part}}
+        with atomic_write(output / "model.safetensors.index.json") as file:
+            file.write(json.dumps(index, indent=2).encode())
     return output
+
+
+def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> dict[Path, list[str]]:
+    """The files of a folder of weights, under the names that Hugging Face's libraries know, and the tensors in each."""
+    parts: list[list[str]] = [[]]
+    room = limit
+    for name, each in tensors.items():
+        if each.nbytes > room and parts[-1]:
+            parts.append([])
+            room = limit
+        parts[-1].append(name)
+        room -= each.nbytes
+    return {folder / f"model-{at:05}-of-{len(parts):05}.safetensors": part for at, part in enumerate(parts, 1)}
 
 
 def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
