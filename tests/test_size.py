@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 73,
-    "code lines": 10_452,
-    "tokens": 102_390,
+    "code lines": 10_478,
+    "tokens": 102_718,
     "code lines of the core": 2_968,
     "tokens of the core": 28_056,
     "raw lines of a file": 450,
