@@ -206,3 +206,21 @@ def test_the_memory_of_a_dropped_batch_is_not_reused_before_its_step_is_computed
         sums.append(batch.sum())
         del batch
     assert [total.item() for total in sums] == [1e6 * number for number in range(6)]
+
+
+def test_weights_kept_on_the_cpu_are_swapped_once_they_have_been_copied() -> None:
+    with Fabric(accelerator="cuda", devices=1, strategy="fsdp_cpu_offload") as fabric:
+        net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+        ema, x = fabric.ema(model), torch.ones(1, 1024, device=fabric.device)
+        fabric.backward(model(x).sum())
+        optimizer.step()
+        owns, averages = [], []
+        for _ in range(10):  # without a wait for the device
+            with torch.no_grad():
+                owns.append(model(x))
+            with ema.applied():
+                averages.append(model(x))
+        assert all(torch.equal(each, owns[0]) for each in owns)
+        assert all(torch.equal(each, averages[0]) for each in averages)
+        assert not torch.equal(owns[0], averages[0])
