@@ -3,7 +3,6 @@
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol, final
 
 from fabric.errors import ConfigurationError
@@ -51,8 +50,116 @@ def detect(
     return None
 
 
+# SLURM counts the ids of steps that are not srun's down from 2**32: the batch script, the interactive shell of salloc,
+# the external step of a prolog or an ssh session.
+_FIRST_RESERVED_STEP = 2**32 - 16
+
+_HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+(?=,|$)")
+_RANGE = re.compile(r"\[([0-9]+)[0-9,-]*\]")
+_TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+
+# Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
+_FIRST_PORT, _PORTS = 10_000, 20_000
+
+_Names = tuple[str, ...]  # the names of one variable in different releases; the first that is set counts
+
+
+class _Launcher:
+    """An environment by the names of its launcher's variables."""
+
+    name: str
+    _rank: _Names
+    _world_size: _Names
+    _local_rank: _Names
+    _local_world_size: _Names  # a number, or one for each node as SLURM writes them
+    _node_rank: _Names = ()  # empty: derived from the ranks
+    _hosts: _Names = ()  # of the job's nodes, as SLURM writes them
+    _job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """See :meth:`Environment.detect`."""
+        rank = read_integer(env, *self._rank)
+        if rank is None:
+            return None
+        world_size = self._require(env, self._world_size)
+        local_rank, node_rank, local_world_size = 0, 0, 1
+        if world_size > 1:
+            local_rank = self._require(env, self._local_rank)
+            node_rank = self._require(env, self._node_rank) if self._node_rank else None
+            local_world_size = self._tasks_on_node(env, node_rank or 0)
+            if node_rank is None:
+                # Nodes of equal size are assumed, filled one after the other unless local_rank says that ranks
+                # alternate.
+                in_order = rank % local_world_size == local_rank
+                node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
+        address, port = self._find_rendezvous(env, world_size, local_world_size)
+        return World(
+            rank=rank,
+            local_rank=local_rank,
+            node_rank=node_rank,
+            world_size=world_size,
+            local_world_size=local_world_size,
+            address=address,
+            port=port,
+        )
+
+    def _require(self, env: Mapping[str, str], names: _Names) -> int:
+        value = read_integer(env, *names)
+        if value is None:
+            # A process that guessed would train alone, or on the device of another rank.
+            raise ConfigurationError(
+                f"the place of this process in a job of {self.name}",
+                f"{self.name} started this process and did not set {' or '.join(names)}",
+                f"all that {self.name} sets, passed on to the script unchanged",
+                "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
+            )
+        return value
+
+    def _tasks_on_node(self, env: Mapping[str, str], node: int) -> int:
+        """Number of tasks on one node. SLURM has a list for all nodes, in which ``2(x3),1`` is 2, 2, 2 and 1."""
+        tasks = read(env, *self._local_world_size) or ""
+        fields = [_TASKS.fullmatch(field.strip()) for field in tasks.split(",")]
+        counts = [int(field[1]) for field in fields if field for _ in range(int(field[2] or 1))]
+        if None in fields or not 0 <= node < len(counts):
+            raise ConfigurationError(
+                f"{' or '.join(self._local_world_size)} set to {tasks!r}",
+                f"it does not give the number of processes on node {node}",
+                "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
+                "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
+            )
+        return counts[node]
+
+    def _find_rendezvous(
+        self, env: Mapping[str, str], world_size: int, local_world_size: int
+    ) -> tuple[str, int | None]:
+        """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; one process has no port."""
+        is_one_node = local_world_size == world_size
+        address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else self._first_host(env))
+        port = read_integer(env, "MASTER_PORT")
+        job_id = [read(env, *names) for names in self._job_id]
+        if port is None and world_size > 1 and job_id and None not in job_id:
+            port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
+        if address is None or (port is None and world_size > 1):
+            name, value = ("MASTER_ADDR", "host of rank 0") if address is None else ("MASTER_PORT", "port")
+            raise ConfigurationError(
+                f"a job of {world_size} processes of {self.name}, {local_world_size} of them on this node",
+                f"{name} is not set, and cannot be derived from the other variables",
+                "MASTER_ADDR with the host name of rank 0's node, MASTER_PORT with a free port there, in every process",
+                f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x {name} ...",
+            )
+        return address, port
+
+    def _first_host(self, env: Mapping[str, str]) -> str | None:
+        """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib.
+
+        ``None`` when there is no list, or it does not begin with a host.
+        """
+        match = _HOST.match(read(env, *self._hosts) or "")
+        return None if match is None else _RANGE.sub(r"\1", match.group())
+
+
 @final
-class TorchrunEnvironment:
+class TorchrunEnvironment(_Launcher):
     """``RANK`` and ``WORLD_SIZE``, with ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and the rendezvous.
 
     torchrun, fabric's own launchers and users set them. ``WORLD_SIZE`` without ``RANK`` is not this environment:
@@ -61,7 +168,7 @@ class TorchrunEnvironment:
     address and a port.
     """
 
-    name: str = "torchrun"
+    name = "torchrun"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """This process's place, from :meth:`fabric.world.World.from_env`. See :meth:`Environment.detect`."""
@@ -76,23 +183,25 @@ class TorchrunEnvironment:
             )
         if world is not None and world.store is None:
             # Checked here and not in World, whose defaults are right for a process without peers.
-            _find_rendezvous(env, _TORCHRUN, world.world_size, world.local_world_size)
+            self._find_rendezvous(env, world.world_size, world.local_world_size)
         return world
 
 
 @final
-class OpenMPIEnvironment:
+class OpenMPIEnvironment(_Launcher):
     """Open MPI's ``mpirun``, ``mpiexec`` or ``prterun``; several nodes need ``MASTER_ADDR``."""
 
-    name: str = "openmpi"
-
-    def detect(self, env: Mapping[str, str]) -> World | None:
-        """See :meth:`Environment.detect`."""
-        return _read_world(env, _OPEN_MPI)
+    name = "openmpi"
+    _rank = ("OMPI_COMM_WORLD_RANK",)
+    _world_size = ("OMPI_COMM_WORLD_SIZE",)
+    _local_rank = ("OMPI_COMM_WORLD_LOCAL_RANK",)
+    _local_world_size = ("OMPI_COMM_WORLD_LOCAL_SIZE",)
+    # OMPI_COMM_WORLD_NODE_RANK is no node rank: it counts the processes of all jobs on a node.
+    _job_id = (("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),)
 
 
 @final
-class MPICHEnvironment:
+class MPICHEnvironment(_Launcher):
     """``mpiexec`` of MPICH or Intel MPI (Hydra), or of a Cray system (PALS); several nodes need ``MASTER_ADDR``.
 
     MPICH's own ``mpiexec`` sets nothing that distinguishes one job from another, so several processes need
@@ -100,18 +209,25 @@ class MPICHEnvironment:
     SLURM.
     """
 
-    name: str = "mpich"
+    name = "mpich"
+    _rank = ("PMI_RANK",)
+    _world_size = ("PMI_SIZE",)
+    _local_rank = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
+    _local_world_size = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job
+    # would use one port.
+    _job_id = (("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),)
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
         started_by_srun = read(env, "SLURM_STEP_ID", "SLURM_STEPID") and read(env, "SLURM_PROCID")
         if started_by_srun and not read(env, "MPI_LOCALRANKID"):
             return None
-        return _read_world(env, _MPICH)
+        return super().detect(env)
 
 
 @final
-class SlurmEnvironment:
+class SlurmEnvironment(_Launcher):
     """The variables of a step that ``srun`` started, one process per task; rank 0 is on the first host of the step.
 
     The body of an ``sbatch`` script and an interactive shell (``salloc``, ``srun --pty bash``) carry variables of
@@ -119,13 +235,20 @@ class SlurmEnvironment:
     tasks with a pseudo-terminal is: an srun inside an interactive shell inherits the shell's terminal variables.
     """
 
-    name: str = "slurm"
+    name = "slurm"
+    _rank = ("SLURM_PROCID",)
+    _world_size = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    _local_rank = ("SLURM_LOCALID",)
+    _local_world_size = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    _node_rank = ("SLURM_NODEID",)
+    _hosts = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    _job_id = (("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID"))
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
         step = read_integer(env, "SLURM_STEP_ID", "SLURM_STEPID")
-        is_shell = read(env, "SLURM_PTY_PORT") and read_integer(env, *_SLURM.world_size) == 1
-        return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else _read_world(env, _SLURM)
+        is_shell = read(env, "SLURM_PTY_PORT") and read_integer(env, *self._world_size) == 1
+        return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else super().detect(env)
 
 
 # The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
@@ -137,147 +260,3 @@ _INNERMOST_FIRST: tuple[Environment, ...] = (
     MPICHEnvironment(),
     SlurmEnvironment(),
 )
-
-_Names = tuple[str, ...]  # the names of one variable in different releases; the first that is set counts
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Variables:
-    """Which variables of a launcher say what."""
-
-    launcher: str
-    rank: _Names = ()
-    world_size: _Names = ()
-    local_rank: _Names = ()
-    local_world_size: _Names = ()  # a number, or one for each node as SLURM writes them
-    node_rank: _Names = ()  # empty: derived from the ranks
-    hosts: _Names = ()  # of the job's nodes, as SLURM writes them
-    job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
-
-
-_TORCHRUN = _Variables(launcher="torchrun, or by hand with RANK and WORLD_SIZE")
-_OPEN_MPI = _Variables(
-    launcher="openmpi",
-    rank=("OMPI_COMM_WORLD_RANK",),
-    world_size=("OMPI_COMM_WORLD_SIZE",),
-    local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-    local_world_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    # OMPI_COMM_WORLD_NODE_RANK is no node rank: it counts the processes of all jobs on a node.
-    job_id=(("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),),
-)
-_MPICH = _Variables(
-    launcher="mpich",
-    rank=("PMI_RANK",),
-    world_size=("PMI_SIZE",),
-    local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-    local_world_size=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job
-    # would use one port.
-    job_id=(("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),),
-)
-_SLURM = _Variables(
-    launcher="slurm",
-    rank=("SLURM_PROCID",),
-    world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"),
-    local_rank=("SLURM_LOCALID",),
-    local_world_size=("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
-    node_rank=("SLURM_NODEID",),
-    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
-    job_id=(("SLURM_JOB_ID", "SLURM_JOBID"), ("SLURM_STEP_ID", "SLURM_STEPID")),
-)
-
-# SLURM counts the ids of steps that are not srun's down from 2**32: the batch script, the interactive shell of salloc,
-# the external step of a prolog or an ssh session.
-_FIRST_RESERVED_STEP = 2**32 - 16
-
-_HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+(?=,|$)")
-_RANGE = re.compile(r"\[([0-9]+)[0-9,-]*\]")
-_TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
-
-# Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
-_FIRST_PORT, _PORTS = 10_000, 20_000
-
-
-def _read_world(env: Mapping[str, str], variables: _Variables) -> World | None:
-    """The place that ``variables`` give this process; ``None`` without a rank."""
-    rank = read_integer(env, *variables.rank)
-    if rank is None:
-        return None
-    world_size = _require(env, variables, variables.world_size)
-    local_rank, node_rank, local_world_size = 0, 0, 1
-    if world_size > 1:
-        local_rank = _require(env, variables, variables.local_rank)
-        node_rank = _require(env, variables, variables.node_rank) if variables.node_rank else None
-        local_world_size = _tasks_on_node(env, variables, node_rank or 0)
-        if node_rank is None:
-            # Nodes of equal size are assumed, filled one after the other unless local_rank shows that ranks alternate.
-            in_order = rank % local_world_size == local_rank
-            node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
-    address, port = _find_rendezvous(env, variables, world_size, local_world_size)
-    return World(
-        rank=rank,
-        local_rank=local_rank,
-        node_rank=node_rank,
-        world_size=world_size,
-        local_world_size=local_world_size,
-        address=address,
-        port=port,
-    )
-
-
-def _require(env: Mapping[str, str], variables: _Variables, names: _Names) -> int:
-    value = read_integer(env, *names)
-    if value is None:
-        # A process that guessed would train alone, or on the device of another rank.
-        raise ConfigurationError(
-            f"the place of this process in a job of {variables.launcher}",
-            f"{variables.launcher} started this process and did not set {' or '.join(names)}",
-            f"all that {variables.launcher} sets, passed on to the script unchanged",
-            "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, set by hand: they win",
-        )
-    return value
-
-
-def _tasks_on_node(env: Mapping[str, str], variables: _Variables, node: int) -> int:
-    """Number of tasks on one node. SLURM has a list for all nodes, in which ``2(x3),1`` is 2, 2, 2 and 1."""
-    tasks = read(env, *variables.local_world_size) or ""
-    fields = [_TASKS.fullmatch(field.strip()) for field in tasks.split(",")]
-    counts = [int(field[1]) for field in fields if field for _ in range(int(field[2] or 1))]
-    if None in fields or not 0 <= node < len(counts):
-        raise ConfigurationError(
-            f"{' or '.join(variables.local_world_size)} set to {tasks!r}",
-            f"it does not give the number of processes on node {node}",
-            "a number; under SLURM, numbers per node as in '4', '2(x3)' or '2(x3),1'",
-            "export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE by hand: they win",
-        )
-    return counts[node]
-
-
-def _find_rendezvous(
-    env: Mapping[str, str], variables: _Variables, world_size: int, local_world_size: int
-) -> tuple[str, int | None]:
-    """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; a single process has no port."""
-    is_one_node = local_world_size == world_size
-    address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else _first_host(env, variables))
-    port = read_integer(env, "MASTER_PORT")
-    job_id = [read(env, *names) for names in variables.job_id]
-    if port is None and world_size > 1 and job_id and None not in job_id:
-        port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
-    if address is None or (port is None and world_size > 1):
-        name, value = ("MASTER_ADDR", "host of rank 0") if address is None else ("MASTER_PORT", "port")
-        raise ConfigurationError(
-            f"a job of {world_size} processes of {variables.launcher}, {local_world_size} of them on this node",
-            f"{name} is not set, and cannot be derived from the other variables",
-            "MASTER_ADDR with the host name of rank 0's node, MASTER_PORT with a free port there, in every process",
-            f"export {name}=<{value}>   # before srun or mpiexec; Open MPI: mpirun -x {name} ...",
-        )
-    return address, port
-
-
-def _first_host(env: Mapping[str, str], variables: _Variables) -> str | None:
-    """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib.
-
-    ``None`` when there is no list, or it does not begin with a host.
-    """
-    match = _HOST.match(read(env, *variables.hosts) or "")
-    return None if match is None else _RANGE.sub(r"\1", match.group())
