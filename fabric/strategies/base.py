@@ -64,12 +64,12 @@ class Strategy(ABC):
 
     def __init__(
         self,
-        *,
         accelerator: Accelerator | str | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
         precision: Precision | str | int | None = None,
+        *,
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
@@ -195,8 +195,8 @@ class Strategy(ABC):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the job has more than one process."""
-        return self.world_size > 1
+        """Whether the processes of the job communicate, be it only one."""
+        return self.connects_processes or self._current_runtime.world.world_size > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:

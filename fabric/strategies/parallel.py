@@ -2,19 +2,14 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
-from typing_extensions import override
 
 from fabric._torch import uncompiled
-from fabric.accelerators import Accelerator
-from fabric.environments import Environment
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.precision import Precision
 from fabric.strategies.base import Strategy
 
 __all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
@@ -23,39 +18,13 @@ __all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"
 class ParallelStrategy(Strategy):
     """A strategy for several devices, with one process for each unless it says otherwise.
 
-    Args:
-        accelerator: as for :class:`Strategy`, and so are the rest.
-        parallel_devices: the devices of this node.
-        cluster_environment: the environment that says which rank this is.
-        checkpoint_io: format of ``save`` and ``load``.
-        precision: precision.
-        **shared: the other arguments of :class:`Strategy`.
+    Arguments as for :class:`Strategy`.
     """
 
     name = "parallel"
     connects_processes = True
     # Whether a prepared module computes in the dtype of a mixed precision by itself.
     _casts: ClassVar[bool] = False
-
-    def __init__(
-        self,
-        accelerator: Accelerator | str | None = None,
-        parallel_devices: Sequence[torch.device] | None = None,
-        cluster_environment: Environment | None = None,
-        checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
-        **shared: Any,
-    ) -> None:
-        super().__init__(
-            accelerator=accelerator, parallel_devices=parallel_devices, cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io, precision=precision, **shared,
-        )  # fmt: skip
-
-    @property
-    @override
-    def is_distributed(self) -> bool:
-        """Whether the processes of the job communicate, be it only one."""
-        return self.connects_processes
 
     def setup(self, trainer: Any) -> None:
         """Older form of :meth:`fabric.Fabric.setup`; collective.
