@@ -265,3 +265,24 @@ def test_b10_shared_nested_and_strided_modules_are_refused() -> None:
         assert "contiguous_format" in strided
         assert all("belong to another model" in each and "one module around both" in each for each in shared), shared
         assert "1.0.norm" in shared[0]
+
+
+def refused_for_dtypes(fabric: Fabric) -> list[str]:
+    def block() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16())
+
+    cases = [nn.Sequential(block(), block()) for _ in range(3)]
+    for name, parameter in cases[1].named_parameters():
+        parameter.requires_grad_("1." not in name.partition(".")[2])
+    for name, parameter in cases[2].named_parameters():
+        parameter.data = parameter.float() if name.startswith("0") else parameter.bfloat16()
+    return [outcome(partial(fabric.setup_module, case)) for case in cases]
+
+
+def test_b11_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused_by_name() -> None:
+    for mixed, *others in run_in_ranks(refused_for_dtypes, strategy=Fsdp()):
+        assert "torch.float32: ['0.0.weight', '0.0.bias'], torch.bfloat16: ['0.1.weight', '0.1.bias']" in mixed
+        assert "auto_wrap_policy={...}" in mixed
+        assert others == ["fine", "fine"]
+    [[converted, *_]] = run_in_ranks(refused_for_dtypes, strategy=Fsdp(), ranks=1, precision="bf16-true")
+    assert converted == "fine"

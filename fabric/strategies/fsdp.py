@@ -39,7 +39,7 @@ from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
-from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, is_mapped, registered_on_meta
+from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, registered_on_meta
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors
 
@@ -211,7 +211,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def module_to_device(self, module: M) -> M:
         # What was built in init_module() gets to the device in setup_module, one FSDP module after another.
-        waits = any(each.is_meta or is_mapped(each) for each in (*module.parameters(), *module.buffers()))
+        waits = any(each.is_meta or shards.is_mapped(each) for each in (*module.parameters(), *module.buffers()))
         return module if waits else super().module_to_device(module)
 
     @override
@@ -223,7 +223,9 @@ class FSDPStrategy(ParallelStrategy):
         try:
             options.check_shardable(root, self.is_global_zero, self._prepared)
             options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
-            options.find_fsdp_modules(root, self.auto_wrap_policy)
+            fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
+            if self.runtime.precision.param_dtype is None:  # else all get that
+                options.check_dtypes(root, fsdp_modules, self._ignored)
         except FabricError as raised:
             error = raised
         options.check_same_model(self.runtime.communicator, root, error)
@@ -239,8 +241,8 @@ class FSDPStrategy(ParallelStrategy):
         for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
             # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
-        mesh, ignored = self._mesh(), set[nn.Parameter](self.fsdp_kwargs.get("ignored_params") or ())
-        replicated = shards.replicate_unsharded(communicator, root, ignored, mesh)
+        mesh = self._mesh()
+        replicated = shards.replicate_unsharded(communicator, root, self._ignored, mesh)
         for buffer in root.buffers():
             if self._buffer_dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(self._buffer_dtype)
@@ -311,6 +313,10 @@ class FSDPStrategy(ParallelStrategy):
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         # What is kept on the CPU is gathered on the device, where the process group works.
         return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
+
+    @property
+    def _ignored(self) -> set[nn.Parameter]:
+        return set(self.fsdp_kwargs.get("ignored_params") or ())
 
     def _mesh(self) -> DeviceMesh:
         if isinstance(self.device_mesh, DeviceMesh):

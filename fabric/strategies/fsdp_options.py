@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from fabric._torch import local_tensor
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
-from fabric.strategies.fsdp_state import SHARD
+from fabric.strategies.fsdp_state import SHARD, stays_whole
 from fabric.strategies.init_module import EmptyParameter
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "OF_FIRST_FSDP", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
+    "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
     "choose_modules", "explain", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload",
     "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward",
 ]  # fmt: skip
@@ -271,6 +271,29 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
             raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
+def check_dtypes(root: nn.Module, fsdp_modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
+    """Raise a ConfigurationError for an FSDP module that would have trained parameters of several dtypes.
+
+    Args:
+        root: the model.
+        fsdp_modules: its FSDP modules but the root.
+        ignored: parameters that are not to be sharded.
+    """
+    dtypes: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
+    for parameter, owners in _owners(root, set(fsdp_modules)).items():
+        name, owner = next(iter(owners.items()))
+        if parameter.requires_grad and not stays_whole(parameter, ignored):
+            dtypes.setdefault(owner, {}).setdefault(parameter.dtype, []).append(name)
+    for names in dtypes.values():
+        if len(names) > 1:
+            raise ConfigurationError(
+                f"setup({type(root).__name__}) with FSDP",
+                f"one FSDP module has trained parameters of several dtypes: {names}",
+                "one dtype in each FSDP module, since its gradients are one message; frozen parameters may have others",
+                "model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around those of each dtype",
+            )
+
+
 def check_optimizers(
     optimizers: Sequence[Optimizer], shards: int, module: nn.Module | None, models: Iterable[nn.Module]
 ) -> None:
@@ -394,13 +417,18 @@ def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
 
 def _tied(root: nn.Module, fsdp_modules: set[nn.Module]) -> list[dict[str, nn.Module]]:
     """The names of each parameter that several FSDP modules, or one and the root, would own; with these."""
+    return [by_name for by_name in _owners(root, fsdp_modules).values() if len(set(by_name.values())) > 1]
+
+
+def _owners(root: nn.Module, fsdp_modules: set[nn.Module]) -> dict[nn.Parameter, dict[str, nn.Module]]:
+    """The FSDP module, or the root, that would own each parameter, by each of its names."""
     owners = {"": root}
     names: dict[nn.Parameter, dict[str, nn.Module]] = {}
     for path, module in root.named_modules(remove_duplicate=False):
         owners[path] = module if module in fsdp_modules else owners[path.rpartition(".")[0]]
         for name, parameter in module.named_parameters(path, recurse=False):
             names.setdefault(parameter, {})[name] = owners[path]
-    return [by_name for by_name in names.values() if len(set(by_name.values())) > 1]
+    return names
 
 
 def _can_be_sharded(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ Buffers are not sharded either. Running statistics are as under DDP: a forward p
 the first one, begins with those of rank 0 on all ranks. Other buffers stay each rank's own.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from fabric._torch import at_end_of_backward, local_tensor, share_accumulation_hooks, share_gradient_hooks
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
-from fabric.strategies.init_module import receive_values
+from fabric.strategies.init_module import EmptyParameter, fill_empty, release_pages
 from fabric.tree import flatten
 
 __all__ = [
-    "SHARD", "UnshardedState", "replicate_unsharded", "shard_module", "shard_slots", "shard_state", "take_shards",
+    "SHARD", "UnshardedState", "is_mapped", "receive_values", "replicate_unsharded", "shard_module", "shard_slots",
+    "shard_state", "stays_whole", "take_shards",
 ]  # fmt: skip
 
 # The attribute of a parameter from before the sharding that is the one in its place.
@@ -73,7 +74,7 @@ def replicate_unsharded(
     from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import; here it has been
 
     named = root.named_parameters()
-    before = {name: each for name, each in named if not each.dim() or not each.numel() or each in ignored}
+    before = {name: each for name, each in named if stays_whole(each, ignored)}
     receive_values(communicator, root, [*root.buffers(), *before.values()])
     for path, old in before.items():
         present = root.get_parameter(path)  # a meta tensor has been replaced
@@ -83,6 +84,59 @@ def replicate_unsharded(
             owner._parameters[name] = parameter
         _replace(old, parameter)
     return {getattr(old, SHARD) for old in before.values()}
+
+
+def stays_whole(parameter: nn.Parameter, ignored: set[nn.Parameter]) -> bool:
+    """Whether a parameter is not sharded; see ``[Note: Unsharded state]``."""
+    return not parameter.dim() or not parameter.numel() or parameter in ignored
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor lies in a mapped file that holds what is written to it, as those of :class:`MappedMemory`."""
+    return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
+
+
+def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
+
+    An :class:`EmptyParameter` gets values that are not a number. A parameter that is on the device may stay in a
+    mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has it; any other keeps
+    its identity.
+
+    Args:
+        communicator: all ranks.
+        module: the module that the tensors belong to.
+        tensors: parameters and buffers, the same on every rank.
+    """
+    copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        if tensor.is_meta:
+            value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
+        else:
+            value = tensor.detach().to(communicator.device).contiguous()
+        if isinstance(tensor, EmptyParameter):
+            fill_empty(value)
+        else:
+            communicator.broadcast(value.view(-1).view(torch.uint8), 0)
+        if is_mapped(tensor):
+            storage = tensor.untyped_storage()
+            # Buffers that are views of each other stay so.
+            if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
+                if storage not in copies:
+                    copies[storage] = storage.clone()
+                own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
+                value = own.copy_(value)
+            release_pages(storage)
+        if not tensor.is_meta:
+            tensor.data = value
+            continue
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        for owner in module.modules():
+            for held in (owner._parameters, owner._buffers):
+                for name, each in held.items():
+                    if each is tensor:
+                        setattr(owner, name, value)
 
 
 def _shard_like(like: Any, value: Any) -> Any:

@@ -20,7 +20,7 @@ import os
 import re
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from typing_extensions import TypeIs
 
 from fabric._torch import DispatchMode, allocates_outputs
-from fabric.communicators import Communicator
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "created_on", "is_mapped", "receive_values", "registered_on_meta"]
+__all__ = ["EmptyParameter", "MappedMemory", "created_on", "fill_empty", "registered_on_meta", "release_pages"]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -114,13 +113,8 @@ class MappedMemory(DispatchMode):
 
     def _release(self) -> None:
         for storage in self._storages:
-            _release_pages(storage)
+            release_pages(storage)
         self._used = 0
-
-
-def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a mapped file that holds what is written to it, as those of :class:`MappedMemory`."""
-    return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
 class EmptyParameter(nn.Parameter):
@@ -150,49 +144,6 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
         handle.remove()
 
 
-def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
-    """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
-
-    An :class:`EmptyParameter` gets values that are not a number. A parameter that is on the device may stay in a
-    mapped file, since it is about to be sharded. A meta tensor is replaced, wherever the module has it; any other keeps
-    its identity.
-
-    Args:
-        communicator: all ranks.
-        module: the module that the tensors belong to.
-        tensors: parameters and buffers, the same on every rank.
-    """
-    copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        if tensor.is_meta:
-            value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
-        else:
-            value = tensor.detach().to(communicator.device).contiguous()
-        if isinstance(tensor, EmptyParameter):
-            _fill_empty(value)
-        else:
-            communicator.broadcast(value.view(-1).view(torch.uint8), 0)
-        if is_mapped(tensor):
-            storage = tensor.untyped_storage()
-            # Buffers that are views of each other stay so.
-            if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
-                if storage not in copies:
-                    copies[storage] = storage.clone()
-                own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
-                value = own.copy_(value)
-            _release_pages(storage)
-        if not tensor.is_meta:
-            tensor.data = value
-            continue
-        if isinstance(tensor, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        for owner in module.modules():
-            for held in (owner._parameters, owner._buffers):
-                for name, each in held.items():
-                    if each is tensor:
-                        setattr(owner, name, value)
-
-
 class _WithoutInit(TorchFunctionMode):
     """Has those random functions of torch.nn.init that a mode sees, which the common layers call, fill in nan."""
 
@@ -201,11 +152,12 @@ class _WithoutInit(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
-            return _fill_empty(kwargs["tensor"] if "tensor" in kwargs else args[0])
+            return fill_empty(kwargs["tensor"] if "tensor" in kwargs else args[0])
         return func(*args, **kwargs)
 
 
-def _fill_empty(tensor: Tensor) -> Tensor:
+def fill_empty(tensor: Tensor) -> Tensor:
+    """Fill a tensor that a checkpoint is to fill with what is not a number, where its dtype has that."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.detach().fill_(math.nan)
     return tensor
@@ -237,7 +189,7 @@ def _unnamed_file(nbytes: int) -> Any:
         ) from error
 
 
-def _release_pages(storage: torch.UntypedStorage) -> None:
+def release_pages(storage: torch.UntypedStorage) -> None:
     """Take the pages of a mapped file out of the resident set; their contents stay."""
     advise = ctypes.CDLL(None).madvise
     advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
