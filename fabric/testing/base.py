@@ -203,12 +203,10 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
                 yield from differences(own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol)
             else:
                 yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
-    elif actual != expected and not (isinstance(actual, float | complex) and _near(actual, expected, rtol, atol)):
-        yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
-
-
-def _near(actual: complex, expected: complex, rtol: float, atol: float) -> bool:
-    return abs(actual - expected) <= atol + rtol * abs(expected) or (actual != actual and expected != expected)
+    elif actual != expected and (actual == actual or expected == expected):  # not both not a number
+        is_near = isinstance(actual, float | complex) and abs(actual - expected) <= atol + rtol * abs(expected)
+        if not is_near:
+            yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
 
 
 def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float) -> Iterator[str]:
