@@ -112,7 +112,7 @@ class ProcessLauncher(Launcher):
                 start: Start = {
                     "spawn": _spawn,
                     "fork": partial(_fork, partial(fn, *args, **kwargs)),
-                    "forkserver": _forkserver,
+                    "forkserver": fork_server(os.getpid()).start_rank,
                 }[self.name]
                 job.start(start, node_worlds(spec.num_processes), payload, spec.results)
                 results = list(map(load, job.run()))
@@ -223,10 +223,6 @@ class _ForkServer:
 
 # The one of this process: a forked child must not use its parent's.
 fork_server = cache(_ForkServer)
-
-
-def _forkserver(control: Connection, config: RankConfig) -> Started:
-    return fork_server(os.getpid()).start_rank(control, config)
 
 
 def _request(requests: socket.socket, control: Connection) -> Started:
