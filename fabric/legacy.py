@@ -329,9 +329,9 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     test_step, predict_step = _step("test_step"), _step("predict_step")
 
 
-def _deprecated(older: str, modern: str, stacklevel: int = 3) -> None:
+def _deprecated(older: str, modern: str) -> None:
     # Python itself shows the same warning once for each line that causes it.
-    warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=3)
 
 
 def _run_spawned(fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool) -> Any:
