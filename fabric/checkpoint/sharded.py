@@ -433,7 +433,4 @@ def _absent(request: str, path: Location) -> CheckpointError:
         if others := sorted(str(one) for one in path.iterdir() if one.is_file() and not one.name.endswith(_OF_TORCH)):
             suggestion += f"; what else was saved is in {listed(others)}"
         suggestion += "; all of that runs code that the folder may name, so only if you trust it"
-    elif (path / "manifest.json").is_file():
-        problem = "fabric wrote it before its first release, in a format that is not read any more"
-        suggestion = "fabric consolidate with the version that wrote it, which makes one file"
     return CheckpointNotFoundError(request, problem, f"a folder with an {_INDEX}, as fabric.save writes it", suggestion)
