@@ -24,7 +24,6 @@ class Environment(Protocol):
         Raises:
             ConfigurationError: the launcher is recognized, and its variables are incomplete or contradict each other.
         """
-        ...
 
 
 def detect(

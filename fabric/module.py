@@ -183,9 +183,13 @@ class FabricModule(nn.Module):
 
     def _bind_forward(self) -> None:
         """Have the forward pass cast to the dtypes that the parameters have now."""
-        contract, forward = self._fabric_contract, self._fabric_prepared
+        contract, precision, forward = self._fabric_contract, self._fabric_precision, self._fabric_prepared
         if contract is None or not contract.casts:
-            forward = _cast_forward(self._fabric_original, forward, self._fabric_precision, self._fabric_device)
+            dtypes = {each.dtype for each in self._fabric_original.parameters() if each.is_floating_point()}
+            if precision.compute_dtype is not None:
+                forward = _mixed_forward(forward, precision, self._fabric_device.type)
+            elif len(dtypes) == 1:
+                forward = _true_forward(forward, dtypes.pop())
         self.__dict__["_fabric_forward"] = forward
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
@@ -218,14 +222,6 @@ def _delegate(name: str) -> Callable[..., Any]:
 for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
     if not _name.startswith("__") and _name not in FabricModule.__dict__:
         setattr(FabricModule, _name, _delegate(_name))
-
-
-def _cast_forward(module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device) -> Forward:
-    """The forward pass in the dtypes of a precision; what can be decided once is decided here."""
-    if precision.compute_dtype is not None:
-        return _mixed_forward(prepared, precision, device.type)
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    return _true_forward(prepared, dtypes.pop()) if len(dtypes) == 1 else prepared
 
 
 def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
