@@ -22,15 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import (
-    backward_unfinished,
-    full_tensor,
-    hook_place,
-    in_backward,
-    local_tensor,
-    uncompiled,
-    unreduced_parameters,
-)
+from fabric._torch import backward_unfinished, hook_place, in_backward, uncompiled, unreduced_parameters
 from fabric.accelerators import Accelerator
 from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
 from fabric.environments import Environment
@@ -142,6 +134,7 @@ class FSDPStrategy(ParallelStrategy):
         self.activation_checkpointing = options.parse_choice("activation_checkpointing", activation_checkpointing)
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs, self.broadcast_buffers = fsdp_kwargs, broadcast_buffers
+        self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
         self._builds = count()
         # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
@@ -224,8 +217,7 @@ class FSDPStrategy(ParallelStrategy):
             options.check_shardable(root, self.is_global_zero, self._prepared)
             options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
             fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
-            if self.runtime.precision.param_dtype is None:  # else all get that
-                options.check_dtypes(root, fsdp_modules, self._ignored)
+            options.check_dtypes(root, fsdp_modules, self._ignored, self.runtime.precision)
         except FabricError as raised:
             error = raised
         options.check_same_model(self.runtime.communicator, root, error)
@@ -275,7 +267,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        return map_tensors(self._full, state)
+        return map_tensors(partial(shards.full, self.root_device), state)
 
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -309,14 +301,6 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def _explain(self, exception: BaseException) -> None:
         options.explain(exception)
-
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        # What is kept on the CPU is gathered on the device, where the process group works.
-        return full_tensor(tensor.to(self.root_device)) if local_tensor(tensor) is not tensor else tensor
-
-    @property
-    def _ignored(self) -> set[nn.Parameter]:
-        return set(self.fsdp_kwargs.get("ignored_params") or ())
 
     def _mesh(self) -> DeviceMesh:
         if isinstance(self.device_mesh, DeviceMesh):

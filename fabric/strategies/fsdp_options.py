@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from fabric._torch import local_tensor
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.precision import Precision
 from fabric.strategies.fsdp_state import SHARD, stays_whole
 from fabric.strategies.init_module import EmptyParameter
 
@@ -271,19 +272,22 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
             raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
-def check_dtypes(root: nn.Module, fsdp_modules: Iterable[nn.Module], ignored: set[nn.Parameter]) -> None:
+def check_dtypes(
+    root: nn.Module, fsdp_modules: Iterable[nn.Module], ignored: set[nn.Parameter], precision: Precision
+) -> None:
     """Raise a ConfigurationError for an FSDP module that would have trained parameters of several dtypes.
 
     Args:
         root: the model.
         fsdp_modules: its FSDP modules but the root.
         ignored: parameters that are not to be sharded.
+        precision: that they are set up in.
     """
     dtypes: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
     for parameter, owners in _owners(root, set(fsdp_modules)).items():
         name, owner = next(iter(owners.items()))
         if parameter.requires_grad and not stays_whole(parameter, ignored):
-            dtypes.setdefault(owner, {}).setdefault(parameter.dtype, []).append(name)
+            dtypes.setdefault(owner, {}).setdefault(precision.param_dtype or parameter.dtype, []).append(name)
     for names in dtypes.values():
         if len(names) > 1:
             raise ConfigurationError(

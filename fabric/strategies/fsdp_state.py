@@ -18,15 +18,15 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
-from fabric._torch import at_end_of_backward, local_tensor, share_accumulation_hooks, share_gradient_hooks
+from fabric._torch import at_end_of_backward, full_tensor, local_tensor, share_accumulation_hooks, share_gradient_hooks
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.strategies.init_module import EmptyParameter, fill_empty, release_pages
 from fabric.tree import flatten
 
 __all__ = [
-    "SHARD", "UnshardedState", "is_mapped", "receive_values", "replicate_unsharded", "shard_module", "shard_slots",
-    "shard_state", "stays_whole", "take_shards",
+    "SHARD", "UnshardedState", "full", "is_mapped", "receive_values", "replicate_unsharded", "shard_module",
+    "shard_slots", "shard_state", "stays_whole", "take_shards",
 ]  # fmt: skip
 
 # The attribute of a parameter from before the sharding that is the one in its place.
@@ -137,6 +137,12 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
                 for name, each in held.items():
                     if each is tensor:
                         setattr(owner, name, value)
+
+
+def full(device: torch.device, tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, which is gathered on the device; any other itself. Collective."""
+    # What is kept on the CPU, too: the process group works on the device.
+    return full_tensor(tensor.to(device)) if local_tensor(tensor) is not tensor else tensor
 
 
 def _shard_like(like: Any, value: Any) -> Any:
