@@ -761,10 +761,7 @@ class Fabric:
             checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True)
 
     def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
-
-        For what saves itself: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
-        """
+        """Copies of a module's whole state on the CPU of the first process, none on others, to save it. Collective."""
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
