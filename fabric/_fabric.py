@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from fabric import collectives
 from fabric._plan import resolve
-from fabric._session import Session, set_up_modules
+from fabric._session import Session, accumulating, average_gradients, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -35,7 +35,7 @@ from fabric.loggers import metrics_as_floats
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
-from fabric.strategies.base import Group, Strategy, without_sync
+from fabric.strategies.base import Group, Strategy
 from fabric.strategies.init_module import created_on
 from fabric.world import World
 
@@ -306,7 +306,8 @@ class Fabric:
         May be collective: every process must call it, in the same order.
 
         Args:
-            module: the model; its parameters are moved and converted in place.
+            module: the model; its parameters are moved and converted in place. Those of an ``nn.ParameterList`` or
+                ``nn.ParameterDict``, without a forward pass, are replicated, and averaged before each step or clipping.
             *optimizers: optimizers of its parameters; they are returned as they are, with hooks around their step.
             scheduler: a learning-rate scheduler of one of them.
             move_to_device: whether parameters and buffers move to this process's device.
@@ -458,7 +459,7 @@ class Fabric:
 
     def clip_gradients(
         self,
-        module: FabricModule,
+        module: nn.Module | Sequence[FabricModule],
         optimizer: Optimizer,
         clip_val: float | None = None,
         max_norm: float | None = None,
@@ -471,7 +472,7 @@ class Fabric:
         finite is no error, since the step is skipped.
 
         Args:
-            module: the set-up module that the parameters belong to.
+            module: the set-up module that the parameters belong to, several, or a module around them.
             optimizer: the optimizer, set up too.
             clip_val: each value into ``[-clip_val, clip_val]``.
             max_norm: total norm at most this; exactly one of the two limits is given, and it is positive.
@@ -479,11 +480,12 @@ class Fabric:
             error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
                 norm is infinite or not a number. Checking waits for the device.
         """
-        [model] = set_up_modules("clip_gradients", module)
+        models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
-        session.check_clipping(model, optimizer)
+        session.check_clipping(models, optimizer)
+        average_gradients(self.strategy, optimizer, session.modules)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
-        with session.phase("clip_gradients", model._fabric_contract.is_sharded):
+        with session.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in models)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return clip_gradients(parameters, clip_val, max_norm, float(norm_type), error_if_nonfinite and not overflow)
 
@@ -495,10 +497,7 @@ class Fabric:
         It has to hold both the forward and the backward pass, and restores the state before it at the end. It takes one
         set-up module or several, and does nothing unless ``enabled``.
         """
-        models = set_up_modules("no_backward_sync", module)
-        if self._session is not None and self._session.scaler is not None:
-            self._session.scaler.accumulates |= enabled
-        return without_sync(self.strategy, [model._fabric_prepared for model in models], enabled)
+        return accumulating(self._session, self.strategy, set_up_modules("no_backward_sync", module), enabled)
 
     def ema(
         self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
@@ -761,7 +760,10 @@ class Fabric:
             checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True)
 
     def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Copies of a module's whole state on the CPU of the first process, none on others, to save it. Collective."""
+        """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
+
+        For what saves itself: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
+        """
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 

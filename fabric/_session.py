@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -26,12 +28,17 @@ from fabric.launchers.rank import StopRequest
 from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
+from fabric.strategies import Strategy
+from fabric.strategies.base import without_sync
 from fabric.world import World
 
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["Session", "prepared_module", "set_up_modules"]
+__all__ = ["Session", "accumulating", "average_gradients", "prepared_module", "set_up_modules"]
+
+# Parameters without a forward pass, whose gradients are averaged before each step.
+BARE = nn.ParameterList | nn.ParameterDict
 
 
 class Session:
@@ -110,14 +117,14 @@ class Session:
                     "it is neither a module nor an optimizer: setup_dataloaders(loader), setup(..., scheduler=...)"
                 )
             elif isinstance(one, Optimizer) and not _updates(one, modules):
-                problem = "none of its parameters belongs to a module that is set up"
+                problem = "none of its parameters belongs to a module that is set up, or to an nn.ParameterList"
             else:
                 known.append(one)
                 continue
             request = f"setup of {type(one.module if isinstance(one, FabricModule) else one).__name__}"
             expected = "each module and optimizer once; an optimizer with or after the module of its parameters"
             raise UsageError(request, problem, expected)
-        self.strategy.check_setup(module, optimizers)
+        self.strategy.check_setup(None if isinstance(module, BARE) else module, optimizers)
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
@@ -126,8 +133,7 @@ class Session:
         if move_to_device:
             self.strategy.module_to_device(module)
         with self.phase(f"setup of {type(module).__name__}"):
-            prepared = self.strategy.setup_module(module)
-        contract = self.strategy.gradient_contract(prepared)
+            prepared, contract = _prepare(self.strategy, module)
         if self.scaler is not None:
             self.scaler.gradients_differ |= contract.gradients_differ
         hooks = Hooks() if self._recorder is None else self._recorder.hooks(f"forward of {contract.title}")
@@ -148,6 +154,7 @@ class Session:
                 self._recorder.param_groups[id(optimizer)] = len(optimizer.param_groups)
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
+            average_gradients(self.strategy, optimizer, self.modules, self._parts)
             if self._checks is not None:
                 self._checks.watch(optimizer)
             # Last: it takes gradients away from a step that is to be skipped.
@@ -173,17 +180,18 @@ class Session:
         """A part of the program in which torch may issue collectives by itself."""
         return nullcontext() if self._recorder is None else self._recorder.during(name, needs_all_ranks)
 
-    def check_clipping(self, module: FabricModule, optimizer: Optimizer) -> None:
-        """Raise unless the optimizer is set up and updates parameters of the module; each pair is checked once."""
+    def check_clipping(self, modules: Sequence[FabricModule], optimizer: Optimizer) -> None:
+        """Raise unless the optimizer is set up and updates parameters of the modules; each pair is checked once."""
         known = self.optimizers.get(optimizer)
         if known is None:
             problem = "this optimizer has not been set up"
-        elif module in known or _updates(optimizer, [module]):
-            known.add(module)
+        elif known.issuperset(modules) or _updates(optimizer, modules):
+            known.update(modules)
             return
         else:
             problem = "none of the optimizer's parameters belongs to this module"
-        raise UsageError(f"clip_gradients({type(module.module).__name__}, {type(optimizer).__name__})", problem)
+        names = ", ".join(type(module.module).__name__ for module in modules)
+        raise UsageError(f"clip_gradients({names}, {type(optimizer).__name__})", problem)
 
     @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
@@ -284,12 +292,72 @@ class Session:
 
 
 def set_up_modules(method: str, modules: Any) -> list[FabricModule]:
-    """One module or several that ``setup`` returned, without what ``torch.compile`` put around them since."""
+    """One module or several that ``setup`` returned, or those in a module around them; without ``torch.compile``'s."""
     given = modules if isinstance(modules, list | tuple) else [modules]
-    found: list[Any] = [uncompiled(module) if isinstance(module, nn.Module) else module for module in given]
-    if others := [type(each).__name__ for each in found if not isinstance(each, FabricModule)]:
+    parts = [_set_up_parts(each) for each in given]
+    if others := [type(each).__name__ for each, inside in zip(given, parts, strict=True) if not inside]:
         raise ArgumentTypeError(f"{method} with {others[0]}", "it is no module that setup() returned")
-    return found
+    return [part for inside in parts for part in inside]
+
+
+def _set_up_parts(module: Any) -> list[FabricModule]:
+    inner = uncompiled(module) if isinstance(module, nn.Module) else module
+    if isinstance(inner, FabricModule):
+        return [inner]
+    children = inner.children() if isinstance(inner, nn.Module) else ()
+    return [part for child in children for part in _set_up_parts(child)]
+
+
+def accumulating(
+    session: Session | None, strategy: Strategy, models: Sequence[FabricModule], enabled: bool
+) -> AbstractContextManager[Any]:
+    """``Fabric.no_backward_sync``: bare parameters are not synchronized before a step anyway."""
+    if session is not None and session.scaler is not None:
+        session.scaler.accumulates |= enabled
+    return without_sync(
+        strategy, [model._fabric_prepared for model in models if not isinstance(model.module, BARE)], enabled
+    )
+
+
+def average_gradients(
+    strategy: Strategy, optimizer: Optimizer, models: Iterable[FabricModule], before_steps: ExitStack | None = None
+) -> None:
+    """Average the gradients of an optimizer's bare parameters over the ranks. Collective where there are any.
+
+    Averages stay as they are, and a gradient that no rank has stays away.
+
+    Args:
+        strategy: of the job.
+        optimizer: the one.
+        models: all that are set up.
+        before_steps: do so before each step of the optimizer until this is closed, and not now.
+    """
+    bare = {id(each) for model in models if isinstance(model.module, BARE) for each in model.parameters()}
+    own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare]
+
+    def average(*_: object) -> None:
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+        *means, shares = strategy.all_reduce([*grads, grads[0].new_tensor([each.grad is not None for each in own])])
+        for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
+            parameter.grad = mean if share else None
+
+    if not own or not strategy.is_distributed:
+        return
+    if before_steps is None:
+        average()
+    else:
+        before_steps.callback(optimizer.register_step_pre_hook(average).remove)
+
+
+def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, GradientContract]:
+    """The prepared module and its contract; the same under every strategy for parameters without a forward pass."""
+    if not isinstance(module, BARE):
+        prepared = strategy.setup_module(module)
+        return prepared, strategy.gradient_contract(prepared)
+    for parameter in module.parameters():
+        parameter.data.copy_(strategy.broadcast(parameter.data))
+    contract = Strategy.gradient_contract(strategy, module)
+    return module, replace(contract, replicated=contract.parameters if strategy.is_distributed else dict)
 
 
 def prepared_module(module: nn.Module) -> nn.Module:

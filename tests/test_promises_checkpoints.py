@@ -182,29 +182,6 @@ def fail_late(fabric: Fabric, folder: Path) -> list[Any]:
     return found
 
 
-class Late:
-    """An object that has no state before it is loaded."""
-
-    state: Any = None
-
-    def state_dict(self) -> Any:
-        if self.state is None:
-            raise RuntimeError("not started")
-        return {"x": self.state}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state["x"]
-
-
-def test_c14_an_object_without_a_state_yet_is_loaded(tmp_path: Path) -> None:
-    with single(FullCheckpoint()) as fabric:
-        fabric.launch()
-        fabric.save(tmp_path / "run", {"late": {"x": 3}})
-        late = Late()
-        fabric.load(tmp_path / "run", {"late": late})
-    assert late.state == 3
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_c14_a_load_that_fails_late_changes_nothing(strategy: str, tmp_path: Path) -> None:
     results = run_in_ranks(fail_late, tmp_path, strategy=STRATEGIES[strategy])

@@ -287,6 +287,50 @@ def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(s
         assert results["checkpoint"] == "fine"
 
 
+# -- B9: parameters without a forward pass ----------------------------------------------------------------------------
+
+
+class Agent(nn.Module):
+    def __init__(self, actor: nn.Module, critic: nn.Module) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"actor": actor, "critic": critic})
+
+
+def bare(fabric: Fabric, path: str) -> tuple[list[float], list[float], Any]:
+    log_alpha = nn.Parameter(torch.tensor(1.0 + fabric.global_rank))
+    alpha, optimizer = fabric.setup(nn.ParameterList([log_alpha]), sgd([log_alpha], lr=1.0))
+    actor, critic = (fabric.setup(Net()) for _ in range(2))
+    both = fabric.setup_optimizers(sgd([*actor.parameters(), *critic.parameters()]))
+    values, norms = [], []
+    for number in range(3):
+        fabric.backward(log_alpha * (fabric.global_rank + 1))  # 1.5 on average
+        with fabric.no_backward_sync([alpha, actor]):
+            fabric.backward(log_alpha * 0.5 * fabric.global_rank)  # 0.25
+        fabric.backward(actor(X).mean() + critic(X).mean())
+        if number:
+            norms.append(float(fabric.clip_gradients(alpha, optimizer, max_norm=100.0)))
+        fabric.clip_gradients(Agent(actor, critic), both, max_norm=1.0)
+        for each in (optimizer, both):
+            each.step()
+            each.zero_grad()
+        values.append(float(log_alpha))
+    fabric.save(path, {"alpha": alpha, "optimizer": optimizer})
+    log_alpha.data.zero_()
+    fabric.load(path, {"alpha": alpha, "optimizer": optimizer})
+    optimizer.step()  # without a gradient on any rank
+    return values, norms, float(log_alpha)
+
+
+@pytest.mark.parametrize(("strategy", "precision"), [("ddp", "16-mixed"), ("fsdp", "32-true")])
+def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
+    strategy: str, precision: str, tmp_path: Path
+) -> None:
+    for values, norms, loaded in run_in_ranks(bare, str(tmp_path / "saved"), strategy=strategy, precision=precision):
+        assert values == [1.0 - 1.75, 1.0 - 2 * 1.75, 1.0 - 3 * 1.75]
+        assert norms == [1.75, 1.75]
+        assert loaded == values[-1]
+
+
 # -- what else the ranks have to agree on -----------------------------------------------------------------------------
 
 

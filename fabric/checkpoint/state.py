@@ -22,7 +22,7 @@ import operator
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,10 +108,8 @@ class Access:
                     own = map_tensors(lambda one: one if is_lazy(one) else one.clone(), self.module_state(value))
                     undo.callback(self.load_module, value, own, False)
             elif is_stateful(value):
-                with suppress(Exception):  # what has no state before it is loaded cannot be brought back to it
-                    before = value.state_dict()  # an optimizer gets other tensors, and leaves its own as they are
-                    before = before if isinstance(value, Optimizer) else copy.deepcopy(before)
-                    undo.callback(value.load_state_dict, before)
+                before = value.state_dict()  # an optimizer gets other tensors, and leaves its own as they are
+                undo.callback(value.load_state_dict, before if isinstance(value, Optimizer) else copy.deepcopy(before))
             elif name in state:
                 undo.callback(operator.setitem, state, name, value)
         set_rng_state(streams)  # an object that is asked for its state may draw a number
