@@ -14,10 +14,10 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 73,
-    "code lines": 10_478,
-    "tokens": 102_718,
-    "code lines of the core": 2_968,
-    "tokens of the core": 28_056,
+    "code lines": 10_492,
+    "tokens": 103_181,
+    "code lines of the core": 3_007,
+    "tokens of the core": 28_569,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 903,
     "code lines of a class": 200,  # but Fabric, which is a line a method
