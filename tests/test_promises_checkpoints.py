@@ -310,7 +310,7 @@ def test_c13_a_checkpoint_in_memory_is_replaced_as_a_whole(
 
 
 class Objects(LocalFileSystem):
-    """As an object store: its files are never renamed by others."""
+    """As an object store: what is opened for writing is there once it is closed, and nothing can be renamed."""
 
     protocol = "objects"
 
@@ -336,7 +336,12 @@ def schemes(fabric: Fabric, folder: Path) -> dict[str, Any]:
         fabric.load(url, state)
         pairs = zip(values(fabric, model).values(), values(fabric, state["model"]).values(), strict=True)
         found[scheme] = state["step"] == 1 and all(torch.equal(one, two) for one, two in pairs)
-    found["own"] = outcome(lambda: fabric.save(f"objects://{folder}/objects", {"model": model, "x": object()}))
+    found["own"] = outcome(lambda: fabric.save(url, {"model": model, "x": object()}))
+    found["filter"] = outcome(
+        lambda: fabric.save(url, {"x": {"a": 1}}, filter={"x": lambda *_: 1 / fabric.global_rank})
+    )
+    fabric.load(url, state := {"step": -1})
+    found["kept"] = state["step"]
     for url in ("memory://shared", "s3://bucket/run", "nonsense://bucket/run"):
         found[url] = outcome(lambda url=url: fabric.save(url, {"model": model}))
     return found
@@ -347,6 +352,8 @@ def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
     for found in run_in_ranks(schemes, tmp_path, strategy=STRATEGIES[strategy]):
         assert [found[scheme] for scheme in ("file", "local", "objects")] == [True] * 3
         assert "builtins.object" in found["own"]
+        assert "ZeroDivisionError" in found["filter"]
+        assert found["kept"] == 1
         assert found["s3://bucket/run"].startswith("MissingDependencyError")
         assert "s3fs" in found["s3://bucket/run"]
         assert "nonsense" in found["nonsense://bucket/run"]

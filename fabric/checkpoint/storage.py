@@ -1,8 +1,9 @@
 """Checkpoints behind paths with a scheme, such as ``s3://bucket/run``, on the file systems of fsspec.
 
 [Note: objects] An object store has no renames and no locks, but an object appears in it at once and whole. So a file is
-written within a *transaction* of fsspec, whose end is the commit, and nothing is renamed after it. It is read from a
-copy in the local folder for temporary files, since checksums are compared, and tensors mapped, before anything is used.
+written to the local folder for temporary files, and sent when it is complete: what fails before leaves nothing there,
+while a file that fsspec opens for writing may appear when it is closed after an error. It is read from a copy there,
+since checksums are compared, and tensors mapped, before anything is used.
 """
 
 import os
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fabric.errors import ConfigurationError, MissingDependencyError
 
@@ -85,14 +86,12 @@ class RemotePath:
         return self.files.cat_file(self.path)
 
     @contextmanager
-    def replace(self) -> Iterator[BinaryIO]:
+    def replace(self) -> Iterator[Any]:
         """Yield a file whose content takes the place of what is here when the block ends without an error."""
-        import fsspec  # of use for such paths only
-
-        # A file system has one transaction at a time, and cached ones are everybody's.
-        files, path = fsspec.url_to_fs(self.url, skip_instance_cache=True)
-        with files.transaction, files.open(path, "wb") as file:
+        with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
             yield file
+            file.flush()
+            self.files.put_file(file.name, self.path)
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
