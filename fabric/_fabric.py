@@ -70,7 +70,8 @@ class Fabric:
     same order. A group is what :meth:`new_group` returns, a process group of torch, or None for the whole job. The
     ``data`` of a collective is any collection of tensors and Python numbers with the same structure, dtypes and shapes
     on every process; it is not changed, and the same types of collections are returned. What cannot be sent or reduced
-    raises a :class:`fabric.errors.ConfigurationError` that names the leaf.
+    raises a :class:`fabric.errors.ConfigurationError` that names the leaf, and calls that differ between processes a
+    :class:`fabric.errors.CollectiveMismatchError` on all of them.
 
     Args:
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
@@ -529,7 +530,7 @@ class Fabric:
     def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
-        Sum and mean are differentiable. Tensors are returned as new tensors on their device, numbers as numbers.
+        Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
 
         Args:
             data: any collection of tensors and Python numbers.

@@ -341,3 +341,22 @@ def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it(
         assert "dequantize" in found["gather quantized"][0]
         assert "float(x)" in found["reduce Decimal"][0]
         assert "[0]" in found["reduce Holder"][0]
+
+
+def in_other_modes(fabric: Fabric) -> list[Any]:
+    reduce = partial(fabric.all_reduce, reduce_op="sum")
+    found = []
+    with torch.inference_mode():
+        found.append(reduce({"first": 1.0}))
+    weight = torch.ones(2, requires_grad=True)
+    reduce({"w": weight})["w"].sum().backward()
+    with torch.device("meta"):
+        found.append(reduce({"second": 2.0}))
+    return [*found, reduce({"first": 1.0}), weight.grad]
+
+
+@pytest.mark.timeout(60)
+def test_a1_a_signature_that_was_made_in_another_mode_is_used_in_any() -> None:
+    for found in run_in_ranks(in_other_modes):
+        assert found[:3] == [{"first": 2.0}, {"second": 4.0}, {"first": 2.0}]
+        assert found[3].tolist() == [2.0, 2.0]

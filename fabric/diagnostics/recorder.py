@@ -379,12 +379,12 @@ def agree(front: list[Any], reduces: bool) -> bool:
 def _front(signature: int, dtype: torch.dtype, device: torch.device, count: int, reduces: bool) -> Tensor:
     """A signature and zeros, ``count`` elements in all."""
     bits = [signature >> place & 1 for place in range(_BITS)]
-    slots = torch.tensor(bits + [int(signature == _FAILED or not bit) for bit in bits])
+    slots = torch.tensor(bits + [int(signature == _FAILED or not bit) for bit in bits], device=device)
     if not reduces:
-        front = torch.tensor([signature] * (_CHECKSUM // 8)).view(dtype)
+        front = torch.tensor([signature] * (_CHECKSUM // 8), device=device).view(dtype)
     elif dtype.is_floating_point or dtype.is_complex:
         real = dtype.to_real()
         front = slots.to(real).repeat_interleave(8 // real.itemsize).view(dtype)
     else:
         front = (slots * _SET).view(dtype)
-    return torch.cat([front, front.new_zeros(count - len(front))]).to(device)
+    return torch.cat([front, front.new_zeros(count - len(front))])
