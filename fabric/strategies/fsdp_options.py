@@ -352,19 +352,14 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: FabricE
         error: why this rank cannot set it up; None if it can.
 
     Raises:
-        FabricError: this rank's error.
-        UsageError: that of another rank, or a difference between the models.
+        FabricError: the error of the first rank that has one.
+        UsageError: a difference between the models.
     """
-    reports = communicator.gather_objects((str(error or ""), "" if error else _layout(root)))
-    if error is not None:
-        raise error
-    request = f"setup({type(root).__name__}) on rank {communicator.rank}"
-    for rank, (text, layout) in enumerate(reports):
-        if text:
-            raise UsageError(request, f"rank {rank} cannot set it up: {text}")
-        if layout != reports[0][1]:
+    layouts = communicator.gather_objects("" if error else _layout(root), error=error)
+    for rank, layout in enumerate(layouts):
+        if layout != layouts[0]:
             raise UsageError(
-                request,
+                f"setup({type(root).__name__}) on rank {communicator.rank}",
                 f"it is another model on rank {rank} than on rank 0",
                 "parameters and buffers of the same names, shapes and dtypes on every rank",
                 "a build that does not depend on the rank",
