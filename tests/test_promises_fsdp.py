@@ -286,3 +286,9 @@ def test_b11_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused
         assert others == ["fine", "fine"]
     [[converted, *_]] = run_in_ranks(refused_for_dtypes, strategy=Fsdp(), ranks=1, precision="bf16-true")
     assert converted == "fine"
+
+
+def test_b11_ignored_parameters_of_another_model_are_warned_of() -> None:
+    strategy = Fsdp(ignored_params={nn.Parameter(torch.ones(2, 2))})
+    with pytest.warns(UserWarning, match=r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"):
+        run_in_ranks(Fabric.setup_module, nn.Linear(2, 2), ranks=1, strategy=strategy)

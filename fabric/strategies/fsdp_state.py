@@ -10,6 +10,7 @@ Buffers are not sharded either. Running statistics are as under DDP: a forward p
 the first one, begins with those of rank 0 on all ranks. Other buffers stay each rank's own.
 """
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,10 @@ def replicate_unsharded(
     """
     from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import; here it has been
 
+    if ignored and ignored.isdisjoint(root.parameters()) and communicator.rank == 0:
+        # To pickle a strategy for a rank is to copy what it holds.
+        text = "ignored_params are no parameters of it. A model from before a launch: fabric.launch(train, model)"
+        warnings.warn(f"setup of {type(root).__name__}: {text}", stacklevel=2)
     named = root.named_parameters()
     before = {name: each for name, each in named if stays_whole(each, ignored)}
     receive_values(communicator, root, [*root.buffers(), *before.values()])
