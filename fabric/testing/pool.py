@@ -13,11 +13,12 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Self
 
 from fabric._fabric import Fabric
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import UsageError
 from fabric.launchers.base import node_worlds
 from fabric.launchers.function import fork_server, pickled_call
 from fabric.launchers.rank import ControlThread
@@ -55,8 +56,6 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        if world_size < 1:
-            raise ConfigurationError(f"RankPool({world_size})", "there has to be one rank at least")
         self.size, self.timeout = world_size, timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
@@ -174,7 +173,9 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
     """How the call went on this rank, where another one has ``failed`` or none has."""
     if "reply" in rank.messages:
         report, payload = rank.messages["reply"]
-        return replace(report, error=_load_error(payload)) if report.failed else report
+        with suppress(Exception):  # a class whose pickle cannot be read back; its text is sent separately
+            report = replace(report, error=load(payload) if report.failed and payload else None)
+        return report
     if rank.exit_code is not None:
         did = describe_exit(rank.exit_code)
         return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.read_stack())
@@ -196,13 +197,6 @@ def _stack(job: Supervisor, rank: RankProcess) -> str:
     # It is written line by line, from the innermost frame to those of the pool, which tell nothing.
     job.collect_until(_STACK, lambda: __file__ in rank.read_stack())
     return rank.read_stack().partition(__file__)[0].rpartition("\n")[0]
-
-
-def _load_error(payload: bytes) -> BaseException | None:
-    try:
-        return load(payload) if payload else None
-    except Exception:  # noqa: BLE001 (a class whose pickle cannot be read back; its text is sent separately)
-        return None
 
 
 def _serve(fabric: Fabric) -> None:
@@ -240,11 +234,9 @@ def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
-        report = raised(rank, error)
-        try:
+        report, payload = raised(rank, error), b""
+        with suppress(Exception):  # an error that cannot be pickled is sent as its text alone
             payload = dump_result(report.error)
-        except Exception:  # noqa: BLE001 (an error that cannot be pickled is sent as its text alone)
-            payload = b""
         return replace(report, error=None), payload
 
 
