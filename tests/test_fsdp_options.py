@@ -211,7 +211,11 @@ def test_offloading_on_the_cpu_warns() -> None:
     [
         ({"activation_checkpointing": nn.Conv2d}, Transformer, ["Conv2d", "Block"]),
         ({"auto_wrap_policy": {nn.Conv2d}}, Transformer, ["Conv2d", "Block"]),
-        ({}, lambda: nn.ParameterList([nn.Parameter(torch.ones(2, 3).T)]), ["0", "contiguous_format"]),
+        (
+            {},
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last),
+            ["0.weight", "contiguous_format"],
+        ),
     ],
 )
 def test_a_model_that_does_not_fit_the_options_is_refused(
