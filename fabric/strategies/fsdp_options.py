@@ -315,7 +315,8 @@ def check_optimizers(
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         local = [local_tensor(parameter) for parameter in parameters]
-        is_uneven = any(length % shards for parameter in parameters for length in parameter.shape[:1])
+        sharded = [each for each in parameters if each in own or local_tensor(each) is not each]
+        is_uneven = any(length % shards for parameter in sharded for length in parameter.shape[:1])
         after = {shard for parameter in parameters if (shard := getattr(parameter, SHARD, None)) is not None}
         if after:
             names = [name for model in models for name, each in model.named_parameters() if each in after]
@@ -324,7 +325,7 @@ def check_optimizers(
             problem = "it holds parameters that a forward pass gathered, and that are freed again"
         elif any(parameter in own and _has_history(optimizer.state.get(parameter)) for parameter in parameters):
             problem = "it has state for whole parameters, and these are about to be sharded"
-        elif isinstance(optimizer, optim.Adafactor | optim.Rprop) or (isinstance(optimizer, optim.LBFGS) and is_uneven):
+        elif sharded and isinstance(optimizer, (optim.Adafactor, optim.Rprop, *([optim.LBFGS] if is_uneven else ()))):
             problem = 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
         else:
             continue
