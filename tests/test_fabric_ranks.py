@@ -52,20 +52,6 @@ def test_no_seed_is_the_same_one_on_all_ranks_and_streams_per_rank_are_distinct(
     assert len({tuple(result[2]) for result in results}) == 3
 
 
-class Unseeded:
-    """An environment of two processes that nothing has launched yet."""
-
-    name = "unseeded"
-
-    def detect(self, env: Mapping[str, str]) -> World | None:
-        return World(world_size=2, local_world_size=2, port=2900)
-
-
-def test_drawing_a_seed_for_all_ranks_needs_the_ranks() -> None:
-    fabric = Fabric(accelerator="cpu", environment=Unseeded())
-    assert "fabric.seed_everything" in outcome(fabric.seed_everything)
-
-
 def prints(fabric: Fabric) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as text:
         fabric.print("rank", fabric.global_rank, sep="=")
