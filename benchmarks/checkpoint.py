@@ -94,8 +94,10 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def model_of(megabytes: int) -> nn.Module:
     """Sixteen parameters of so many megabytes together."""
-    count = megabytes * 1_000_000 // 4 // 16
-    return nn.ParameterList([torch.randn(count) for _ in range(16)])
+    count, model = megabytes * 1_000_000 // 4 // 16, nn.Module()  # a ParameterList is not sharded
+    for number in range(16):
+        model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(count)))
+    return model
 
 
 def save_plainly(net: nn.Module, path: Path) -> None:
