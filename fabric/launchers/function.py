@@ -25,15 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import (
-    Launcher,
-    LaunchSpec,
-    initialized_backend,
-    is_interactive,
-    node_worlds,
-    refuse_while_importing_main,
-    start_interpreter,
-)
+from fabric.launchers import base
 from fabric.launchers.rank import ENDING, Payload, RankConfig, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
@@ -46,7 +38,7 @@ _START_DEADLINE = 120.0  # seconds, of which the import of torch takes most
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
 
 
-class ProcessLauncher(Launcher):
+class ProcessLauncher(base.Launcher):
     """Runs a function in new processes on this machine and returns what it returned there.
 
     ``"spawn"`` starts a new interpreter for each rank: the slowest and the most isolated. ``"forkserver"`` forks fresh
@@ -67,15 +59,15 @@ class ProcessLauncher(Launcher):
     def __init__(self, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         self.name = start_method
 
-    def check(self, spec: LaunchSpec) -> None:
+    def check(self, spec: base.LaunchSpec) -> None:
         """Refuse a launch while a script is being imported by a rank, and a fork that could not work.
 
         Raises:
             UsageError: the script has no guard, and a rank imports it.
             ConfigurationError: a device library is initialized that does not survive a fork.
         """
-        refuse_while_importing_main()
-        backend = initialized_backend(spec.device_type) if self.name == "fork" else None
+        base.refuse_while_importing_main()
+        backend = base.initialized_backend(spec.device_type) if self.name == "fork" else None
         if backend is not None:
             raise ConfigurationError(
                 "the start method 'fork'",
@@ -84,7 +76,7 @@ class ProcessLauncher(Launcher):
             )
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: base.LaunchSpec
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in ``spec.num_processes`` processes and wait for them.
 
@@ -114,7 +106,7 @@ class ProcessLauncher(Launcher):
                     "fork": partial(_fork, partial(fn, *args, **kwargs)),
                     "forkserver": fork_server(os.getpid()).start_rank,
                 }[self.name]
-                job.start(start, node_worlds(spec.num_processes), payload, spec.results)
+                job.start(start, base.node_worlds(spec.num_processes), payload, spec.results)
                 results = list(map(load, job.run()))
         except KeyboardInterrupt:
             number = job.signals[0][0] if job.signals else signal.SIGINT
@@ -126,7 +118,7 @@ class ProcessLauncher(Launcher):
                 handler(number, None)
             raise SystemExit(128 + number) from None
         except RankFailedError:
-            if sys.excepthook is sys.__excepthook__ and not is_interactive():  # a hook of the user stays
+            if sys.excepthook is sys.__excepthook__ and not base.is_interactive():  # a hook of the user stays
                 sys.excepthook = _exit_as_the_rank
             raise
         return {"all": results, "first": results[0], "none": None}[spec.results]
@@ -176,7 +168,7 @@ def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes
 
 
 def _spawn(control: Connection, config: RankConfig) -> Started:
-    process = start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
+    process = base.start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
     return process.pid, process.poll
 
 
@@ -216,7 +208,7 @@ class _ForkServer:
                 stop()
             requests, theirs = socket.socketpair()
             with theirs:
-                process = start_interpreter(forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL)
+                process = base.start_interpreter(forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL)
             self._server = requests, weakref.finalize(self, _stop, requests, process)
             return _request(requests, control)
 

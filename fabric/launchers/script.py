@@ -9,20 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
-from fabric.launchers.base import (
-    Launcher,
-    LaunchSpec,
-    is_interactive,
-    node_worlds,
-    refuse_while_importing_main,
-    start_interpreter,
-)
+from fabric.launchers import base
 from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import Started, Supervisor, exit_status
 from fabric.world import World
@@ -63,7 +57,7 @@ class Script:
         Raises:
             ConfigurationError: there is no script that could be run again.
         """
-        interactive = is_interactive()
+        interactive = base.is_interactive()
         file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
         if interactive or file in (None, "<stdin>"):
             raise ConfigurationError(
@@ -90,13 +84,9 @@ class Script:
             sys.path.insert(0, os.getcwd())
         elif self.extends_path and os.path.isfile(self.name):
             sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
-        return self._run
-
-    def _run(self) -> None:
         if self.is_module:
-            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(os.path.abspath(self.name), run_name="__main__")
+            return partial(runpy.run_module, self.name, run_name="__main__", alter_sys=True)
+        return partial(runpy.run_path, os.path.abspath(self.name), run_name="__main__")
 
 
 def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
@@ -114,7 +104,7 @@ def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
     return [*arguments[: last + 1], f"hydra.{kind}.dir='{escaped}'", *arguments[last + 1 :]]
 
 
-class ScriptLauncher(Launcher):
+class ScriptLauncher(base.Launcher):
     """Runs the script that this process runs again, once for every rank; this process only supervises.
 
     Every rank is a child. Rank 0 inherits the standard input, the others read nothing; all write to the standard output
@@ -124,14 +114,14 @@ class ScriptLauncher(Launcher):
     name = "popen"
     runs_function: ClassVar[bool] = False
 
-    def check(self, spec: LaunchSpec) -> None:
+    def check(self, spec: base.LaunchSpec) -> None:
         """Refuse what cannot be run again.
 
         Raises:
             ConfigurationError: this is an interactive session, a notebook, ``python -c`` or a script on standard input.
             UsageError: this process is a rank already, or a rank's import of a script.
         """
-        refuse_while_importing_main()
+        base.refuse_while_importing_main()
         if "FABRIC_STORE" in os.environ:
             raise UsageError(
                 f"a launch of {spec.num_processes} processes by re-running the script",
@@ -141,7 +131,7 @@ class ScriptLauncher(Launcher):
         Script.of(sys.modules["__main__"])
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: base.LaunchSpec
     ) -> NoReturn:
         """Run the script in ``spec.num_processes`` processes, wait for them, and exit. Never returns.
 
@@ -151,7 +141,7 @@ class ScriptLauncher(Launcher):
             SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        code, _ = run_script(Script.of(sys.modules["__main__"]), node_worlds(spec.num_processes))
+        code, _ = run_script(Script.of(sys.modules["__main__"]), base.node_worlds(spec.num_processes))
         raise SystemExit(code)
 
 
@@ -171,7 +161,7 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     def start(control: Connection, config: RankConfig) -> Started:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
-        process = start_interpreter(main, control.fileno(), shown, script.directory, stdin)
+        process = base.start_interpreter(main, control.fileno(), shown, script.directory, stdin)
         return process.pid, process.poll
 
     job = Supervisor()
