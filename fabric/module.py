@@ -202,20 +202,18 @@ class FabricModule(nn.Module):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
+    converts = name in _CONVERSIONS
+
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
+        if converts and self._fabric_contract is not None:
+            self._fabric_contract.check_conversion(name, args, kwargs)
         result = getattr(self._fabric_original, name)(*args, **kwargs)
+        if converts:
+            self._bind_forward()
         return self if result is self._fabric_original else result
 
-    def convert(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
-        if self._fabric_contract is not None:
-            self._fabric_contract.check_conversion(name, args, kwargs)
-        result = method(self, *args, **kwargs)
-        self._bind_forward()
-        return result
-
-    chosen = convert if name in _CONVERSIONS else method
-    chosen.__name__, chosen.__doc__ = name, getattr(nn.Module, name).__doc__
-    return chosen
+    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
+    return method
 
 
 # nn.Module's own methods would be found on this class before __getattr__ is asked; the user's module's are meant.
