@@ -113,8 +113,7 @@ class FabricDataLoader:
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         object.__setattr__(prepared, "_iterator", None)
-        place = rank, num_replicas
-        spec = _shard(prepared, place, enabled=shard, uneven=uneven, from_rank0=from_rank0, name=name)
+        spec = _shard(prepared, (rank, num_replicas), enabled=shard, uneven=uneven, from_rank0=from_rank0, name=name)
         if seed_workers and rank > 0 and spec.base_seed is None:
             object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
@@ -220,17 +219,16 @@ class FabricDataLoader:
         Returns:
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them back.
         """
-        state = None if self._latest is None or self._latest.finished else self._latest
+        begun = self._latest is not None and not self._latest.finished
+        state = self._latest if begun else EpochState(self._epoch)
         if self._has_own_state:
             own = self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             # The number that the sampler or dataset was given is not in it.
-            return {"epoch": self._epoch if state is None else state.epoch, "loader": own} if self._targets else own
+            return {"epoch": state.epoch, "loader": own} if self._targets else own
         if self._saved is not None:
             return {**self._saved, **self._spec.summary()}
-        if state is None:
-            return saved_state(self._spec, EpochState(self._epoch), begun=False)
-        dataset = self._spec.dataset.state_dict() if self._keeps_dataset_state else None
-        return saved_state(self._spec, state, begun=True, dataset=dataset)
+        dataset = self._spec.dataset.state_dict() if begun and self._keeps_dataset_state else None
+        return saved_state(self._spec, state, begun, dataset)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position: the next ``iter()`` goes on where :meth:`state_dict` was called.
@@ -251,9 +249,7 @@ class FabricDataLoader:
         """
         if self._has_own_state:
             if isinstance(state, Mapping) and {"cursor", "drawn", "num_replicas"} <= state.keys():
-                problem = (
-                    f"on one process the {type(self.loader).__name__} keeps its own position, and this is fabric's"
-                )
+                problem = f"on one process the {type(self.loader).__name__} keeps its own position; this is fabric's"
                 raise CheckpointError("loader.load_state_dict()", problem, "a plain DataLoader, or as many processes")
             if isinstance(state, Mapping) and state.keys() == {"epoch", "loader"}:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
@@ -262,22 +258,18 @@ class FabricDataLoader:
         check_saved(state, self._spec)
         skipped(state, self._spec)
         inside = state["begun"] if self._spec.indices is not None else state["cursor"] > 0
-        position = f"loader.load_state_dict() {state['cursor']} {state['unit']} into epoch {state['epoch']}"
+        resumes_dataset = inside and self._spec.indices is None
+        problem = suggestion = ""
         if inside and self.loader.num_workers > 1 and not self.loader.in_order:
-            raise CheckpointError(
-                position,
-                "workers with in_order=False yield batches as they are ready: which ones were received is not known",
-                "a state saved at the end of an epoch",
-                "DataLoader(..., in_order=True)",
-            )
-        if inside and self._spec.indices is None:
-            if not self._keeps_dataset_state or state["dataset"] is None:
-                raise CheckpointError(
-                    position,
-                    f"the {type(self._spec.dataset).__name__} is iterable: only itself knows how to go on from there",
-                    "a state saved at the end of an epoch",
-                    "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own",
-                )
+            problem = "workers with in_order=False yield batches as they are ready: which were received is not known"
+            suggestion = "DataLoader(..., in_order=True)"
+        elif resumes_dataset and (not self._keeps_dataset_state or state["dataset"] is None):
+            problem = f"the {type(self._spec.dataset).__name__} is iterable: only itself knows how to go on from there"
+            suggestion = "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own"
+        if problem:
+            position = f"loader.load_state_dict() {state['cursor']} {state['unit']} into epoch {state['epoch']}"
+            raise CheckpointError(position, problem, "a state saved at the end of an epoch", suggestion)
+        if resumes_dataset:
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)

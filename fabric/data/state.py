@@ -126,7 +126,7 @@ def length_of(sized: Any) -> int | None:
     return None
 
 
-def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any = None) -> State:
+def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any) -> State:
     """A position as plain dicts, numbers, strings and tensors.
 
     Args:
@@ -185,8 +185,7 @@ def skipped(saved: State, spec: LoaderSpec) -> int:
         return entries + bool(rest)
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
-        f"{cursor} {saved['unit']} were received, of which the {type(spec.order).__name__}, which shards the data "
-        f"itself, cannot have given {spec.num_replicas} ranks equally many",
+        f"ranks of a {type(spec.order).__name__}, which shards itself, cannot have had {cursor} {saved['unit']} evenly",
         f"a number of ranks that divides {cursor}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
@@ -257,8 +256,7 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
             "fabric.gather_for_metrics(...)",
             f"the {type(order).__name__} {problem}: which samples are repetitions is not known",
             "a loader that fabric shards, with a sampler that has a length",
-            'setup_dataloaders(DataLoader(dataset)), or uneven="drop"; or fabric.all_gather(x, concat=True), '
-            "repetitions included",
+            'setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions fabric.all_gather(x, concat=True)',
         )
     before, length = replace(state, received=state.received - 1), spec.shard_length(state)
     kept = None if total is None else total - spec.cursor(before)
