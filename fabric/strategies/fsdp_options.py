@@ -92,12 +92,10 @@ def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tup
     """The names of :data:`OF_FIRST_FSDP` among options, which lose them, and what activation checkpointing is for."""
     older = {name: fsdp_kwargs.pop(name) for name in OF_FIRST_FSDP if name in fsdp_kwargs}
     policy = older.get("activation_checkpointing_policy")
-    if policy is None:
-        return [*older], activation_checkpointing
-    if activation_checkpointing is not None:
+    if policy is not None and activation_checkpointing is not None:
         request = f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})"
         raise ConfigurationError(request, "these are names of one option", "one of the two")
-    return [*older], policy
+    return [*older], activation_checkpointing if policy is None else policy
 
 
 def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int) -> None:
