@@ -58,6 +58,9 @@ def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         "large rows": lambda: fabric.all_to_all(ones(fabric.world_size, LARGE + first)),
         "scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3 if first else 4), reduce_op="sum"),
         "scattered ops": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3), reduce_op="sum" if first else "min"),
+        "sources": lambda: fabric.broadcast({"x": ones(2)}, src=fabric.global_rank % 2),
+        "sources of parts": lambda: fabric.scatter([1] * fabric.world_size, src=int(first)),
+        "destinations": lambda: fabric.gather(1, dst=int(first)),
         "large scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, LARGE + first), reduce_op="sum"),
     }
 

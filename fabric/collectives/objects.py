@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fabric.collectives.buckets import PLAIN, check_tensor
 from fabric.communicators import Communicator, Operation
-from fabric.communicators.base import CallDescription, to_pickle
+from fabric.communicators.base import CallDescription, mismatch, to_pickle
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten
@@ -70,8 +70,10 @@ def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device
     communicator.check_rank(Operation.GATHER, dst)
     call = CallDescription("gather", lambda: f"{dst=}")
     message, error = _message(tree, communicator.device)
-    longest = max(communicator.gather_objects(len(message), call, error))
-    rows = communicator.gather(pad(message, (0, longest - len(message))), dst, call)
+    lengths, named = zip(*communicator.gather_objects((len(message), dst), call, error), strict=True)
+    if len(set(named)) > 1:
+        raise mismatch(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
+    rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
     return None if rows is None else [_unpacked(row, device) for row in rows]
 
 

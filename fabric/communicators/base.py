@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
+from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, FabricError
 
 __all__ = [
     "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
-    "Operation", "Reduce", "to_pickle",
+    "Operation", "Reduce", "mismatch", "to_pickle",
 ]  # fmt: skip
 
 
@@ -343,6 +343,12 @@ def to_pickle(value: Any) -> bytes:
             "objects that pickle; tensors inside collections travel as tensors",
             "send what the object is made of: its state_dict(), its numbers, its name",
         ) from error
+
+
+def mismatch(request: str, named: Sequence[int]) -> CollectiveMismatchError:
+    """The error of ranks that name different sources or destinations."""
+    problem = f"other ranks name others, from {min(named)} to {max(named)}"
+    return CollectiveMismatchError(request, problem, "one source or destination, the same on all ranks")
 
 
 def _packed(value: Any, error: FabricError | None) -> bytes:

@@ -9,7 +9,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import BITWISE, Collective, Communicator, Operation, Reduce
+from fabric.communicators.base import BITWISE, Collective, Communicator, Operation, Reduce, mismatch
 from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "to_bytes", "to_tensor"]
@@ -98,8 +98,12 @@ class ProcessGroupCommunicator(Communicator):
     # torch's own collectives of objects need numpy, which is optional.
 
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
-        length = self.broadcast(torch.tensor([len(message or b"")], device=self.device), src)
-        buffer = self.broadcast(to_tensor(message or bytes(int(length))).to(self.device), src)
+        # The length is that of the source, whom ranks that named different ones would not find out otherwise.
+        facts = self.all_reduce(torch.tensor([len(message or b""), src, -src], device=self.device), Reduce.MAX)
+        length, last, first = facts.tolist()
+        if last != -first:
+            raise mismatch(f"src={src} on rank {self.rank}", [-first, last])
+        buffer = self.broadcast(to_tensor(message or bytes(length)).to(self.device), src)
         return to_bytes(buffer) if message is None else message
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
