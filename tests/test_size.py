@@ -14,10 +14,10 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 73,
-    "code lines": 10_493,
-    "tokens": 103_205,
-    "code lines of the core": 3_007,
-    "tokens of the core": 28_569,
+    "code lines": 10_494,
+    "tokens": 103_284,
+    "code lines of the core": 3_013,
+    "tokens of the core": 28_637,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 903,
     "code lines of a class": 200,  # but Fabric, which is a line a method
