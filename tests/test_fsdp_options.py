@@ -206,16 +206,17 @@ def test_offloading_on_the_cpu_warns() -> None:
         pass
 
 
+def strided() -> nn.Module:
+    module: Any = nn.Sequential(nn.Conv2d(3, 4, 3))
+    return module.to(memory_format=torch.channels_last)
+
+
 @pytest.mark.parametrize(
     ("options", "make", "names"),
     [
         ({"activation_checkpointing": nn.Conv2d}, Transformer, ["Conv2d", "Block"]),
         ({"auto_wrap_policy": {nn.Conv2d}}, Transformer, ["Conv2d", "Block"]),
-        (
-            {},
-            lambda: nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last),
-            ["0.weight", "contiguous_format"],
-        ),
+        ({}, strided, ["0.weight", "contiguous_format"]),
     ],
 )
 def test_a_model_that_does_not_fit_the_options_is_refused(
