@@ -115,9 +115,9 @@ class Strategy(ABC):
             raise UsageError(f"{type(self).__name__}.setup_environment()", problem)
         if runtime is None:
             runtime = self._own_runtime()
-            rank, size = runtime.world.rank, runtime.world.world_size
-            if size > 1 and not self.connects_processes:
-                problem = f"{size} processes (this is rank {rank}) would each train on their own"
+            world = runtime.world
+            if world.world_size > 1 and not self.connects_processes:
+                problem = f"{world.world_size} processes (this is rank {world.rank}) would each train on their own"
                 raise ConfigurationError(
                     f"{type(self).__name__} without Fabric", problem, "one process, or DDPStrategy"
                 )
@@ -196,7 +196,7 @@ class Strategy(ABC):
     @property
     def is_distributed(self) -> bool:
         """Whether the processes of the job communicate, be it only one."""
-        return self.connects_processes or self._current_runtime.world.world_size > 1
+        return self.connects_processes or (self._runtime is not None and self.world_size > 1)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int] | None:
