@@ -137,7 +137,7 @@ def datasets_iterated_in_full() -> list[str]:
     """
     whole, kind = (data.SequentialSampler, data.RandomSampler), dataloader._BaseDataLoaderIter
     iterators: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    orders = ((each, each._index_sampler) for each in iterators)
+    orders = ((each, getattr(each, "_index_sampler", None)) for each in iterators)  # none while it is being made
     return [type(each._dataset).__name__ for each, order in orders if type(getattr(order, "sampler", order)) in whole]
 
 

@@ -141,8 +141,7 @@ class TrainingChecks:
         own = _ids(_trained(optimizer))
         for contract in self._contracts():
             parameters = contract.parameters().values()
-            # Numbers of one byte have no such test, or no such value.
-            empty = [each for each in parameters if each.element_size() > 1 and local_tensor(each).isnan().any()]
+            empty = [each for each in parameters if _has_nan(local_tensor(each))]
             if empty and own & _ids(parameters):
                 self._refuse(
                     f"these are not a number before the first step: {_named(contract, _ids(empty))}",
@@ -338,6 +337,11 @@ def _checksum(tensor: Tensor) -> Tensor:
 
 def _ids(parameters: Iterable[Tensor]) -> set[int]:
     return {id(parameter) for parameter in parameters}
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    # Numbers of one byte and quantized tensors have no such test, or no such value.
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.element_size() > 1 and bool(tensor.isnan().any())
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
