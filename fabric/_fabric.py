@@ -490,6 +490,17 @@ class Fabric:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return clip_gradients(parameters, clip_val, max_norm, float(norm_type), error_if_nonfinite and not overflow)
 
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last ``step`` of a set-up optimizer changed nothing, since gradients overflowed in ``16-mixed``.
+
+        For what counts steps: ``if not fabric.step_was_skipped(optimizer): scheduler.step()``. The same on all
+        processes, False without loss scaling. Not a collective.
+        """
+        session = self._running("step_was_skipped")
+        if optimizer not in session.optimizers:
+            raise UsageError(f"step_was_skipped({type(optimizer).__name__})", "this optimizer has not been set up")
+        return session.scaler is not None and session.scaler.step_was_skipped(optimizer)
+
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
     ) -> AbstractContextManager[Any]:

@@ -73,9 +73,9 @@ class Session:
         self._parts.callback(self.strategy.teardown)
         self.stop_request = self._parts.enter_context(closing(StopRequest()))
         self.scaler: LossScaler | None = None
-        if plan.precision.loss_scaling:
+        if (scale := plan.precision.loss_scale) is not None:
             agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None
-            self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, max_over_ranks=agree)))
+            self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, scale, agree)))
             self.scaler.gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unscale_and_check
 from fabric.errors import ConfigurationError, UsageError
+from fabric.precision import LossScale
 
 __all__ = ["LossScaler"]
 
@@ -35,6 +36,7 @@ class _OptimizerState:
     stage: _Stage
     found_inf: Tensor
     held: Sequence[tuple[Any, Tensor]] = ()  # parameters and their gradients while a step is skipped
+    skipped: bool = False  # the last step
 
 
 class LossScaler:
@@ -47,8 +49,7 @@ class LossScaler:
 
     Args:
         device: where the loss is.
-        init_scale: first scale.
-        growth_interval: number of good steps in a row after which it grows.
+        settings: the first scale, and when it grows.
         max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; None in a single process.
 
     Attributes:
@@ -60,15 +61,13 @@ class LossScaler:
     def __init__(
         self,
         device: torch.device,
-        *,
-        init_scale: float = 2.0**16,
-        growth_interval: int = 2000,
+        settings: LossScale,
         max_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._scale = torch.full((), init_scale, dtype=torch.float32, device=device)
+        self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
-        self._growth_interval, self._max_over_ranks = growth_interval, max_over_ranks
+        self._growth_interval, self._max_over_ranks = settings.growth_interval, max_over_ranks
         self.gradients_differ, self.accumulates = True, False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
@@ -137,6 +136,10 @@ class LossScaler:
         state.stage = _Stage.UNSCALED
         return bool(state.found_inf)
 
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """Whether the last step of an optimizer did nothing, since gradients had overflowed."""
+        return self._states[optimizer].skipped
+
     def state_dict(self) -> dict[str, float | int | None]:
         """What :meth:`load_state_dict` needs to go on exactly."""
         pending = None if self._pending is None else float(self._pending)
@@ -171,7 +174,7 @@ class LossScaler:
         state = self._states[optimizer]
         for parameter, grad in state.held:
             parameter.grad = grad
-        state.held, state.stage = (), _Stage.STEPPED
+        state.skipped, state.held, state.stage = bool(state.held), (), _Stage.STEPPED
 
     def _any_holds_scaled(self) -> bool:
         """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.

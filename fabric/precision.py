@@ -7,6 +7,7 @@ float32 parameters and runs the forward pass under :class:`torch.autocast`; 16-b
 Integers and booleans are never touched.
 """
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,38 @@ from torch import Tensor, nn
 from fabric.errors import ConfigurationError
 from fabric.tree import map_tensors
 
-__all__ = ["PRECISIONS", "PRECISION_ALIASES", "Precision", "cast_inputs", "cast_outputs", "parse_precision"]
+__all__ = [
+    "PRECISIONS", "PRECISION_ALIASES", "LossScale", "Precision", "cast_inputs", "cast_outputs", "parse_precision"
+]  # fmt: skip
 
 _CONVERTERS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
 _HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScale:
+    """How the loss is scaled so that float16 gradients do not underflow; the names are those of torch's ``GradScaler``.
+
+    Attributes:
+        init_scale: the first scale, a power of two, so that scaling costs no rounding. A checkpoint brings its own.
+        growth_interval: number of steps in a row without an overflow after which the scale doubles. After an overflow,
+            the step is skipped and the scale is halved.
+
+    Raises:
+        ConfigurationError: it cannot be that.
+    """
+
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        mantissa, exponent = math.frexp(self.init_scale)
+        if mantissa != 0.5 or not -125 <= exponent <= 128:
+            expected = "a power of two in the range of float32, such as 2.0**16"
+            raise ConfigurationError(f"LossScale(init_scale={self.init_scale!r})", expected=expected)
+        if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 2**31:
+            expected = "a number of steps, at least 1, such as 2000"
+            raise ConfigurationError(f"LossScale(growth_interval={self.growth_interval!r})", expected=expected)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +62,9 @@ class Precision:
         compute_dtype: dtype of the autocast region of a mixed precision; None means there is none.
         reduce_dtype: dtype in which sharded strategies reduce gradients; None means the gradients' own.
         output_dtype: dtype that 16-bit outputs of the forward pass are cast to; None leaves them.
-        loss_scaling: whether the loss is scaled so that float16 gradients do not underflow.
+        loss_scale: how the loss is scaled; None means it is not. Settings of one's own:
+            ``Fabric(precision=replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**10)))``, with
+            ``replace`` of :mod:`dataclasses`.
     """
 
     name: str
@@ -41,7 +72,7 @@ class Precision:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    loss_scaling: bool = False
+    loss_scale: LossScale | None = None
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any]:
         """The context that a forward pass on a device of this type runs in; a fresh one at each call."""
@@ -62,7 +93,7 @@ _ROWS = (
     Precision(name="64-true", param_dtype=torch.float64),
     Precision(name="16-true", param_dtype=torch.float16),
     Precision(name="bf16-true", param_dtype=torch.bfloat16),
-    Precision(name="16-mixed", compute_dtype=torch.float16, loss_scaling=True, **_MIXED),
+    Precision(name="16-mixed", compute_dtype=torch.float16, loss_scale=LossScale(), **_MIXED),
     Precision(name="bf16-mixed", compute_dtype=torch.bfloat16, **_MIXED),
 )
 PRECISIONS = {row.name: row for row in _ROWS}

@@ -10,6 +10,7 @@ from torch.amp import GradScaler
 
 from fabric.errors import ConfigurationError, UsageError
 from fabric.loss_scaler import LossScaler
+from fabric.precision import LossScale
 from tests.ranks import run_in_ranks
 
 CPU = torch.device("cpu")
@@ -17,7 +18,7 @@ OPTIONS = {"init_scale": 2.0**10, "growth_interval": 2}
 
 
 def scaler_of(*optimizers, **options):
-    scaler = LossScaler(CPU, **{**OPTIONS, **options})
+    scaler = LossScaler(CPU, LossScale(**{**OPTIONS, **options}))
     for optimizer in optimizers:
         scaler.register(optimizer)
     return scaler
@@ -275,7 +276,9 @@ def overflow_on_one_rank(fabric):
     communicator = fabric.strategy.runtime.communicator
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = LossScaler(CPU, max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX), **OPTIONS)
+    scaler = LossScaler(
+        CPU, LossScale(**OPTIONS), max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX)
+    )
     scaler.register(optimizer)
     for step in range(3):
         factor = math.inf if step == 1 and fabric.global_rank == 1 else 1.0
@@ -301,7 +304,9 @@ def zero_part_on_one_rank(fabric):
     stepping, waiting = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (stepping, waiting)]
     scaler = LossScaler(
-        CPU, init_scale=4.0, growth_interval=1, max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX)
+        CPU,
+        LossScale(init_scale=4.0, growth_interval=1),
+        max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX),
     )
     for optimizer in optimizers:
         scaler.register(optimizer)
@@ -440,7 +445,7 @@ def test_a_state_that_lacks_something_changes_nothing():
 def test_after_close_an_optimizer_steps_as_if_it_had_never_been_watched() -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    scaler = LossScaler(torch.device("cpu"))
+    scaler = LossScaler(torch.device("cpu"), LossScale())
     scaler.register(optimizer)
     scaler.scale_loss((weight * float("inf")).sum()).backward()
     optimizer.step()

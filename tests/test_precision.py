@@ -102,7 +102,7 @@ def test_true_precisions_have_no_autocast():
 
 
 def test_only_16_mixed_scales_the_loss():
-    assert [name for name, row in PRECISIONS.items() if row.loss_scaling] == ["16-mixed"]
+    assert [name for name, row in PRECISIONS.items() if row.loss_scale] == ["16-mixed"]
 
 
 # -- inputs ---------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class ParallelStrategy(Strategy):
             problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
             request = f"{request} with precision={precision.name!r}"
             raise ConfigurationError(request, problem, suggestion=f"{modern} and fabric.backward(loss)")
-        if precision.loss_scaling and self.is_global_zero:
+        if precision.loss_scale is not None and self.is_global_zero:
             text = "computes in float16 and does not scale the loss: gradients below 6e-8 become 0. Write:"
             warnings.warn(f"{request} {text} {modern} and fabric.backward(loss)", stacklevel=3)
         if self._is_prepared(module):
