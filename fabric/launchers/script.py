@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -84,9 +83,14 @@ class Script:
             sys.path.insert(0, os.getcwd())
         elif self.extends_path and os.path.isfile(self.name):
             sys.path.insert(0, os.path.dirname(os.path.realpath(self.name)))
+        return self._run
+
+    def _run(self) -> None:
+        # Returns nothing, so that what the script leaves in its globals is freed before it counts as finished.
         if self.is_module:
-            return partial(runpy.run_module, self.name, run_name="__main__", alter_sys=True)
-        return partial(runpy.run_path, os.path.abspath(self.name), run_name="__main__")
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(os.path.abspath(self.name), run_name="__main__")
 
 
 def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
