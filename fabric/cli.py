@@ -12,7 +12,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -120,9 +120,9 @@ def _run(options: argparse.Namespace) -> int:
     from fabric._plan import LATE, RUN_OPTIONS
     from fabric.launchers.script import Script, run_script
 
-    given = vars(options)
-    variables = {variable: str(given[name]) for name, variable in RUN_OPTIONS.items() if given[name] is not None}
-    variables |= {RUN_OPTIONS[name] + LATE: value for name, value in _late_options(options, RUN_OPTIONS).items()}
+    given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
+    given |= {variable + LATE: _late_option(options, name) for name, variable in RUN_OPTIONS.items()}
+    variables = {variable: str(value) for variable, value in given.items() if value is not None}
     script = Script(
         name=options.script,
         is_module=options.module,
@@ -139,17 +139,12 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
-def _late_options(options: argparse.Namespace, names: Iterable[str]) -> dict[str, str]:
-    """Options of this command that follow the script, which has none of that name as far as its text shows."""
-    words, script = "\n".join(options.arguments), Path(options.script)
+def _late_option(options: argparse.Namespace, name: str) -> str | None:
+    """An option of this command that follows the script, which has none of that name as far as its text shows."""
+    script, option = Path(options.script), f"--{name.replace('_', '[-_]')}"
+    found = re.search(rf"(?m)^{option}[=\n](-?[^-\n].*)", "\n".join(options.arguments))
     text = script.read_text(errors="replace") if script.is_file() else ""
-    late = {}
-    for name in names:
-        option = f"--{name.replace('_', '[-_]')}"
-        found = re.search(rf"(?m)^{option}[=\n](-?[^-\n].*)", words)
-        if found and not re.search(f"[\"']{option}[\"']", text):
-            late[name] = found[1]
-    return late
+    return found[1] if found and not re.search(f"[\"']{option}[\"']", text) else None
 
 
 def _worlds(options: argparse.Namespace) -> list[World]:
