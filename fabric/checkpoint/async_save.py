@@ -158,10 +158,8 @@ def full_copy(state: Any, full: Callable[[dict[str, Any]], dict[str, Any]], is_f
     for name, value in state.items():
         whole, key = full({name: value})[name], memory_key(value) or name  # one at a time is on the device
         if is_first:  # tied weights stay tied
-            copies[key] = copies[key] if key in copies else map_tensors(_to_cpu, whole)
+            copies[key] = (
+                copies[key] if key in copies else map_tensors(lambda each: each.detach().to("cpu", copy=True), whole)
+            )
             result[name] = copies[key]
     return result
-
-
-def _to_cpu(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)

@@ -109,7 +109,20 @@ class FabricDataLoader:
             ConfigurationError: it is set up already; ``uneven`` is something else; or its sampler shards by itself, but
                 for another rank or number of ranks.
         """
-        _check_arguments(loader, uneven)
+        if isinstance(loader, FabricDataLoader):
+            raise ConfigurationError(
+                "setup_dataloaders(loader) with a loader that is set up already",
+                "sharded a second time, it would never yield most of its samples",
+                suggestion="fabric.setup_dataloaders(loader.original), or use the loader as it is",
+            )
+        if not isinstance(loader, DataLoader):
+            raise ArgumentTypeError(
+                f"setup_dataloaders({type(loader).__name__})",
+                expected="a torch.utils.data.DataLoader, with batch_size=None for a dataset that makes whole batches",
+                suggestion="fabric.to_device(batch) in the loop over anything else",
+            )
+        if uneven not in ("pad", "drop"):
+            raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected="'pad' or 'drop'")
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         object.__setattr__(prepared, "_iterator", None)
@@ -219,8 +232,8 @@ class FabricDataLoader:
         Returns:
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them back.
         """
-        begun = self._latest is not None and not self._latest.finished
-        state = self._latest if begun else EpochState(self._epoch)
+        state = EpochState(self._epoch) if self._latest is None or self._latest.finished else self._latest
+        begun = state is self._latest
         if self._has_own_state:
             own = self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             # The number that the sampler or dataset was given is not in it.
@@ -305,23 +318,6 @@ class FabricDataLoader:
         for target, _ in self._targets:
             target.set_epoch(epoch)
         self._targets = [(target, getattr(target, "epoch", None)) for target, _ in self._targets]
-
-
-def _check_arguments(loader: Any, uneven: str) -> None:
-    if isinstance(loader, FabricDataLoader):
-        raise ConfigurationError(
-            "setup_dataloaders(loader) with a loader that is set up already",
-            "sharded a second time, it would never yield most of its samples",
-            suggestion="fabric.setup_dataloaders(loader.original), or use the loader as it is",
-        )
-    if not isinstance(loader, DataLoader):
-        raise ArgumentTypeError(
-            f"setup_dataloaders({type(loader).__name__})",
-            expected="a torch.utils.data.DataLoader, with batch_size=None for a dataset that makes whole batches",
-            suggestion="fabric.to_device(batch) in the loop over anything else",
-        )
-    if uneven not in ("pad", "drop"):
-        raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected="'pad' or 'drop'")
 
 
 def _mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:

@@ -32,10 +32,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 from torch.utils.hooks import unserializable_hook
 
 from fabric._torch import hook_place, operations_behind, operations_recorded
@@ -118,7 +114,8 @@ class BypassChecks:
             backward.before.append(recorder.check_backward)
         self.on_forward: list[Callable[[BypassGuard], None]] = []
         self.structures: WeakKeyDictionary[GradientContract, _Structure] = WeakKeyDictionary()
-        hooks = (register_module_module_registration_hook, register_module_parameter_registration_hook)
+        torchs = nn.modules.module
+        hooks = (torchs.register_module_module_registration_hook, torchs.register_module_parameter_registration_hook)
         # Without other ranks there is nothing to synchronize.
         self._handles = [hook(self._on_registration) for hook in hooks if world.world_size > 1]
         # No WeakSet: to go through one takes several calls, and it is done in every step.

@@ -80,13 +80,6 @@ class Call(NamedTuple):
         shown = _window(self.data, 0, _SHOWN) or ", ".join(arguments)
         return f"{self.operation}{shown and f'({shown})'} at {self.location}"
 
-    def brief(self) -> "Call":
-        """The call with a digest in the place of the end of a long text, so that a record stays small."""
-        if len(self.data) <= _INLINE:
-            return self
-        digest = blake2b(self.data.encode(), digest_size=8).hexdigest()
-        return self._replace(data=f"{self.data[:_INLINE]}{_DIGEST}{digest}")
-
 
 class _Record(NamedTuple):
     """What one rank publishes.
@@ -135,8 +128,10 @@ class CollectiveChecker:
         Raises:
             CollectiveMismatchError: a member makes another call, waits elsewhere for this rank, or makes none.
         """
-        full = Call.of(entry, collective)
-        call = full.brief()
+        full = call = Call.of(entry, collective)
+        if len(full.data) > _INLINE:  # so that a record stays small
+            digest = blake2b(full.data.encode(), digest_size=8).hexdigest()
+            call = full._replace(data=f"{full.data[:_INLINE]}{_DIGEST}{digest}")
         with self._lock:
             own = self._own
             if own.end_reason:
