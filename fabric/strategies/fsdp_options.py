@@ -357,12 +357,9 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: FabricE
     layouts = communicator.gather_objects("" if error else _layout(root), error=error)
     for rank, layout in enumerate(layouts):
         if layout != layouts[0]:
-            raise UsageError(
-                f"setup({type(root).__name__}) on rank {communicator.rank}",
-                f"it is another model on rank {rank} than on rank 0",
-                "parameters and buffers of the same names, shapes and dtypes on every rank",
-                "a build that does not depend on the rank",
-            )
+            request = f"setup({type(root).__name__}) on rank {communicator.rank}"
+            problem = f"it is another model on rank {rank} than on rank 0, by names, shapes or dtypes of tensors"
+            raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
 
 
 def _layout(root: nn.Module) -> str:
