@@ -37,6 +37,7 @@ from fabric.precision import Precision
 from fabric.seed import seed_everything
 from fabric.strategies.base import Group, Strategy
 from fabric.strategies.init_module import created_on
+from fabric.strategies.parallel import as_list
 from fabric.world import World
 
 __all__ = ["Fabric"]
@@ -131,7 +132,7 @@ class Fabric:
             timeout=timeout,
             watchdog=watchdog,
         )
-        self._callbacks, self._loggers = _as_list(callbacks), _as_list(loggers)
+        self._callbacks, self._loggers = as_list(callbacks), as_list(loggers)
         self._check_training = check_training
         self._seed: dict[str, Any] | None = None
         self._session: Session | None = None
@@ -882,11 +883,6 @@ class Fabric:
         except BaseException:
             exit_with_late_error()
             raise
-
-
-def _as_list(objects: Any) -> list[Any]:
-    """``callbacks`` or ``loggers`` as a list: None, one object, or several."""
-    return [] if objects is None else list(objects) if isinstance(objects, list | tuple) else [objects]
 
 
 def _without_none(*results: Any) -> Any:

@@ -2,11 +2,10 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
-from torch.optim import Optimizer
 
 from fabric._torch import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
@@ -50,7 +49,7 @@ class ParallelStrategy(Strategy):
             warnings.warn(f"{request} {text} {modern} and fabric.backward(loss)", stacklevel=3)
         if self._is_prepared(module):
             raise UsageError(request, f"this {type(module).__name__} is set up already", suggestion=modern)
-        optimizers = as_list(getattr(trainer, "optimizers", None) or ())
+        optimizers = as_list(getattr(trainer, "optimizers", None))
         self.check_setup(module, optimizers)
         precision.convert_module(module)
         trainer.model = self.setup_module(self.module_to_device(module))
@@ -83,9 +82,9 @@ class ParallelStrategy(Strategy):
             )
 
 
-def as_list(optimizers: Any) -> list[Optimizer]:
-    """One optimizer, or several, as a list."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+def as_list(objects: Any) -> list[Any]:
+    """None, one object, or a sequence of several, as a list."""
+    return [] if objects is None else list(objects) if isinstance(objects, Sequence) else [objects]
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
