@@ -119,9 +119,8 @@ class DDPStrategy(ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # DistributedDataParallel does so for a module that it wraps.
-            with torch.no_grad():
-                for tensor in (*module.parameters(), *module.buffers()):
-                    tensor.copy_(self.broadcast(tensor.detach()))
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data.copy_(self.broadcast(tensor.data))
             return module
         for layer in module.modules() if self.sync_batchnorm else ():
             if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):

@@ -98,7 +98,7 @@ class ThreadedWorld:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        """As :meth:`close`."""
 
     def _fabric(self, rank: int, mailbox: "_Mailbox", store: dist.Store) -> Fabric:
         strategy = ThreadedStrategy(ThreadCommunicator(mailbox, rank, range(self.size)), store)
