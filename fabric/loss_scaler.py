@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,16 +24,10 @@ from fabric.precision import LossScale
 __all__ = ["LossScaler"]
 
 
-class _Stage(Enum):
-    SCALED = auto()  # gradients, where there are any, carry the scale
-    UNSCALED = auto()
-    STEPPED = auto()  # or no backward pass yet: gradients, where there are any, carry no scale
-
-
 @dataclass
 class _OptimizerState:
-    stage: _Stage
     found_inf: Tensor
+    is_scaled: bool = False  # gradients, where there are any
     held: Sequence[tuple[Any, Tensor]] = ()  # parameters and their gradients while a step is skipped
     skipped: bool = False  # the last step
 
@@ -79,7 +72,7 @@ class LossScaler:
 
     def register(self, optimizer: Optimizer) -> None:
         """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
-        self._states[optimizer] = _OptimizerState(_Stage.STEPPED, torch.zeros_like(self._scale))
+        self._states[optimizer] = _OptimizerState(torch.zeros_like(self._scale))
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
@@ -97,10 +90,10 @@ class LossScaler:
             backoff_or_grow(self._scale, self._growth_tracker, self._pending, 2.0, 0.5, self._growth_interval)
             self._pending = None
         for optimizer, state in self._states.items():
-            if state.stage is not _Stage.SCALED:
+            if not state.is_scaled:
                 for grads in _gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
-            state.stage = _Stage.SCALED
+            state.is_scaled = True
         if loss.dtype is torch.float16:
             loss = loss.float()
         return loss * self._scale.to(loss.device, loss.dtype)
@@ -114,7 +107,7 @@ class LossScaler:
             Whether any gradient is infinite or not a number, in which case the next step will be skipped.
         """
         state = self._states[optimizer]
-        if state.stage is not _Stage.SCALED:
+        if not state.is_scaled:
             return bool(state.found_inf)
         groups = _gradients(optimizer)
         if any(grads[0].dtype is torch.float16 for grads in groups):
@@ -133,7 +126,7 @@ class LossScaler:
                 found = torch.maximum(found, found_here.to(found.device))
         agree = self._max_over_ranks if self.gradients_differ else None
         state.found_inf = found if agree is None else agree(found)
-        state.stage = _Stage.UNSCALED
+        state.is_scaled = False
         return bool(state.found_inf)
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
@@ -161,9 +154,8 @@ class LossScaler:
             )
         state = self._states[optimizer]
         overflow = self.unscale(optimizer)
-        if state.stage is _Stage.UNSCALED:
-            found = state.found_inf
-            self._pending = found if self._pending is None else torch.maximum(self._pending, found)
+        found = state.found_inf
+        self._pending = found if self._pending is None else torch.maximum(self._pending, found)
         if overflow:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state.held = [(parameter, parameter.grad) for parameter in parameters]
@@ -174,7 +166,7 @@ class LossScaler:
         state = self._states[optimizer]
         for parameter, grad in state.held:
             parameter.grad = grad
-        state.skipped, state.held, state.stage = bool(state.held), (), _Stage.STEPPED
+        state.skipped, state.held = bool(state.held), ()
 
     def _any_holds_scaled(self) -> bool:
         """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.
@@ -182,7 +174,7 @@ class LossScaler:
         ``zero_grad(set_to_none=False)`` clears gradients, too. Those of an optimizer that did not step are looked at,
         which waits for the device.
         """
-        waiting = [optimizer for optimizer, state in self._states.items() if state.stage is _Stage.SCALED]
+        waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds = any(bool(grad.any()) for optimizer in waiting for grads in _gradients(optimizer) for grad in grads)
         if not waiting or self._max_over_ranks is None or not (self.gradients_differ or self.accumulates):
             return holds
