@@ -147,10 +147,9 @@ class HangReporter:
     def __init__(
         self, store: JobStore, threshold: timedelta, timeout: timedelta, is_asynchronous: bool = False
     ) -> None:
-        # It knows how often a report has been requested by a signal of the supervisor.
+        # It knows the id of the user's latest request for a report, which all ranks of a supervisor get.
         self._control = control = ControlThread.of_this_process()
-        self._supervisor = control.supervisor if control else ""  # the same on all ranks of it
-        self._signals_seen = control.reports_requested if control else 0
+        self._answered = {"", control.report_request if control else ""}
         self._store, self._is_asynchronous = store, is_asynchronous
         self._prints, half = bool(threshold), timeout / 2
         self._due = min(threshold or half, half).total_seconds()
@@ -212,10 +211,10 @@ class HangReporter:
             self._report = None if text is None else text.decode()
             if _COMPILES in (self._report or ""):
                 self._report_number, self._compiled = 0, now
-        signals = self._control.reports_requested if self._control else 0
+        user_request = self._control.report_request if self._control else ""
         waited = min(self._waited(now), now - self._compiled)
-        if signals > self._signals_seen:
-            self._request(signals)  # again until the signal is seen, if another request was first
+        if user_request not in self._answered:
+            self._request(user_request)  # again until it is answered, if another request was first
         elif not self._report_number and (waited > self._due or self._needs_report.is_set()):
             self._request()
         elif now - self._polled > self._interval:
@@ -225,9 +224,8 @@ class HangReporter:
                 if self._store.rank == 0:
                     self._compose(request)
 
-    def _request(self, signals: int = 0) -> None:
-        # After a signal all ranks of a supervisor make the same request. Any that was first will do.
-        own = json.dumps([0 if signals else self._store.rank, self._supervisor, signals]).encode()
+    def _request(self, user_request: str = "") -> None:
+        own = json.dumps([self._store.rank, user_request]).encode()
         request = self._store.set_if_absent(f"request/{self._published + 1}", own)
         self._publish_state(request)
         self._compose(request)
@@ -239,9 +237,7 @@ class HangReporter:
         self._store.publish(f"state/{self._published}", state)
         if state.waited > self._due / 2 or self._needs_report.is_set():
             self._report_number, self._report = self._published, None
-        _, supervisor, signals = json.loads(request)
-        if supervisor == self._supervisor:
-            self._signals_seen = max(signals, self._signals_seen)
+        self._answered.add(json.loads(request)[1])
 
     def _compose(self, request: bytes) -> None:
         """Compose the latest report once all states are there; as another rank only if rank 0 does not."""
@@ -258,10 +254,10 @@ class HangReporter:
             return
         published = store.read("closed", ranks) | store.read(f"state/{number}", ranks)
         states = {r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks}
-        requester, _, signals = json.loads(request)
-        text = compose(states, requester, "a report was requested by SIGUSR1" if signals else "")
+        requester, user_request = json.loads(request)
+        text = compose(states, requester, "a report was requested by SIGUSR1" if user_request else "")
         store.set(f"report/{number}", text)
-        if text and (signals or (self._prints and _COMPILES not in text)):
+        if text and (user_request or (self._prints and _COMPILES not in text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:

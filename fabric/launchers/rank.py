@@ -14,7 +14,7 @@ saving     rank         None: SIGTERM or SIGHUP asks it to save and exit
 describe   supervisor   None: asks for the error that the main thread is handling
 stack      rank         before the answer: where the main thread is, as in a traceback
 described  rank         that :class:`Failure`, or None
-report     supervisor   None: asks for a report of what the ranks are doing
+report     supervisor   an id of the user's request for a report of what the ranks are doing
 call       supervisor   for the ranks of a pool: what to call
 reply      rank         of a pool: the outcome of the call
 =========  ===========  ===============================================================================================
@@ -31,7 +31,6 @@ import os
 import queue
 import runpy
 import signal
-import socket
 import sys
 import threading
 import time
@@ -158,8 +157,7 @@ class ControlThread(threading.Thread):
     Attributes:
         config: that of this rank.
         calls: what a rank of a pool has to call, in order.
-        supervisor: names the supervising process, or its fork server, among those of all machines.
-        reports_requested: how often it has asked for a report.
+        report_request: the latest id with which the supervisor has asked for a report; empty until then.
     """
 
     def __init__(self, control: Connection, config: RankConfig) -> None:
@@ -167,8 +165,7 @@ class ControlThread(threading.Thread):
         self.config = config
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._control, self._process, self._lock = control, os.getpid(), threading.Lock()
-        self.supervisor = f"{socket.gethostname()}:{os.getppid()}"
-        self.reports_requested = 0
+        self.report_request = ""
 
     @classmethod
     def of_this_process(cls) -> "ControlThread | None":
@@ -206,7 +203,7 @@ class ControlThread(threading.Thread):
             is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.send("described", Failure.of(error) if is_failure else None)
         elif kind == "report":
-            self.reports_requested += 1
+            self.report_request = content
         else:
             self.calls.put(content)
 
@@ -382,14 +379,14 @@ def exit_process(code: int) -> NoReturn:
         except OSError:
             code = code or 120
     gc.unfreeze()  # what is frozen is not among the objects
-    # By type(): some objects run code of their own when asked for their class.
-    kinds = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
-    files = [file for file in gc.get_objects() if issubclass(type(file), kinds)]
     # Texts first: they go through the buffers.
-    for file in sorted(files, key=lambda file: not isinstance(file, io.TextIOWrapper)):
-        # Closed, detached or on a full disk: the interpreter's end would pass over it as well, and the others count.
-        with suppress(OSError, ValueError):
-            file.flush()
+    objects = gc.get_objects()
+    for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+        # By type(): some objects run code of their own when asked for their class.
+        for file in (each for each in objects if issubclass(type(each), kind)):
+            # Closed, detached or on a full disk: the interpreter's end would pass over it as well; the others count.
+            with suppress(OSError, ValueError):
+                file.flush()
     os._exit(code)
 
 

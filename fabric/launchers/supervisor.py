@@ -326,9 +326,9 @@ class Supervisor:
     def _collect(self, timeout: float) -> bool:
         """Wait for messages or an exit for at most this many seconds; whether all ranks have ended."""
         if self._report_requested:
-            self._report_requested = False
+            self._report_requested, request = False, os.urandom(8).hex()
             for rank in self._alive():
-                rank.send("report")
+                rank.send("report", request)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
         wait(controls, timeout if controls else min(timeout, 0.005))
         for rank in self.ranks:
