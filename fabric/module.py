@@ -179,7 +179,7 @@ class FabricModule(nn.Module):
                 "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
                 suggestion="fabric.ema(model) for averaged weights; fabric.save(path, {'model': model}) for a copy",
             )
-        return self._fabric_module, prepared, self._fabric_precision, self._fabric_device, self._fabric_marked
+        return self._fabric_marked, self._fabric_module, prepared, self._fabric_precision, self._fabric_device
 
     def _bind_forward(self) -> None:
         """Have the forward pass cast to the dtypes that the parameters have now."""
@@ -264,9 +264,7 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
         restore(module)
 
 
-def _rebuild(
-    module: nn.Module, prepared: nn.Module, precision: Precision, device: torch.device, marked: set[str]
-) -> FabricModule:
-    copied = FabricModule(module, prepared, precision, device, Hooks())
+def _rebuild(marked: set[str], *parts: Any) -> FabricModule:
+    copied = FabricModule(*parts, Hooks())
     copied._fabric_marked.update(marked)
     return copied
