@@ -89,9 +89,7 @@ class GradientContract:
             probe.values = nn.Buffer(torch.empty(0, dtype=dtype))
             if (converted := getattr(probe, method)(*args, **kwargs).values.dtype) is not dtype:
                 problem = f"gradients are synchronized in {dtype}, and would then be {converted}"
-                suggestion = (
-                    f"model.{method}(...) before setup, or fabric.unwrap(model).{method}(...) after the last step"
-                )
+                suggestion = f"model.{method}() before setup, or fabric.unwrap(model).{method}() after the last step"
                 raise UsageError(f"model.{method}(...) after setup", problem, suggestion=suggestion)
 
 

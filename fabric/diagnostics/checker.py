@@ -42,9 +42,7 @@ _SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a
 _PHASES = "phases"  # a group of their own, in which torch issues collectives by itself
 
 _EXPECTED = "a call that every rank of the group makes"
-_SUGGESTION = (
-    "the call outside of any branch on the rank and of loops that differ in length; see what ended the rank named here"
-)
+_SUGGESTION = "the call outside of branches on the rank and loops of other lengths; see what ended the rank named here"
 
 
 class Call(NamedTuple):

@@ -236,6 +236,5 @@ class UnevenInputDetector:
             f"rank {early} ran out of batches: its loader ended after {batches}, and it takes no part in step {step}, "
             f"for which rank {late} has a batch and would wait",
             "equally many batches on all ranks, or a loop within fabric.join, which goes on with the others",
-            'fabric.setup_dataloaders(loader, uneven="drop") or "pad", which shards them; or '
-            "with fabric.join(model): for batch in loader: ...",
+            'setup_dataloaders(loader, uneven="drop") or "pad"; or with fabric.join(model): for batch in loader: ...',
         )

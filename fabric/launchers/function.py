@@ -93,9 +93,7 @@ class ProcessLauncher(base.Launcher):
         """
         self.check(spec)
         if not callable(fn):
-            raise ArgumentTypeError(
-                f"launch({fn!r})", "it is not a function", suggestion="launch(train, *args), not launch(train(*args))"
-            )
+            raise ArgumentTypeError(f"launch({fn!r})", "it is no function", "launch(train, x), not launch(train(x))")
         # Before any process starts: what cannot be pickled is an error here.
         payload = None if self.name == "fork" else pickled_call(Call(fn, args, kwargs))
         job = Supervisor()

@@ -299,9 +299,8 @@ class Supervisor:
                 number, _ = self.signals[0]
                 saving = number in STOPPING and any("saving" in rank.messages for rank in self.ranks)
                 # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
-                self._end(
-                    number, SAVE if saving else INTERRUPT, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT
-                )
+                grace = SAVE if saving else INTERRUPT
+                self._end(number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT)
                 raise KeyboardInterrupt
             if any(rank.has_failed() for rank in self.ranks):
                 self._conclude()
@@ -341,9 +340,7 @@ class Supervisor:
         self.collect_until(COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive()))
         for rank in self._alive():
             rank.send("describe")
-        self.collect_until(
-            DESCRIBE, lambda: self.signals or all("described" in rank.messages for rank in self._alive())
-        )
+        self.collect_until(DESCRIBE, lambda: self.signals or all("described" in one.messages for one in self._alive()))
         error = self._root_cause()
         self._end(signal.SIGTERM, END)
         raise error

@@ -118,9 +118,7 @@ class Strategy(ABC):
             world = runtime.world
             if world.world_size > 1 and not self.connects_processes:
                 problem = f"{world.world_size} processes (this is rank {world.rank}) would each train on their own"
-                raise ConfigurationError(
-                    f"{type(self).__name__} without Fabric", problem, "one process, or DDPStrategy"
-                )
+                raise ConfigurationError(f"{type(self).__name__} without Fabric", problem, "one process or DDPStrategy")
         runtime.start()
         self._runtime = runtime
 

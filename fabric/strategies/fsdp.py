@@ -159,11 +159,8 @@ class FSDPStrategy(ParallelStrategy):
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
         if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:
-            warnings.warn(
-                "HYBRID_SHARD without device_mesh has a replica for each node, and there is one node: it shards like "
-                f"FULL_SHARD. For replicas within the node: device_mesh=(2, {max(1, self.world_size // 2)})",
-                stacklevel=2,
-            )
+            meshes = f"for two replicas device_mesh=(2, {max(1, self.world_size // 2)})"
+            warnings.warn(f"HYBRID_SHARD has one replica, since there is one node; {meshes}", stacklevel=2)
 
     @override
     def teardown(self) -> None:

@@ -337,9 +337,7 @@ def check_optimizers(
 
 def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """Whether an optimizer's state of a parameter is more than what was filled in when it was made, as in Adagrad."""
-    return bool(slots) and (
-        bool(slots.get("step", 1)) or any(getattr(each, "is_meta", False) for each in slots.values())
-    )
+    return bool(slots) and bool(slots.get("step", 1) or any(getattr(one, "is_meta", False) for one in slots.values()))
 
 
 def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:

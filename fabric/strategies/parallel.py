@@ -77,9 +77,7 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             rank = self.global_rank
             self.runtime.abort()
-            raise RankFailedError(
-                f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this process failed"
-            )
+            raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed")
 
 
 def as_list(objects: Any) -> list[Any]:
