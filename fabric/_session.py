@@ -312,9 +312,8 @@ def accumulating(
     """``Fabric.no_backward_sync``: bare parameters are not synchronized before a step anyway."""
     if session is not None and session.scaler is not None:
         session.scaler.accumulates |= enabled
-    return without_sync(
-        strategy, [model._fabric_prepared for model in models if not isinstance(model.module, BARE)], enabled
-    )
+    prepared = [model._fabric_prepared for model in models if not isinstance(model.module, BARE)]
+    return without_sync(strategy, prepared, enabled)
 
 
 def average_gradients(

@@ -157,9 +157,8 @@ def full_copy(state: Any, full: Callable[[dict[str, Any]], dict[str, Any]], is_f
     result = copy.copy(state) if is_first else {}
     for name, value in state.items():
         whole, key = full({name: value})[name], memory_key(value) or name  # one at a time is on the device
-        if is_first:  # tied weights stay tied
-            copies[key] = (
-                copies[key] if key in copies else map_tensors(lambda each: each.detach().to("cpu", copy=True), whole)
-            )
+        if is_first and key not in copies:  # tied weights stay tied
+            copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), whole)
+        if is_first:
             result[name] = copies[key]
     return result

@@ -27,7 +27,7 @@ DATA_NAME = re.compile(r"rank-\d{5,}(?:-\d+)?-([0-9a-f]{12})\.(?:safetensors|jso
 """The data files of a save, whose number is in the name; see ``[Note: commit of a folder]`` for the last suffix."""
 
 _Allocate = Callable[[Tensor], Tensor]
-_on_cpu: _Allocate = partial(torch.empty_like, device="cpu")
+_cpu: _Allocate = partial(torch.empty_like, device="cpu")
 
 
 class StoredCheckpoint:
@@ -77,7 +77,7 @@ class StoredCheckpoint:
         with read_errors(self._request):
             return unflatten_state(json.loads(bytes(tensor_bytes(self._open(self.per_rank[rank])))))
 
-    def load(self, names: Iterable[str], allocate: _Allocate = _on_cpu) -> dict[str, Any]:
+    def load(self, names: Iterable[str], allocate: _Allocate = _cpu) -> dict[str, Any]:
         """These entries in full, with what fabric itself keeps, of which that of single ranks is in lists.
 
         Raises:
@@ -89,9 +89,7 @@ class StoredCheckpoint:
         fill()
         return content | ({METADATA_KEY: metadata} if metadata else {})
 
-    def prepare(
-        self, into: Mapping[str, Any], allocate: _Allocate = _on_cpu
-    ) -> tuple[dict[str, Any], Callable[[], None]]:
+    def prepare(self, into: Mapping[str, Any], allocate: _Allocate = _cpu) -> tuple[dict[str, Any], Callable[[], None]]:
         """Find a tensor for each one of the entries that ``into`` names, and check all files that hold these.
 
         Args:
