@@ -113,7 +113,7 @@ class Session:
             if isinstance(one, FabricModule) or one in known:
                 problem = "it has been set up already"
             elif not isinstance(one, nn.Module | Optimizer):
-                problem = "it is neither a module nor an optimizer; setup_dataloaders(), setup(..., scheduler=...)"
+                problem = "neither a module nor an optimizer: setup_dataloaders(loader), setup(..., scheduler=...)"
             elif isinstance(one, Optimizer) and not _updates(one, modules):
                 problem = "none of its parameters belongs to a module that is set up, or to an nn.ParameterList"
             else:
