@@ -48,9 +48,7 @@ STRATEGIES: Mapping[str, Any] = {
     "fsdp_cpu_offload": lambda **options: strategies.FSDPStrategy(cpu_offload=True, **options),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
-RUN_OPTIONS = {
-    name: f"FABRIC_{name.upper()}" for name in ("accelerator", "strategy", "devices", "num_nodes", "precision")
-}
+RUN_OPTIONS = {key: f"FABRIC_{key.upper()}" for key in ("accelerator", "strategy", "devices", "num_nodes", "precision")}
 LATE = "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(RUN_OPTIONS, "auto"),

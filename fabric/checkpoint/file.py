@@ -201,10 +201,8 @@ def raise_on_any_rank_error(communicator: Communicator, request: str, action: Ca
     failed = size - int(communicator.all_reduce(flag, Reduce.MAX).item())
     if failed < size:
         text = communicator.broadcast_object(f"{type(error).__name__}: {error}", failed)
-        raise error or CheckpointError(
-            f"{request} on rank {communicator.rank}",
-            f"it failed on rank {failed} of {size}: {text}",
-        )
+        request = f"{request} on rank {communicator.rank}"
+        raise error or CheckpointError(request, f"it failed on rank {failed} of {size}: {text}")
     return result
 
 

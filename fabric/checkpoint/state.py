@@ -161,9 +161,7 @@ def collect(
 def check_entries(state: Mapping[str, Any]) -> None:
     """Raise unless every entry of a user's state is an object with a state, or plain."""
     if METADATA_KEY in state:
-        raise ConfigurationError(
-            "a checkpoint", f"state[{METADATA_KEY!r}] is where fabric keeps its own", "any other name"
-        )
+        raise ConfigurationError("a checkpoint", f"state[{METADATA_KEY!r}] is fabric's own entry", "any other name")
     for name, value in state.items():
         if not is_stateful(value):
             _check_plain(name, value)

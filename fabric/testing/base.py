@@ -210,9 +210,7 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
 
 
 def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float) -> Iterator[str]:
-    kind, wanted = (
-        f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}" for tensor in (actual, expected)
-    )
+    kind, wanted = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (actual, expected))
     if kind != wanted:
         yield f"{where}: {kind}, expected {wanted}"
         return
