@@ -307,4 +307,4 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
         take_step(detector)
     progress.finished = True
     detector.finish()
-    assert written == ["batches/0", "step/0"]
+    assert written == ["batches/0", "step"]

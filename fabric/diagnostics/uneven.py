@@ -58,7 +58,6 @@ class UnevenInputDetector:
         self._joined: list[BypassGuard] = []
         self._begun: dict[str, int] = {}  # iterations over each loader
         self.passes = 0
-        self._generation = 0  # how often fabric.join has ended
         self._steps = self._counted = 0  # steps taken, and collectives of the job before the latest one
         self._lengths_differ = False
         # The iteration that began last, and the one whose batches the last step was for.
@@ -105,10 +104,10 @@ class UnevenInputDetector:
             self._compare_lengths(self._trained)
         if not is_first and not self._lengths_differ:
             return
-        self._store.publish(f"step/{self._generation}", [self._steps, between, latest.loader, latest.number])
+        self._store.publish("step", [self._steps, between, latest.loader, latest.number])
         if same_iteration:
             self._check_numbers(latest)
-        ends = self._store.read(f"end/{self._generation}", self._neighbors)
+        ends = self._store.read("end", self._neighbors)
         for other, (steps, collectives, batches) in ends.items():
             if steps == self._steps - 1 and between < collectives:
                 self._refuse(f"step {self._steps} of rank {self._rank}", other, batches, self._rank)
@@ -138,7 +137,7 @@ class UnevenInputDetector:
 
     @contextmanager
     def joined(self, guards: Sequence[BypassGuard]) -> Iterator[None]:
-        """Within, ranks take different numbers of steps, and no collectives; afterward they start to count anew.
+        """Within, ranks take different numbers of steps, which are not counted, and no collectives.
 
         Args:
             guards: those of the joined modules, in order.
@@ -147,11 +146,7 @@ class UnevenInputDetector:
             UsageError: inside of another one.
         """
         if self._joined:
-            raise UsageError(
-                f"fabric.join inside of fabric.join on rank {self._rank}",
-                "a rank that has run out of batches can answer for one of them only",
-                suggestion="with fabric.join([first, second]): for several modules",
-            )
+            raise UsageError("fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):")
         self._joined, self.passes = [*guards], 0
         self._watch()
         checks, self._recorder.phase_checks = self._recorder.phase_checks, ()
@@ -159,8 +154,7 @@ class UnevenInputDetector:
             yield
         finally:
             self._recorder.phase_checks = checks
-            self._joined, self._generation = [], self._generation + 1
-            self._steps, self._counted = 0, self._recorder.counts[JOB]
+            self._joined = []
             self._latest = self._trained = None
 
     def _watch(self) -> None:
@@ -193,7 +187,7 @@ class UnevenInputDetector:
         )
 
     def _check_numbers(self, own: _Iteration) -> None:
-        for other, (steps, _, loader, number) in self._store.read(f"step/{self._generation}", self._neighbors).items():
+        for other, (steps, _, loader, number) in self._store.read("step", self._neighbors).items():
             if steps == self._steps and loader == own.loader and number != own.number:
                 raise UsageError(
                     f"step {steps} of rank {self._rank}",
@@ -215,8 +209,8 @@ class UnevenInputDetector:
             if not self._lengths_differ and not iteration.unseen:
                 continue
             batches = iteration.progress.received
-            self._store.publish(f"end/{self._generation}", [self._steps, collectives, batches])
-            for other, (steps, between, *_) in self._store.read(f"step/{self._generation}", self._neighbors).items():
+            self._store.publish("end", [self._steps, collectives, batches])
+            for other, (steps, between, *_) in self._store.read("step", self._neighbors).items():
                 if steps == self._steps + 1 and between < collectives:
                     request = f"a collective, or the end of the job, after step {self._steps} of rank {self._rank}"
                     self._refuse(request, self._rank, batches, other)
