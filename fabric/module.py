@@ -265,6 +265,6 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
 
 
 def _rebuild(marked: set[str], *parts: Any) -> FabricModule:
-    copied = FabricModule(*parts, Hooks())
+    copied = FabricModule(*parts, hooks=Hooks())
     copied._fabric_marked.update(marked)
     return copied
