@@ -12,7 +12,6 @@ belongs to nobody, and the next save of the same target removes it. Process numb
 mean nothing in another container.
 """
 
-import difflib
 import fcntl
 import json
 import os
@@ -23,10 +22,10 @@ import secrets
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, runtime_checkable
 
@@ -35,17 +34,18 @@ from torch import Tensor
 from torch.serialization import get_crc32_options
 
 from fabric.checkpoint.state import tensor_bytes
-from fabric.checkpoint.storage import Location, RemotePath, locate
+from fabric.checkpoint.storage import Location, RemotePath, not_found, remote
 from fabric.communicators import Communicator, Reduce
-from fabric.errors import CheckpointError, CheckpointNotFoundError, FabricError, UnsafeCheckpointError
+from fabric.errors import CheckpointError, ConfigurationError, FabricError, UnsafeCheckpointError
 
 __all__ = [
-    "CheckpointIO", "FullCheckpoint", "atomic_write", "find", "gather_on_first", "local_copy", "not_found",
-    "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors", "write_summed",
+    "CheckpointIO", "FullCheckpoint", "atomic_write", "find", "gather_on_first", "local_copy", "locate",
+    "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors",
 ]  # fmt: skip
 
 T = TypeVar("T")
 
+_LONGEST = 255  # bytes of a name, on nearly every file system
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -69,7 +69,6 @@ class CheckpointIO(Protocol):
         Raises:
             CheckpointError: it could not be written; what was at ``path`` is untouched.
         """
-        ...
 
     def load(self, path: Path) -> dict[str, Any]:
         """Read what :meth:`save` wrote, with every tensor on the CPU. Never runs code that the file holds.
@@ -79,7 +78,6 @@ class CheckpointIO(Protocol):
             UnsafeCheckpointError: reading it would run code.
             CheckpointError: it is damaged, or in another format.
         """
-        ...
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path``.
@@ -87,11 +85,9 @@ class CheckpointIO(Protocol):
         Raises:
             CheckpointNotFoundError: there is nothing at ``path``.
         """
-        ...
 
     def wait(self) -> None:
         """Return when every save that was begun is on disk, raising what went wrong in it."""
-        ...
 
 
 class FullCheckpoint:
@@ -245,6 +241,29 @@ read_errors = partial(
 )
 
 
+def locate(path: str | os.PathLike[str]) -> Any:
+    """What a user's path means: a :data:`Location`, which stays the same when the process goes to another folder.
+
+    Raises:
+        ConfigurationError: no file can have this name.
+        MissingDependencyError: the package for its scheme is not installed.
+    """
+    text = os.fspath(path)
+    [(scheme, slashes, rest)] = re.findall(r"(?s)\A(?:([A-Za-z][\w+.:-]+):(//?))?(.*)", text)
+    problems = {
+        "it names no file": "\0" in text or not rest.strip("/"),
+        f"a part of it is longer than {_LONGEST} bytes": max(map(len, os.fsencode(rest).split(b"/"))) > _LONGEST,
+        "it has one slash behind its scheme, which is all that pathlib leaves of two": (
+            slashes == "/" and not os.path.exists(f"{scheme}:")
+        ),
+    }
+    for problem in filter(problems.get, problems):
+        raise ConfigurationError(f"a checkpoint at {text!r}", problem, "'folder/name', or 's3://bucket/name' in a str")
+    if slashes != "//" or scheme in ("file", "local"):
+        return Path(rest if slashes == "//" else text).absolute()
+    return remote(text.rstrip("/"))
+
+
 def find(request: str, path: str | os.PathLike[str], default: bool) -> tuple[Any, bool]:
     """What a user's path means, and whether that is a folder; ``default`` where there is nothing."""
     found = locate(path)
@@ -324,18 +343,12 @@ def write_safetensors(
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     # One after the other: of a tensor on another device, one copy at a time is here.
     contents = (tensor_bytes(chunk) for _, chunk in chunks.values())
-    checksum = write_summed(file, chain([len(text).to_bytes(8, "little") + text], contents))
-    starts = zip(chunks.items(), ends, strict=False)
-    return checksum, {name: (at, [*chunk.shape], 8 + len(text) + start) for (name, (at, chunk)), start in starts}
-
-
-def write_summed(file: BinaryIO, contents: Iterable[bytes | memoryview]) -> int:
-    """Write contents one after the other; their checksum."""
     checksum = 0
-    for content in contents:
+    for content in chain([len(text).to_bytes(8, "little") + text], contents):
         file.write(content)
         checksum = zlib.crc32(content, checksum)
-    return checksum
+    starts = zip(chunks.items(), ends, strict=False)
+    return checksum, {name: (at, [*chunk.shape], 8 + len(text) + start) for (name, (at, chunk)), start in starts}
 
 
 def sync_folder(folder: Path) -> None:
@@ -350,18 +363,6 @@ def sync_folder(folder: Path) -> None:
 def local_copy(path: Location) -> AbstractContextManager[Path]:
     """A context in which the content of ``path`` is in a local file; what is mapped of it stays afterward."""
     return path.local_copy() if isinstance(path, RemotePath) else nullcontext(path)
-
-
-def not_found(request: str, path: Location, kind: str) -> CheckpointError:
-    """The error for a checkpoint that is not there, with what the same folder has under similar names."""
-    found: list[str] = []
-    with suppress(OSError):
-        found = [entry.name for entry in islice(path.parent.iterdir(), 1000)]
-    close = (str(path.parent / name) for name in difflib.get_close_matches(path.name, found, n=20))
-    near = [each for each in close if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))][:5]
-    problem = f"there is no such {kind}" if path.parent.is_dir() else f"its folder {str(path.parent)!r} does not exist"
-    suggestion = ", or ".join(near) or f"the path of a {kind} that exists"
-    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)
 
 
 def _open_temporary(target: Path) -> BinaryIO:

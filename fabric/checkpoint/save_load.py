@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric.checkpoint.async_save import AsyncSaver, PendingSave, full_copy
-from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, find, gather_on_first, raise_on_any_rank_error
+from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, find, gather_on_first, locate, raise_on_any_rank_error
 from fabric.checkpoint.sharded import ShardedCheckpoint, StoredCheckpoint
 from fabric.checkpoint.state import (
     FORMAT_VERSION,
@@ -29,7 +29,6 @@ from fabric.checkpoint.state import (
     read_metadata,
     uncompiled_state,
 )
-from fabric.checkpoint.storage import locate
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import rng_state, set_rng_state
@@ -103,7 +102,6 @@ class CheckpointCoordinator:
         if not async_:
             write(content, self.communicator)
             return None
-        target = target.absolute()  # the process may go to another folder meanwhile
         group = self.saver.group()
         staged = self._agreed(request, lambda: self.saver.buffers.copy(content))
         self.saver.pending = PendingSave(target, lambda: write(staged, group))

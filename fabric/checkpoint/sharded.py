@@ -22,7 +22,6 @@ What has to be in memory at once is one part of one tensor. The price is room on
 
 import json
 import os
-import secrets
 import tempfile
 import zlib
 from collections import Counter, defaultdict
@@ -40,13 +39,12 @@ from fabric.checkpoint.file import (
     FullCheckpoint,
     atomic_write,
     gather_on_first,
-    not_found,
+    locate,
     raise_on_any_rank_error,
     read_errors,
     sync_folder,
     write_errors,
     write_safetensors,
-    write_summed,
 )  # fmt: skip
 from fabric.checkpoint.state import (
     FORMAT_VERSION,
@@ -57,7 +55,7 @@ from fabric.checkpoint.state import (
     listed,
     local_chunks,
 )  # fmt: skip
-from fabric.checkpoint.storage import Location, RemotePath, locate
+from fabric.checkpoint.storage import Location, RemotePath, not_found
 from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
@@ -241,10 +239,10 @@ def consolidate(
     tensors = {name: each for name, each in loaded[key].items() if isinstance(each, Tensor)}
     if "__metadata__" in tensors:
         raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
-    files = {output: [*tensors]} if max_shard_gb is None else _weight_files(output, tensors, max_shard_gb * 1e9)
+    files = {output: tensors} if max_shard_gb is None else _weight_files(output, tensors, max_shard_gb * 1e9)
     for path, part in files.items():
         with atomic_write(path) as file, write_errors(request):
-            write_safetensors(file, {name: ([0] * tensors[name].dim(), tensors[name]) for name in part})
+            write_safetensors(file, {name: ([0] * each.dim(), each) for name, each in part.items()})
     if max_shard_gb is not None:
         index = {"metadata": {}, "weight_map": {name: path.name for path, part in files.items() for name in part}}
         with atomic_write(output / "model.safetensors.index.json") as file:
@@ -252,16 +250,13 @@ def consolidate(
     return output
 
 
-def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> dict[Path, list[str]]:
-    """The files of a folder of weights, under the names that Hugging Face's libraries know, and the tensors in each."""
-    parts: list[list[str]] = [[]]
-    room = limit
+def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> dict[Path, dict[str, Tensor]]:
+    """The files of a folder of weights, under the names that Hugging Face's libraries know, and what is in each."""
+    parts: list[dict[str, Tensor]] = [{}]
     for name, each in tensors.items():
-        if each.nbytes > room and parts[-1]:
-            parts.append([])
-            room = limit
-        parts[-1].append(name)
-        room -= each.nbytes
+        if parts[-1] and sum(one.nbytes for one in parts[-1].values()) + each.nbytes > limit:
+            parts.append({})
+        parts[-1][name] = each
     return {folder / f"model-{at:05}-of-{len(parts):05}.safetensors": part for at, part in enumerate(parts, 1)}
 
 
@@ -312,7 +307,9 @@ def _write_rank(
     if per_rank:
         name = f"rank-{rank:05}-{save}.json"
         with _data_file(folder, name) as file:
-            files[name] = write_summed(file, [json.dumps(encode(dict(per_rank)), allow_nan=False).encode()]), {}
+            text = json.dumps(encode(dict(per_rank)), allow_nan=False).encode()
+            file.write(text)
+            files[name] = zlib.crc32(text), {}
     return files
 
 
@@ -360,8 +357,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, st
                 _clean(target)
             elif isinstance(target, Path):
                 sync_folder(target.parent)
-            save = Path(index.name).name.split(".")[-2] if isinstance(target, Path) else secrets.token_hex(6)
-            yield target, save, index
+            yield target, index.name.split(".")[-2], index
     except BaseException:
         with suppress(OSError):
             _clean(target)
@@ -384,10 +380,10 @@ def _clean(folder: Location) -> None:
     # Read last: a save that another process has committed meanwhile is the current one by now.
     current = _read_index("save a sharded checkpoint", folder)[0] if (folder / _INDEX).is_file() else ""
     for entry, save in ended:
-        if save != current:
-            entry.unlink(missing_ok=True)
-        elif isinstance(entry, Path) and entry.suffix == ".tmp":
-            with suppress(FileNotFoundError):  # whoever committed it has just done it
+        with suppress(FileNotFoundError):  # another process has just done it
+            if save != current:
+                entry.unlink()
+            elif isinstance(entry, Path) and entry.suffix == ".tmp":
                 os.replace(entry, entry.with_suffix(""))
 
 

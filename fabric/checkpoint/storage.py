@@ -6,21 +6,21 @@ while a file that fsspec opens for writing may appear when it is closed after an
 since checksums are compared, and tensors mapped, before anything is used.
 """
 
+import difflib
 import os
-import re
+import secrets
 import tempfile
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fabric.errors import ConfigurationError, MissingDependencyError
+from fabric.errors import CheckpointError, CheckpointNotFoundError, MissingDependencyError
 
-__all__ = ["Location", "RemotePath", "locate"]
-
-_URL = re.compile(r"([A-Za-z][\w+.:-]+):(//?)(.*)", re.DOTALL)
-_LONGEST = 255  # bytes of a name, on nearly every file system
+__all__ = ["Location", "RemotePath", "not_found", "remote"]
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,6 @@ class RemotePath:
         """Whether there is something below it."""
         return self._type() == "directory"
 
-    def absolute(self) -> "RemotePath":
-        """Itself."""
-        return self
-
     def exists(self) -> bool:
         """Whether there is either."""
         return self._type() is not None
@@ -73,10 +69,9 @@ class RemotePath:
         """What is directly below it."""
         return (self / name.rstrip("/").rpartition("/")[2] for name in self.files.ls(self.path, detail=False))
 
-    def unlink(self, missing_ok: bool = False) -> None:
+    def unlink(self) -> None:
         """Remove the object."""
-        with suppress(*[FileNotFoundError] * missing_ok):
-            self.files.rm_file(self.path)
+        self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
         """Nothing: what is called a folder in an object store is gone with its last object, or is the bucket."""
@@ -87,8 +82,8 @@ class RemotePath:
 
     @contextmanager
     def replace(self) -> Iterator[Any]:
-        """Yield a file whose content takes the place of what is here when the block ends without an error."""
-        with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
+        """As :func:`fabric.checkpoint.file.atomic_write`."""
+        with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=f".{secrets.token_hex(6)}.tmp") as file:
             yield file
             file.flush()
             self.files.put_file(file.name, self.path)
@@ -111,30 +106,27 @@ class RemotePath:
 Location = Path | RemotePath
 
 
-def locate(path: str | os.PathLike[str]) -> Any:
-    """What a user's path means: a :data:`Location`.
+def remote(url: str) -> RemotePath:
+    """A path with a scheme.
 
     Raises:
-        ConfigurationError: no file can have this name.
         MissingDependencyError: the package for its scheme is not installed.
     """
-    text = os.fspath(path)
-    found = _URL.fullmatch(text)
-    scheme, slashes, rest = found.groups() if found else ("", "", text)
-    problem = ""
-    if "\0" in text or not rest.strip("/"):
-        problem = "it names no file"
-    elif max(map(len, os.fsencode(rest).split(b"/"))) > _LONGEST:
-        problem = f"a part of it is longer than {_LONGEST} bytes"
-    elif slashes == "/" and not os.path.exists(f"{scheme}:"):
-        problem = "it has one slash behind its scheme, which is all that pathlib leaves of two"
-    if problem:
-        raise ConfigurationError(f"a checkpoint at {text!r}", problem, "'folder/name', or 's3://bucket/name' in a str")
-    if slashes != "//" or scheme in ("file", "local"):
-        return Path(rest if slashes == "//" else text)
     try:
         import fsspec  # of use for such paths only; torch brings it
 
-        return RemotePath(text.rstrip("/"), *fsspec.url_to_fs(text.rstrip("/")))
+        return RemotePath(url, *fsspec.url_to_fs(url))
     except (ImportError, ValueError) as error:
-        raise MissingDependencyError(f"a checkpoint at {text!r}", str(error)) from error
+        raise MissingDependencyError(f"a checkpoint at {url!r}", str(error)) from error
+
+
+def not_found(request: str, path: Location, kind: str) -> CheckpointError:
+    """The error for a checkpoint that is not there, with what the same folder has under similar names."""
+    folder, names = path.parent, list[str]()
+    with suppress(OSError):
+        names = [entry.name for entry in islice(folder.iterdir(), 1000)]
+    problem = f"there is no such {kind}" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
+    close = (str(folder / name) for name in difflib.get_close_matches(path.name, names, n=20))
+    near = [each for each in close if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))]
+    suggestion = ", or ".join(near[:5]) or f"the path of a {kind} that exists"
+    return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)
