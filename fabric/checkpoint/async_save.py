@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from fabric._torch import around_local, local_tensor
 from fabric.communicators import Communicator
-from fabric.tree import flatten, map_tensors
+from fabric.tree import flatten
 
-__all__ = ["AsyncSaver", "PendingSave", "StagingBuffers", "full_copy"]
+__all__ = ["AsyncSaver", "PendingSave", "StagingBuffers"]
 
 
 class PendingSave:
@@ -35,11 +35,12 @@ class PendingSave:
 
     Attributes:
         path: where it is saved to; a ``Path``, or what stands for one with a scheme.
+        is_raised: whether it has ended, and somebody has learned how.
     """
 
     def __init__(self, path: Any, write: Callable[[], None]) -> None:
         self.path = path
-        self._is_raised = False
+        self.is_raised = False
         # A process that ends waits for its thread.
         executor = ThreadPoolExecutor(1, "fabric-save")
         self._future = executor.submit(write)
@@ -52,7 +53,7 @@ class PendingSave:
     def exception(self) -> BaseException | None:
         """What went wrong, or None; waits for the end. Not a collective, and it is not raised again afterward."""
         error = self._future.exception()
-        self._is_raised = True
+        self.is_raised = True
         return error
 
     def wait(self) -> None:
@@ -61,15 +62,8 @@ class PendingSave:
         Raises:
             CheckpointError: it failed, here or on another process.
         """
-        self._is_raised = True
-        self._future.result()
-
-    def join(self) -> None:
-        """As :meth:`wait`, but what was raised before is not raised again."""
-        error = self._future.exception()
-        if error is not None and not self._is_raised:
-            error.add_note(f"This was fabric.save({str(self.path)!r}, ..., async_=True), which began earlier.")
-            self.wait()
+        if (error := self.exception()) is not None:
+            raise error
 
 
 class StagingBuffers:
@@ -140,25 +134,11 @@ class AsyncSaver:
             CheckpointError: the save that was running failed, and nothing has raised that on this rank.
         """
         pending, self.pending = self.pending, None
-        if pending is not None:
-            pending.join()
+        if pending is not None and not pending.is_raised and (error := pending.exception()) is not None:
+            error.add_note(f"This was fabric.save({str(pending.path)!r}, ..., async_=True), which began earlier.")
+            raise error
 
     def close(self) -> None:
         """As :meth:`join`, and free the memory."""
         self.buffers = StagingBuffers()
         self.join()
-
-
-def full_copy(state: Any, full: Callable[[dict[str, Any]], dict[str, Any]], is_first: bool) -> dict[str, Any]:
-    """A module's state with full tensors, on the CPU of the first rank; nothing on others. Collective, as ``full``."""
-    from fabric.checkpoint.state import memory_key  # which nothing needs before the first save
-
-    copies: dict[Any, Any] = {}
-    result = copy.copy(state) if is_first else {}
-    for name, value in state.items():
-        whole, key = full({name: value})[name], memory_key(value) or name  # one at a time is on the device
-        if is_first and key not in copies:  # tied weights stay tied
-            copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), whole)
-        if is_first:
-            result[name] = copies[key]
-    return result

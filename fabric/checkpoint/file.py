@@ -226,10 +226,9 @@ def _errors(problem: str, expected: str, suggestion: str, request: str) -> Itera
 # With a request: turns what torch and the file system raise in a save, up to its commit, into a CheckpointError.
 write_errors = partial(
     _errors,
-    "it could not be written",
+    "it could not be written, and what was there before is untouched",
     "plain data, the same tensors on every rank, and a place with room for the old and the new",
-    "free space, another path, other permissions, or a state without what the line above names; what was there before "
-    "is untouched",
+    "free space, another path, other permissions, or a state without what the line above names",
 )
 
 # Likewise for what reading raises, where no code of the user's is run.
@@ -303,11 +302,9 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())
             # Still open, so that the lock is held until the file carries its final name.
             os.replace(file.name, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(file.name)
-        raise
     finally:
+        with suppress(FileNotFoundError):  # it has its final name
+            os.unlink(file.name)
         with suppress(OSError):  # it flushes again what could not be flushed, and would hide that error
             file.close()
     with write_errors(request):
@@ -400,13 +397,8 @@ def _drop_from_memory(target: Path) -> None:
 
 def _require_file(request: str, path: Location) -> None:
     if path.is_dir():
-        raise CheckpointError(
-            request,
-            "it is a folder",
-            "a file that fabric.save wrote",
-            f"fabric.load({str(path)!r}, {{'model': model}}) for a sharded checkpoint, with the entries that you want; "
-            f"or, in a shell, fabric consolidate {path}, which makes one file of it",
-        )
+        suggestion = f"fabric.load({str(path)!r}, {{'model': model}}) for shards; in a shell: fabric consolidate {path}"
+        raise CheckpointError(request, "it is a folder", "a file that fabric.save wrote", suggestion)
     if not path.is_file():
         raise not_found(request, path, "file")
 

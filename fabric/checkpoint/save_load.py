@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.async_save import AsyncSaver, PendingSave, full_copy
+from fabric.checkpoint.async_save import AsyncSaver, PendingSave
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, find, gather_on_first, locate, raise_on_any_rank_error
 from fabric.checkpoint.sharded import ShardedCheckpoint, StoredCheckpoint
 from fabric.checkpoint.state import (
@@ -174,7 +174,7 @@ class CheckpointCoordinator:
     def state_dict(self, module: nn.Module) -> dict[str, Any]:
         """``Fabric.get_state_dict``. Collective."""
         state = self._agreed("fabric.get_state_dict(...)", lambda: self.access.module_state(module))
-        return full_copy(state, self.access.full, self.communicator.rank == 0)
+        return self.access.full_copy(state, self.communicator.rank == 0)
 
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
         return raise_on_any_rank_error(self.communicator, request, action)

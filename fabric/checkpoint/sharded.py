@@ -123,11 +123,8 @@ class ShardedCheckpoint:
 
             def write() -> _Files:
                 if different := kept.keys() ^ tensors.keys():
-                    raise CheckpointError(
-                        request,
-                        f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(different))}",
-                        "a state of the same structure on every rank, also with what only one rank needs",
-                    )
+                    problem = f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(different))}"
+                    raise CheckpointError(request, problem, "a state of the same structure on every rank")
                 return _write_rank(folder, save, rank, {name: tensors[name] for name in kept.values()}, per_rank)
 
             written: list[_Files] = gather_on_first(communicator, agreed(write))

@@ -40,7 +40,7 @@ from fabric.tree import map_tensors
 
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
-    "is_stateful", "listed", "local_chunks", "memory_key", "read_metadata", "tensor_bytes", "uncompiled_state",
+    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
     "unflatten_state",
 ]  # fmt: skip
 
@@ -63,7 +63,7 @@ _SPARSE = {
 
 @dataclass(frozen=True)
 class Access:
-    """How the states of modules and optimizers are read and restored. Only :attr:`full` is a collective.
+    """How the states of modules and optimizers are read and restored. Collective are :attr:`full` and what uses it.
 
     Attributes:
         module_state: names and values of a module as they stand in a checkpoint, but with shards as DTensors. The
@@ -95,6 +95,18 @@ class Access:
                 contents[name] = value.state_dict()
         encode(contents, _refuse_loop)
         return contents
+
+    def full_copy(self, state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
+        """Full tensors of a module's state, copied to the CPU of the first rank; nothing on others. Collective."""
+        copies: dict[Any, Any] = {}
+        result: Any = copy.copy(state) if is_first else {}
+        for name, value in state.items():
+            full, key = self.full({name: value})[name], _memory_key(value) or name  # one at a time is on the device
+            if is_first:  # tied weights stay tied
+                if key not in copies:
+                    copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), full)
+                result[name] = copies[key]
+        return result
 
     def back_up(self, state: MutableMapping[str, Any], names: Iterable[str], undo: ExitStack) -> None:
         """Have ``undo`` bring entries back to what they are now; modules, if code of the user's may refuse a state."""
@@ -176,12 +188,9 @@ def is_stateful(value: Any) -> bool:
     if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         return True
     if isinstance(value, DataLoader):
-        raise ArgumentTypeError(
-            "a DataLoader in a checkpoint",
-            "it does not know its position, so a resumed run would replay or skip samples",
-            "a loader that fabric has set up, or any loader with state_dict() and load_state_dict()",
-            "loader = fabric.setup_dataloaders(loader), and put the result into the state",
-        )
+        problem = "it does not know its position, so a resumed run would replay or skip samples"
+        suggestion = "loader = fabric.setup_dataloaders(loader), and put the result into the state"
+        raise ArgumentTypeError("a DataLoader in a checkpoint", problem, "one with state_dict()", suggestion)
     return False
 
 
@@ -195,12 +204,8 @@ def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
 def check_version(request: str, version: object) -> None:
     """Raise a CheckpointError for a format that this release does not know."""
     if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise CheckpointError(
-            request,
-            f"its format version is {version!r}: a newer release wrote it",
-            f"format versions up to {FORMAT_VERSION}",
-            "pip install --upgrade torch-fabric",
-        )
+        problem = f"its format version is {version!r}: a newer release wrote it"
+        raise CheckpointError(request, problem, suggestion="pip install --upgrade torch-fabric")
 
 
 def listed(names: Iterable[object]) -> str:
@@ -272,7 +277,7 @@ def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[s
         # {"a.b": x} and {"a": {"b": y}} would get the same one, and safetensors keeps one for itself.
         while name in tensors or name == "__metadata__":
             name = f"{name}#{len(tensors)}"
-        tensors[name], kept[name] = item, owners.setdefault(memory_key(item) or name, name)
+        tensors[name], kept[name] = item, owners.setdefault(_memory_key(item) or name, name)
         return {"$tensor": kept[name]}
 
     return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], kept, tensors
@@ -422,7 +427,7 @@ _READERS = {f"${kind.__name__}": read for kind, (_, read) in _ATOMS.items()}
 _READERS |= {"$values": _read_values, "$sparse": _read_sparse}
 
 
-def memory_key(tensor: Any) -> Any:
+def _memory_key(tensor: Any) -> Any:
     """What two tensors that are one have in common; None for one that holds nothing on this rank."""
     local = tensor.to_local() if hasattr(tensor, "full_tensor") else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
