@@ -759,7 +759,7 @@ class Fabric:
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
         with self._running("load").checkpoints("load") as checkpoints:
-            return checkpoints.load(path, state, strict, rng, weights_only is not False)
+            return checkpoints.load(path, state, strict, rng, weights_only is False, False)
 
     def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
@@ -770,7 +770,7 @@ class Fabric:
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
         with self._running("load_raw").checkpoints("load_raw") as checkpoints:
-            checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is not False, is_raw=True)
+            checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is False, True)
 
     def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.

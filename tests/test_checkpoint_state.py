@@ -54,8 +54,8 @@ def load_module(module, content, strict):
 ACCESS = Access(module_state, load_module, lambda optimizer, content: optimizer.load_state_dict(content), dict)
 
 
-def save(state, **options):
-    return collect(state, ACCESS.read(state), **options)
+def save(state, filter=None, trainable_only=False):
+    return collect(state, ACCESS.read(state), filter, trainable_only, True)
 
 
 def load(loaded, state, strict=True):

@@ -42,9 +42,7 @@ class PendingSave:
         self.path = path
         self.is_raised = False
         # A process that ends waits for its thread.
-        executor = ThreadPoolExecutor(1, "fabric-save")
-        self._future = executor.submit(write)
-        executor.shutdown(wait=False)
+        self._future = ThreadPoolExecutor(1, "fabric-save").submit(write)
 
     def done(self) -> bool:
         """Whether it has ended, well or not. Not a collective."""

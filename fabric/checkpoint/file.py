@@ -293,7 +293,9 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
             raise CheckpointError(request, f"there is a {kind} of that name", "the path of a file")
         target.parent.mkdir(parents=True, exist_ok=True)
         _clear_temporaries(target)
-        _drop_from_memory(target)
+        # What it has in the system's cache of files is reused: new memory has been seen to double the time of writing.
+        with suppress(OSError, AttributeError), open(target, "rb") as old:  # macOS has no such function
+            os.posix_fadvise(old.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file = _open_temporary(target)
     try:
         yield file
@@ -382,17 +384,6 @@ def _clear_temporaries(target: Path) -> None:
             with suppress(OSError), open(temporary, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 temporary.unlink()
-
-
-def _drop_from_memory(target: Path) -> None:
-    """Let the system reuse the memory in which it caches the file that is about to be replaced.
-
-    Otherwise the cache grows by the size of the new file first, and memory that is new to the cache has been seen to
-    double the time of writing. What a process has mapped stays.
-    """
-    if hasattr(os, "posix_fadvise") and target.is_file():  # macOS has none
-        with suppress(OSError), open(target, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _require_file(request: str, path: Location) -> None:

@@ -60,12 +60,7 @@ class CheckpointCoordinator:
     scaler: Any = None
 
     def save(
-        self,
-        path: Any,
-        state: Mapping[str, Any],
-        filter: Filter | None,
-        trainable_only: bool = False,
-        async_: bool = False,
+        self, path: Any, state: Mapping[str, Any], filter: Filter | None, trainable_only: bool, async_: bool
     ) -> PendingSave | None:
         """Write ``state``, the loss scale and the random states of all ranks.
 
@@ -108,17 +103,12 @@ class CheckpointCoordinator:
         return self.saver.pending
 
     def load(
-        self,
-        path: Any,
-        state: MutableMapping[str, Any] | None,
-        strict: bool,
-        rng: bool,
-        weights_only: bool = True,
-        is_raw: bool = False,
+        self, path: Any, state: MutableMapping[str, Any] | None, strict: bool, rng: bool, trusts: bool, is_raw: bool
     ) -> dict[str, Any]:
         """Restore ``state``, the loss scale and this rank's random state. Collective; every rank reads.
 
-        With ``is_raw`` the one object in ``state`` is restored from a file that is its bare state dict.
+        With ``is_raw`` the one object in ``state`` is restored from a file that is its bare state dict; with ``trusts``
+        reading the file may run code.
 
         Returns:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
@@ -130,7 +120,7 @@ class CheckpointCoordinator:
         if isinstance(io, FullCheckpoint | ShardedCheckpoint):
             # As rank 0 sees it. A folder is no bare state dict, as the format of one file says.
             io = own_format(self.communicator.broadcast_object(is_folder and not is_raw, 0))
-        if not weights_only and not isinstance(io, FullCheckpoint):
+        if trusts and not isinstance(io, FullCheckpoint):
             problem = f"weights_only=False has no meaning for {type(io).__name__}: what it writes never holds code"
             raise ConfigurationError(request, problem, "one file, as torch.save writes it, whose writer you trust")
         stored = io.open(source, self.communicator) if isinstance(io, ShardedCheckpoint) else None
@@ -139,7 +129,7 @@ class CheckpointCoordinator:
         def prepare() -> _Prepared:
             if stored is not None:
                 return self._prepare_shards(stored, state, strict)
-            loaded = io.load(source) if weights_only else FullCheckpoint().load(source, weights_only=False)
+            loaded = FullCheckpoint().load(source, weights_only=False) if trusts else io.load(source)
             if is_raw:
                 if METADATA_KEY in loaded:
                     problem = "the file is a checkpoint with entries, no state dict itself"
@@ -282,10 +272,7 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
         groups = content["param_groups"], target.param_groups
         saved, present = ([len(group["params"]) for group in each] for each in groups)
         if saved != present:
-            yield (
-                f"the groups of the {type(target).__name__} hold {listed(present)} parameters, "
-                f"those of the file {listed(saved)}"
-            )
+            yield f"the groups of {type(target).__name__} hold {listed(present)} tensors, in the file {listed(saved)}"
         return
     content, expected = uncompiled_state(content), module_state(target)
     missing = [name for name in expected if name not in content]

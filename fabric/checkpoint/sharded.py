@@ -41,24 +41,15 @@ from fabric.checkpoint.file import (
     gather_on_first,
     locate,
     raise_on_any_rank_error,
-    read_errors,
     sync_folder,
     write_errors,
     write_safetensors,
 )  # fmt: skip
-from fabric.checkpoint.state import (
-    FORMAT_VERSION,
-    METADATA_KEY,
-    check_version,
-    encode,
-    flatten_state,
-    listed,
-    local_chunks,
-)  # fmt: skip
-from fabric.checkpoint.storage import Location, RemotePath, not_found
-from fabric.checkpoint.stored import DATA_NAME, StoredCheckpoint
+from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, encode, flatten_state, listed, local_chunks
+from fabric.checkpoint.storage import Location, RemotePath
+from fabric.checkpoint.stored import DATA_NAME, FORMAT, INDEX, StoredCheckpoint, read_index
 from fabric.communicators import Communicator, LocalCommunicator
-from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError
+from fabric.errors import CheckpointError, ConfigurationError
 
 __all__ = ["ShardedCheckpoint", "consolidate"]
 
@@ -66,9 +57,6 @@ __all__ = ["ShardedCheckpoint", "consolidate"]
 _Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
 
 _ALONE = LocalCommunicator(torch.device("cpu"))
-_INDEX = "index.json"
-_FORMAT = "torch-fabric sharded checkpoint"
-_OF_TORCH = (".metadata", ".distcp")  # the ends of the names of torch.distributed.checkpoint's files
 _SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
 
 
@@ -165,7 +153,7 @@ class ShardedCheckpoint:
         request = f"load the sharded checkpoint {str(path)!r}"
         is_first = communicator.rank == 0
         index = raise_on_any_rank_error(
-            communicator, request, lambda: _read_index(request, path)[1] if is_first else b""
+            communicator, request, lambda: read_index(request, path)[1] if is_first else b""
         )
         return StoredCheckpoint(request, path, communicator.broadcast_object(index, 0))
 
@@ -176,9 +164,9 @@ class ShardedCheckpoint:
             CheckpointNotFoundError: there is none.
             CheckpointError: ``path`` is a file, or its ``index.json`` is not of fabric.
         """
-        _read_index(f"remove the checkpoint {str(path)!r}", path)
+        read_index(f"remove the checkpoint {str(path)!r}", path)
         # First, so that what remains of an interrupted removal is no checkpoint.
-        (path / _INDEX).unlink()
+        (path / INDEX).unlink()
         _clean(path)
         with suppress(OSError):
             path.rmdir()
@@ -261,16 +249,12 @@ def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
     """A tensor of the shape and dtype of a meta tensor, in a mapped file without a name."""
     if like.nbytes < _SMALL:
         return torch.empty_like(like, device="cpu")
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):
-                # Without room, writing to the mapping would end this process.
-                os.posix_fallocate(file.fileno(), 0, like.nbytes)
-            name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
-            return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
-    except OSError as error:
-        problem = f"there is no room to assemble {like.nbytes / 1e6:.0f} MB in {str(folder)!r}: {error}"
-        raise CheckpointError(request, problem, "a folder with room for the checkpoint twice") from error
+    with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            # Without room, writing to the mapping would end this process.
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
+        name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
+        return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
 
 def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> str:
@@ -346,24 +330,22 @@ def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, st
     is_new = not target.exists()
     if not is_new and not target.is_dir():
         raise CheckpointError(request, "there is a file of that name", "the path of a folder")
-    if (target / _INDEX).is_file():
-        _read_index(request, target)  # what somebody else wrote is not replaced
+    if (target / INDEX).is_file():
+        read_index(request, target)  # what somebody else wrote is not replaced
     try:
-        with atomic_write(target / _INDEX) as index:
+        with atomic_write(target / INDEX) as index:
             if not is_new:
                 _clean(target)
             elif isinstance(target, Path):
                 sync_folder(target.parent)
             yield target, index.name.split(".")[-2], index
-    except BaseException:
+        is_new = False
+    finally:
+        # What cannot be removed or renamed now is found as it is, and by the next save.
         with suppress(OSError):
             _clean(target)
             if is_new:
                 target.rmdir()  # unless somebody has put something else into it
-        raise
-    # The save is done. What cannot be removed or renamed now is found as it is, and by the next save.
-    with suppress(OSError):
-        _clean(target)
 
 
 def _clean(folder: Location) -> None:
@@ -371,11 +353,11 @@ def _clean(folder: Location) -> None:
     ended: list[tuple[Location, str]] = []
     for entry in folder.iterdir():
         found = DATA_NAME.fullmatch(entry.name)
-        writer = folder / f".{_INDEX}.{found[1]}.tmp" if found else folder
+        writer = folder / f".{INDEX}.{found[1]}.tmp" if found else folder
         if found and (isinstance(writer, RemotePath) or (entry.is_file() and not writer.exists())):
             ended.append((entry, found[1]))
     # Read last: a save that another process has committed meanwhile is the current one by now.
-    current = _read_index("save a sharded checkpoint", folder)[0] if (folder / _INDEX).is_file() else ""
+    current = read_index("save a sharded checkpoint", folder)[0] if (folder / INDEX).is_file() else ""
     for entry, save in ended:
         with suppress(FileNotFoundError):  # another process has just done it
             if save != current:
@@ -387,43 +369,5 @@ def _clean(folder: Location) -> None:
 def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
     """Write the index, which is JSON with its own checksum. Its first line has what is not in the checksum."""
     body = json.dumps(content, allow_nan=False)[1:].encode()
-    header = {"format": _FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": zlib.crc32(save.encode() + body)}
+    header = {"format": FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": zlib.crc32(save.encode() + body)}
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)
-
-
-def _read_index(request: str, path: Location) -> tuple[str, bytes]:
-    """Which save the folder ``path`` holds, and what else its index says, as JSON.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing at ``path``, or a folder in which no save was ever committed.
-        CheckpointError: ``path`` is a file, the index is damaged or not of fabric, or another version wrote it.
-    """
-    if not (path / _INDEX).is_file():
-        raise _absent(request, path)
-    with read_errors(request):
-        header, _, body = (path / _INDEX).read_bytes().partition(b",\n")
-        if not header.startswith(f'{{"format": "{_FORMAT}"'.encode()):
-            problem = f"its {_INDEX} is not one that fabric wrote, or is damaged"
-            raise CheckpointError(request, problem, "a folder of its own for each checkpoint")
-        fields = json.loads(header + b"}")
-        check_version(request, fields["version"])
-        if fields["crc32"] != zlib.crc32(fields["save"].encode() + body):
-            raise ValueError(f"the checksum of its {_INDEX} does not match")
-        return fields["save"], b"{" + body
-
-
-def _absent(request: str, path: Location) -> CheckpointError:
-    if not path.exists():
-        return not_found(request, path, "folder")
-    problem, suggestion = f"it is a folder without an {_INDEX}: no save into it has ended", "a save that has ended"
-    if path.is_file():
-        problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
-    elif isinstance(path, Path) and (found := sorted(path.glob(".metadata")) + sorted(path.glob("*/.metadata"))):
-        problem = "torch.distributed.checkpoint wrote it, without fabric"
-        tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
-        suggestion = " && ".join(f"{tool} {one.parent} {one.parent}.pt" for one in found)
-        # Lightning and Accelerate write what is no tensor into files beside the shards.
-        if others := sorted(str(one) for one in path.iterdir() if one.is_file() and not one.name.endswith(_OF_TORCH)):
-            suggestion += f"; what else was saved is in {listed(others)}"
-        suggestion += "; all of that runs code that the folder may name, so only if you trust it"
-    return CheckpointNotFoundError(request, problem, f"a folder with an {_INDEX}, as fabric.save writes it", suggestion)

@@ -128,11 +128,7 @@ class Access:
 
 
 def collect(
-    state: Mapping[str, Any],
-    contents: Mapping[str, Any],
-    filter: Filter | None = None,
-    trainable_only: bool = False,
-    checks_content: bool = True,
+    state: Mapping[str, Any], contents: Mapping[str, Any], filter: Filter | None, trainable_only: bool, checks: bool
 ) -> dict[str, Any]:
     """The part of the contents that is to be saved, in full or as shards. Not a collective; no tensor is copied.
 
@@ -141,7 +137,7 @@ def collect(
         contents: their states, from :meth:`Access.read`.
         filter: for some entries, ``keep(name, value)``: whether an item of that entry's dict is saved.
         trainable_only: leave out the parameters of modules that do not require a gradient.
-        checks_content: whether the states of objects have to be plain.
+        checks: whether the states of objects have to be plain.
 
     Raises:
         ArgumentTypeError: an entry could not be loaded again without running code.
@@ -164,7 +160,7 @@ def collect(
             content = copy.copy(content)
             for key in dropped & content.keys():
                 del content[key]
-        if checks_content:
+        if checks:
             _check_plain(name, content)
         collected[name] = content
     return collected
@@ -401,13 +397,7 @@ def _read_sparse(content: Any) -> Tensor:
         return torch.sparse_compressed_tensor(*parts, size=shape, layout=layout)
 
 
-def _constant(name: str) -> Any:
-    value = vars(torch)[name.removeprefix("torch.")]
-    if not isinstance(value, torch.dtype | torch.layout):
-        raise ValueError(f"{name} is neither a dtype nor a layout")
-    return value
-
-
+_CONSTANTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype | torch.layout)}
 # By type: how it is written behind its tag, and how that is read.
 _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: (lambda value: struct.pack("<d", value).hex(), lambda text: struct.unpack("<d", bytes.fromhex(text))[0]),
@@ -418,8 +408,8 @@ _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ),
     bytes: (bytes.hex, bytes.fromhex),
     bytearray: (bytearray.hex, bytearray.fromhex),
-    torch.dtype: (str, _constant),
-    torch.layout: (str, _constant),
+    torch.dtype: (str, _CONSTANTS.__getitem__),
+    torch.layout: (str, _CONSTANTS.__getitem__),
     torch.device: (str, torch.device),
     torch.Size: (list, torch.Size),
 }

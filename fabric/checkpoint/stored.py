@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint in a folder into tensors that are sharded in any way.
+"""A checkpoint in a folder: its index, and reading its tensors into tensors that are sharded in any way.
 
 [Note: checksums] The index has a CRC32 over all bytes of each file, summed while they are written, and its own. A file
 that is needed is mapped into memory and compared as a whole before anything is copied out of it.
@@ -11,20 +11,25 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fabric.checkpoint.file import local_copy, read_errors
-from fabric.checkpoint.state import METADATA_KEY, local_chunks, tensor_bytes, unflatten_state
-from fabric.checkpoint.storage import Location
-from fabric.errors import CheckpointError
+from fabric.checkpoint.state import METADATA_KEY, check_version, listed, local_chunks, tensor_bytes, unflatten_state
+from fabric.checkpoint.storage import Location, not_found
+from fabric.errors import CheckpointError, CheckpointNotFoundError
 
-__all__ = ["DATA_NAME", "StoredCheckpoint"]
+__all__ = ["DATA_NAME", "FORMAT", "INDEX", "StoredCheckpoint", "read_index"]
 
+FORMAT = "torch-fabric sharded checkpoint"
+INDEX = "index.json"
 DATA_NAME = re.compile(r"rank-\d{5,}(?:-\d+)?-([0-9a-f]{12})\.(?:safetensors|json)(?:\.tmp)?")
 """The data files of a save, whose number is in the name; see ``[Note: commit of a folder]`` for the last suffix."""
+
+_OF_TORCH = (".metadata", ".distcp")  # the ends of the names of torch.distributed.checkpoint's files
 
 _Allocate = Callable[[Tensor], Tensor]
 _cpu: _Allocate = partial(torch.empty_like, device="cpu")
@@ -163,3 +168,41 @@ class StoredCheckpoint:
 def _box(chunk: Tensor, offsets: list[int], spans: list[tuple[int, int]]) -> Tensor:
     """The part of a chunk, which begins at ``offsets`` of a tensor, between the beginning and the end in each dim."""
     return chunk[tuple(slice(low - at, high - at) for at, (low, high) in zip(offsets, spans, strict=True))]
+
+
+def read_index(request: str, path: Location) -> tuple[str, bytes]:
+    """Which save the folder ``path`` holds, and what else its index says, as JSON.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at ``path``, or a folder in which no save was ever committed.
+        CheckpointError: ``path`` is a file, the index is damaged or not of fabric, or another version wrote it.
+    """
+    if not (path / INDEX).is_file():
+        raise _absent(request, path)
+    with read_errors(request):
+        header, _, body = (path / INDEX).read_bytes().partition(b",\n")
+        if not header.startswith(f'{{"format": "{FORMAT}"'.encode()):
+            problem = f"its {INDEX} is not one that fabric wrote, or is damaged"
+            raise CheckpointError(request, problem, "a folder of its own for each checkpoint")
+        fields = json.loads(header + b"}")
+        check_version(request, fields["version"])
+        if fields["crc32"] != zlib.crc32(fields["save"].encode() + body):
+            raise ValueError(f"the checksum of its {INDEX} does not match")
+        return fields["save"], b"{" + body
+
+
+def _absent(request: str, path: Location) -> CheckpointError:
+    if not path.exists():
+        return not_found(request, path, "folder")
+    problem, suggestion = f"it is a folder without an {INDEX}: no save into it has ended", "a save that has ended"
+    if path.is_file():
+        problem, suggestion = "it is a file", f"fabric.load({str(path)!r}, state)"
+    elif isinstance(path, Path) and (found := sorted(path.glob(".metadata")) + sorted(path.glob("*/.metadata"))):
+        problem = "torch.distributed.checkpoint wrote it, without fabric"
+        tool = "python -m torch.distributed.checkpoint.format_utils dcp_to_torch"
+        suggestion = " && ".join(f"{tool} {one.parent} {one.parent}.pt" for one in found)
+        # Lightning and Accelerate write what is no tensor into files beside the shards.
+        if others := sorted(str(one) for one in path.iterdir() if one.is_file() and not one.name.endswith(_OF_TORCH)):
+            suggestion += f"; what else was saved is in {listed(others)}"
+        suggestion += "; all of that runs code that the folder may name, so only if you trust it"
+    return CheckpointNotFoundError(request, problem, f"a folder with an {INDEX}, as fabric.save writes it", suggestion)
