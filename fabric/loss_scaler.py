@@ -52,10 +52,7 @@ class LossScaler:
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        settings: LossScale,
-        max_over_ranks: Callable[[Tensor], Tensor] | None = None,
+        self, device: torch.device, settings: LossScale, max_over_ranks: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
@@ -153,10 +150,10 @@ class LossScaler:
                 "step() without a closure under 16-mixed; closures under every other precision",
             )
         state = self._states[optimizer]
-        overflow = self.unscale(optimizer)
+        state.skipped = self.unscale(optimizer)
         found = state.found_inf
         self._pending = found if self._pending is None else torch.maximum(self._pending, found)
-        if overflow:
+        if state.skipped:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             state.held = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
@@ -166,7 +163,7 @@ class LossScaler:
         state = self._states[optimizer]
         for parameter, grad in state.held:
             parameter.grad = grad
-        state.skipped, state.held = bool(state.held), ()
+        state.held = ()
 
     def _any_holds_scaled(self) -> bool:
         """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.

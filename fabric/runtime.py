@@ -188,8 +188,7 @@ class Runtime:
         if is_connected and (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
             raise ConfigurationError(
                 f"a job of {world.world_size} processes, this one rank {world.rank}",
-                "torch.distributed is already initialized in this process, "
-                f"as rank {dist.get_rank()} of {dist.get_world_size()}",
+                f"torch.distributed has made this process rank {dist.get_rank()} of {dist.get_world_size()}",
                 suggestion="torch.distributed.destroy_process_group() before Fabric(...).launch()",
             )
         shared = default_store() if is_connected else find_store(world, self.timeout)
