@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -237,12 +237,11 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     if sys.platform == "linux":
         # The kernel kills this process when its parent ends, even while C++ code holds the interpreter's lock. It means
         # the *thread* that made this process; a launch keeps that thread until its ranks have ended.
-        prctl, own = ctypes.CDLL(None).prctl, (os.getpid(), threading.get_ident())
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        end_with_parent()
         # The workers of a DataLoader likewise, and what else the main thread forks; a daemon is forked twice.
-        os.register_at_fork(
-            after_in_child=lambda: (os.getppid(), threading.get_ident()) == own and prctl(1, signal.SIGKILL)
-        )
+        own = os.getpid(), threading.get_ident()
+        os.register_at_fork(after_in_child=lambda: (os.getppid(), threading.get_ident()) == own and end_with_parent())
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
@@ -292,15 +291,18 @@ def _raise_once(number: int, _frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
 
+def _heard(numbers: Iterable[int]) -> list[int]:
+    # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
+    return [each for each in numbers if each == signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN]
+
+
 def raise_on_signals(acted: Callable[[int], object]) -> None:
     """Let SIGTERM, SIGHUP and SIGINT raise in the main thread, which is this one.
 
     ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
     """
-    for number in ENDING:
-        # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
-        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _raise_once)
+    for number in _heard(ENDING):
+        signal.signal(number, _raise_once)
     # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()
@@ -340,11 +342,8 @@ class StopRequest:
             ValueError: first asked in another thread than the main one, which alone may say what a signal means.
         """
         if not self._previous:
-            for number in STOPPING:
-                if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._note)
-            control = ControlThread.of_this_process()
-            if control is not None:
+            self._previous = {number: signal.signal(number, self._note) for number in _heard(STOPPING)}
+            if control := ControlThread.of_this_process():
                 control.send("saving")
         return self._received
 
@@ -358,7 +357,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received = True
-        previous = self._previous[number]
+        previous = self._previous.get(number)
         if callable(previous) and previous is not _raise_once:
             previous(number, frame)
 
