@@ -9,7 +9,6 @@ this is a collective. While a rank compiles the report is not printed, but reque
 """
 
 import json
-import math
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -155,9 +154,8 @@ class HangReporter:
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
-        self._snapshot: object = None  # of the flight recorder, and when it was another
+        self._snapshot: object = None  # of the flight recorder, and when it was another or a rank compiled
         self._unchanged_since = self._polled = monotonic()
-        self._compiled = -math.inf  # when it was last seen that a rank compiles
         self._published = 0  # the number of the latest report for which this rank has published its state
         self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
         self._report: str | None = None
@@ -210,12 +208,11 @@ class HangReporter:
             text = self._store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
             if _COMPILES in (self._report or ""):
-                self._report_number, self._compiled = 0, now
+                self._report_number, self._unchanged_since = 0, now
         user_request = self._control.report_request if self._control else ""
-        waited = min(self._waited(now), now - self._compiled)
         if user_request not in self._answered:
             self._request(user_request)  # again until it is answered, if another request was first
-        elif not self._report_number and (waited > self._due or self._needs_report.is_set()):
+        elif not self._report_number and (self._waited(now) > self._due or self._needs_report.is_set()):
             self._request()
         elif now - self._polled > self._interval:
             self._polled = now
