@@ -39,11 +39,13 @@ from fabric.communicators import Communicator, Reduce
 from fabric.errors import CheckpointError, ConfigurationError, FabricError, UnsafeCheckpointError
 
 __all__ = [
-    "CheckpointIO", "FullCheckpoint", "atomic_write", "find", "gather_on_first", "local_copy", "locate",
+    "CheckpointIO", "FullCheckpoint", "Written", "atomic_write", "find", "gather_on_first", "local_copy", "locate",
     "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors",
 ]  # fmt: skip
 
 T = TypeVar("T")
+# The checksum of a file, and its chunks by tensor: where each begins in that, its shape, and its place in the file.
+Written = tuple[int, dict[str, tuple[list[int], list[int], int]]]
 
 _LONGEST = 255  # bytes of a name, on nearly every file system
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
@@ -78,6 +80,7 @@ class CheckpointIO(Protocol):
             UnsafeCheckpointError: reading it would run code.
             CheckpointError: it is damaged, or in another format.
         """
+        ...
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path``.
@@ -146,13 +149,12 @@ class FullCheckpoint:
                 names = re.findall(r"GLOBAL (\S+)", str(error))[:1] or _names_in(local)
                 if not (weights_only and names):  # somebody else's code, or damage
                     raise
-                raise UnsafeCheckpointError(
-                    request,
-                    f"it holds {', '.join(names)}: rebuilding that could run any code, so nothing was loaded",
-                    "tensors, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these",
+                problem = f"it holds {', '.join(names)}: rebuilding that could run any code, so nothing was loaded"
+                suggestion = (
                     "torch.serialization.add_safe_globals([TheClass]) before, for a class of your own; or, for a file "
-                    "whose author you trust, weights_only=False in fabric.load or load_raw, which runs what it names",
-                ) from error
+                    "whose author you trust, weights_only=False in fabric.load or load_raw, which runs what it names"
+                )
+                raise UnsafeCheckpointError(request, problem, "plain data", suggestion) from error
         if not isinstance(loaded, dict):
             problem = f"the file holds a {type(loaded).__name__}"
             raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
@@ -313,9 +315,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
         sync_folder(target.parent)
 
 
-def write_safetensors(
-    file: BinaryIO, chunks: Mapping[str, tuple[list[int], Tensor]]
-) -> tuple[int, dict[str, tuple[list[int], list[int], int]]]:
+def write_safetensors(file: BinaryIO, chunks: Mapping[str, tuple[list[int], Tensor]]) -> Written:
     """Write a safetensors file with torch's metadata of shards.
 
     Args:
@@ -323,7 +323,7 @@ def write_safetensors(
         chunks: by name, where a chunk begins in its tensor, and the chunk.
 
     Returns:
-        The checksum; and by name where the chunk begins in its tensor, its shape, and its place in the file.
+        What it has.
     """
     # The widest first, so that all of them are aligned.
     chunks = dict(sorted(chunks.items(), key=lambda item: -item[1][1].itemsize))
@@ -401,9 +401,8 @@ def _verify(path: Path) -> bool:
             return False
         with zipfile.ZipFile(file) as archive:
             # torch never compresses.
-            packed = (
-                one.filename for one in archive.infolist() if one.compress_type or one.file_size != one.compress_size
-            )
+            rows = archive.infolist()
+            packed = (row.filename for row in rows if row.compress_type or row.file_size != row.compress_size)
             if changed := next(packed, None) or archive.testzip():
                 raise ValueError(f"the checksum of {changed} does not match")
     return True

@@ -22,6 +22,7 @@ from fabric.checkpoint.state import (
     Access,
     Filter,
     ModuleState,
+    State,
     check_entries,
     collect,
     is_stateful,
@@ -60,7 +61,7 @@ class CheckpointCoordinator:
     scaler: Any = None
 
     def save(
-        self, path: Any, state: Mapping[str, Any], filter: Filter | None, trainable_only: bool, async_: bool
+        self, path: Any, state: State, filter: Filter | None, trainable_only: bool, async_: bool
     ) -> PendingSave | None:
         """Write ``state``, the loss scale and the random states of all ranks.
 
@@ -88,7 +89,7 @@ class CheckpointCoordinator:
         content: dict[str, Any] = entries[""] if is_bare else {**entries, METADATA_KEY: metadata}
         content = content if sharded or is_first else {}
 
-        def write(content: Mapping[str, Any], communicator: Communicator) -> None:
+        def write(content: State, communicator: Communicator) -> None:
             if isinstance(io, ShardedCheckpoint):
                 io.save(content, target, communicator, own)
             else:
@@ -170,13 +171,10 @@ class CheckpointCoordinator:
         return raise_on_any_rank_error(self.communicator, request, action)
 
     def _join_pending(self) -> None:
-        pending = self.saver.pending
-        if pending is not None:
+        if (pending := self.saver.pending) is not None:
             self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self.saver.join)
 
-    def _prepare_shards(
-        self, stored: StoredCheckpoint, state: MutableMapping[str, Any] | None, strict: bool
-    ) -> _Prepared:
+    def _prepare_shards(self, stored: StoredCheckpoint, state: State | None, strict: bool) -> _Prepared:
         """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
         rank, content, modules = self.communicator.rank, stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
@@ -198,7 +196,7 @@ class CheckpointCoordinator:
         return metadata, [stored.prepare(others), stored.prepare(modules)]
 
 
-def restore(loaded: Mapping[str, Any], state: MutableMapping[str, Any], access: Access, strict: bool) -> dict[str, Any]:
+def restore(loaded: State, state: MutableMapping[str, Any], access: Access, strict: bool) -> dict[str, Any]:
     """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
 
     Plain values in ``state`` are replaced by the loaded ones; what was restored shares no memory with ``loaded``, whose
@@ -226,7 +224,7 @@ def restore(loaded: Mapping[str, Any], state: MutableMapping[str, Any], access: 
     return {name: content for name, content in entries.items() if name not in state}
 
 
-def check_fits(loaded: Mapping[str, Any], state: Mapping[str, Any], module_state: ModuleState, strict: bool) -> None:
+def check_fits(loaded: State, state: State, module_state: ModuleState, strict: bool) -> None:
     """Raise unless ``loaded`` can be restored into ``state``, as far as names and shapes can tell; changes nothing.
 
     Args:
@@ -283,15 +281,10 @@ def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bo
         yield f"not in the file: {listed(missing)}"
     if strict and unexpected:
         yield f"only in the file: {listed(unexpected)}"
-    shapes = [
-        f"{name} is {tuple(content[name].shape)} in the file and {tuple(value.shape)} in the module"
-        for name, value in expected.items()
-        if isinstance(value, Tensor) and isinstance(content.get(name), Tensor) and not is_lazy(value)
-        if value.shape != content[name].shape
-    ]
-    if shapes:
-        # All of them: the one that shows what is wrong may be the last.
-        yield f"other shapes: {', '.join(shapes)}"
+    for name, own in expected.items():
+        saved = content.get(name)
+        if isinstance(own, Tensor) and isinstance(saved, Tensor) and not is_lazy(own) and own.shape != saved.shape:
+            yield f"other shapes: {name} is {tuple(saved.shape)} in the file and {tuple(own.shape)} in the module"
 
 
 def own_format(sharded: bool) -> CheckpointIO:
@@ -307,8 +300,7 @@ def _detach(optimizer: Optimizer, content: Any) -> None:
     """
     loaded = {_address(tensor) for tensor in _tensors(content)} - {0}
     for slots in optimizer.state.values():
-        for name in slots:
-            slots[name] = map_tensors(lambda each: each.clone() if _address(each) in loaded else each, slots[name])
+        slots.update(map_tensors(lambda each: each.clone() if _address(each) in loaded else each, slots))
 
 
 def _address(tensor: Tensor) -> int:

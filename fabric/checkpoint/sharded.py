@@ -37,6 +37,7 @@ from torch import Tensor
 
 from fabric.checkpoint.file import (
     FullCheckpoint,
+    Written,
     atomic_write,
     gather_on_first,
     locate,
@@ -45,7 +46,7 @@ from fabric.checkpoint.file import (
     write_errors,
     write_safetensors,
 )  # fmt: skip
-from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, encode, flatten_state, listed, local_chunks
+from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, State, encode, flatten_state, listed, local_chunks
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import DATA_NAME, FORMAT, INDEX, StoredCheckpoint, read_index
 from fabric.communicators import Communicator, LocalCommunicator
@@ -53,8 +54,7 @@ from fabric.errors import CheckpointError, ConfigurationError
 
 __all__ = ["ShardedCheckpoint", "consolidate"]
 
-# By name, the checksum of a data file, and its chunks by tensor: where it begins, its shape, and its place in the file.
-_Files = dict[str, tuple[int, dict[str, tuple[list[int], list[int], int]]]]
+_Files = dict[str, Written]
 
 _ALONE = LocalCommunicator(torch.device("cpu"))
 _SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
@@ -70,11 +70,7 @@ class ShardedCheckpoint:
     """
 
     def save(
-        self,
-        state: Mapping[str, Any],
-        path: Location,
-        communicator: Communicator = _ALONE,
-        per_rank: Mapping[str, Any] | None = None,
+        self, state: State, path: Location, communicator: Communicator = _ALONE, per_rank: State | None = None
     ) -> None:
         """Write ``state`` to the folder ``path`` and return when it is on the disk.
 
@@ -151,9 +147,8 @@ class ShardedCheckpoint:
             CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
         """
         request = f"load the sharded checkpoint {str(path)!r}"
-        is_first = communicator.rank == 0
         index = raise_on_any_rank_error(
-            communicator, request, lambda: read_index(request, path)[1] if is_first else b""
+            communicator, request, lambda: read_index(request, path)[1] if communicator.rank == 0 else b""
         )
         return StoredCheckpoint(request, path, communicator.broadcast_object(index, 0))
 
@@ -257,7 +252,7 @@ def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
         return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
 
-def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> str:
+def _model_entry(request: str, content: State, key: str | None) -> str:
     """The name of the entry that is a model's state: names of tensors and, beside them, extra values that are plain."""
     models = []
     for name, entry in content.items():
@@ -271,9 +266,7 @@ def _model_entry(request: str, content: Mapping[str, Any], key: str | None) -> s
     raise ConfigurationError(request, problem, listed(map(repr, models)))
 
 
-def _write_rank(
-    folder: Location, save: str, rank: int, tensors: Mapping[str, Tensor], per_rank: Mapping[str, Any] | None
-) -> _Files:
+def _write_rank(folder: Location, save: str, rank: int, tensors: dict[str, Tensor], per_rank: State | None) -> _Files:
     """Write the data files of one rank."""
     parts: defaultdict[int, dict[str, tuple[list[int], Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():

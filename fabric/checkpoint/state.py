@@ -39,16 +39,17 @@ from fabric.seed import rng_state, set_rng_state
 from fabric.tree import map_tensors
 
 __all__ = [
-    "FORMAT_VERSION", "METADATA_KEY", "Access", "check_entries", "check_version", "collect", "encode", "flatten_state",
-    "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
+    "FORMAT_VERSION", "METADATA_KEY", "Access", "State", "check_entries", "check_version", "collect", "encode",
+    "flatten_state", "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
     "unflatten_state",
 ]  # fmt: skip
 
 METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
+State = Mapping[str, Any]  # values, or objects that have a state, by name
 Filter = Mapping[str, Callable[[str, Any], bool]]
-ModuleState = Callable[[nn.Module], Mapping[str, Any]]
+ModuleState = Callable[[nn.Module], State]
 _Place = tuple[Any, ...]
 _Take = Callable[[_Place, Any], Any]
 
@@ -79,7 +80,7 @@ class Access:
     load_optimizer: Callable[[Optimizer, dict[str, Any]], None]
     full: Callable[[dict[str, Any]], dict[str, Any]]
 
-    def read(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def read(self, state: State) -> dict[str, Any]:
         """The states of objects that have one, and the other values as they are; no tensor is copied.
 
         Raises:
@@ -96,7 +97,7 @@ class Access:
         encode(contents, _refuse_loop)
         return contents
 
-    def full_copy(self, state: Mapping[str, Any], is_first: bool) -> dict[str, Any]:
+    def full_copy(self, state: State, is_first: bool) -> dict[str, Any]:
         """Full tensors of a module's state, copied to the CPU of the first rank; nothing on others. Collective."""
         copies: dict[Any, Any] = {}
         result: Any = copy.copy(state) if is_first else {}
@@ -127,9 +128,7 @@ class Access:
         set_rng_state(streams)  # an object that is asked for its state may draw a number
 
 
-def collect(
-    state: Mapping[str, Any], contents: Mapping[str, Any], filter: Filter | None, trainable_only: bool, checks: bool
-) -> dict[str, Any]:
+def collect(state: State, contents: State, filter: Filter | None, trainable_only: bool, checks: bool) -> dict[str, Any]:
     """The part of the contents that is to be saved, in full or as shards. Not a collective; no tensor is copied.
 
     Args:
@@ -166,7 +165,7 @@ def collect(
     return collected
 
 
-def check_entries(state: Mapping[str, Any]) -> None:
+def check_entries(state: State) -> None:
     """Raise unless every entry of a user's state is an object with a state, or plain."""
     if METADATA_KEY in state:
         raise ConfigurationError("a checkpoint", f"state[{METADATA_KEY!r}] is fabric's own entry", "any other name")
@@ -190,7 +189,7 @@ def is_stateful(value: Any) -> bool:
     return False
 
 
-def read_metadata(loaded: Mapping[str, Any]) -> dict[str, Any]:
+def read_metadata(loaded: State) -> dict[str, Any]:
     """What fabric itself keeps in a checkpoint, if anything; a CheckpointError for the format of a newer fabric."""
     metadata = loaded.get(METADATA_KEY, {})
     check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
@@ -251,7 +250,7 @@ def _check_plain(name: str, value: Any) -> None:
     encode(value, take, (name,))
 
 
-def flatten_state(state: Mapping[str, Any]) -> tuple[Any, dict[str, str], dict[str, Tensor]]:
+def flatten_state(state: State) -> tuple[Any, dict[str, str], dict[str, Tensor]]:
     """Split a state into JSON and tensors. No tensor is copied, but sparse ones, which are kept in the JSON.
 
     Returns:
@@ -428,11 +427,10 @@ def _memory_key(tensor: Any) -> Any:
 
 def _refused(place: _Place, value: Any) -> Exception:
     kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
+    problem = "it holds itself" if kind in _COLLECTIONS.values() else "only running code could load it again"
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
-        "it holds itself"
-        if kind in _COLLECTIONS.values()
-        else "only running code could load it again from this format",
+        problem,
         "tensors with values, numbers, strings, bytes, None, and dicts, lists, tuples and sets of these, by exact type",
         f"{written} as plain data: value.item(), torch.from_numpy(array), str(path), dict(value), enum.name, "
         "dataclasses.asdict(value), value.state_dict(), or its own entry for what has load_state_dict(). Classes "

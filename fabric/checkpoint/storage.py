@@ -97,10 +97,8 @@ class RemotePath:
 
     def _type(self) -> str | None:
         self.files.invalidate_cache()  # others write here too, and so does `replace`
-        try:
+        with suppress(FileNotFoundError):
             return self.files.info(self.path)["type"]
-        except FileNotFoundError:
-            return None
 
 
 Location = Path | RemotePath
