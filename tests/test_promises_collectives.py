@@ -308,6 +308,7 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
         "Holder": Holder,
         "Linear": lambda: torch.nn.Linear(1, 1),
         "nested": lambda: torch.nested.as_nested_tensor([x, torch.ones(3)], layout=torch.jagged),
+        "strided nested": lambda: torch.nested.nested_tensor([x, torch.ones(3)]),
         "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
     }
     collectives = {"reduce": partial(fabric.all_reduce, reduce_op="sum"), "gather": fabric.all_gather}
@@ -323,6 +324,11 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
         ]
         found[f"{title} dual"] = [dual(collective), dual(collective) if first else forward([x], collective)]
         found[f"{title} scalar"] = [outcome(lambda run=collective: torch.func.jvp(run, (x[0],), (x[0],)))] * 2
+    shared = {"ragged": partial(fabric.all_gather, ragged=True), "broadcast": fabric.broadcast, "gather": fabric.gather}
+    for title, collective in shared.items():
+        for name in ("nested", "strided nested", "quantized"):
+            alone = forward(leaves[name]() if first else x, collective)
+            found[f"shared {title} {name}"] = [forward(leaves[name](), collective), alone]
     chunks = partial(fabric.all_to_all), partial(fabric.reduce_scatter, reduce_op="sum")
     for number, collective in enumerate(chunks):
         found[f"chunks {number}"] = [forward(x[:1], collective), forward(x[:1] if first else x, collective)]
@@ -338,7 +344,7 @@ def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it(
         assert found.pop("afterwards") == ["2"]
         for name, (everywhere, alone) in found.items():
             assert everywhere.startswith("ConfigurationError"), (name, everywhere)
-            mine = rank == 0 or "scalar" in name
+            mine = rank == 0 or "scalar" in name or "shared" in name
             assert alone.startswith("ConfigurationError" if mine else "CollectiveMismatchError"), (name, alone)
         assert "torch.autograd.grad" in found["reduce jvp"][0]
         assert "dequantize" in found["gather quantized"][0]

@@ -244,7 +244,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     else:
         return
     raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'a tensor'} of shape {tuple(tensor.shape)}",
+        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # not its shape: nested ones have none
         f"it is {problem}",
         "dense tensors on a device",
         suggestion,

@@ -66,9 +66,9 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
     if communicator.rank == src:
         try:
             pack(leaves, structure, numbers=False, opaque=True)
+            metas = unflatten(structure, [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         except FabricError as caught:
             error = caught
-        metas = unflatten(structure, [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
     received = communicator.broadcast_object(metas, src, call, error)
     if communicator.rank != src:
         leaves, structure = flatten(received)
@@ -89,14 +89,14 @@ def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool
             or a leaf cannot travel. All ranks raise it.
     """
     leaves, structure = flatten(tree)
-    own, error = "", None
+    lengths_and_own = error = None
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
     try:
         own = describe(structure, leaves, pack(leaves, structure), sync_grads and torch.is_grad_enabled(), ragged=True)
+        lengths_and_own = [len(leaves[at]) for at in places], own
     except FabricError as caught:
         error = caught
     call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-    lengths_and_own = [len(leaves[at]) for at in places], own
     of_all, descriptions = zip(*communicator.gather_objects(lengths_and_own, call, error), strict=True)
     for other, theirs in enumerate(descriptions):
         if theirs != descriptions[0]:
