@@ -27,7 +27,6 @@ from fabric.tree import Structure, flatten, leaf_paths, unflatten
 __all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
 
 Sent = tuple[Bucket, Tensor]  # and its buffer
-_ENOUGH = 2**16  # bytes, before which a signature goes in any case
 
 
 def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
@@ -132,7 +131,6 @@ def _exchange(
 ) -> Any:
     """One collective for each dtype of a collection, which is like it on all ranks."""
     signed &= communicator.size > 1
-    leaves: list[Any] = []
     try:
         leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
@@ -144,7 +142,7 @@ def _exchange(
         sent = [(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets]
     except Exception as error:
         if signed:
-            _send_failure(communicator, operation, op, leaves, error)
+            _send_failure(communicator, operation, error)
         raise
     head = f"{op.value} of " if op else ""
     options = f"{sync_grads=} of " if operation is Operation.ALL_GATHER else head
@@ -179,18 +177,12 @@ def _run(
         template = template._replace(call=template.call and template.call._replace(text=None))
 
 
-def _send_failure(
-    communicator: Communicator, operation: Operation, op: Reduce | None, leaves: list[Any], error: Exception
-) -> None:
-    """Let the other ranks raise too, by a call with as many bytes as theirs has, as far as that is known here."""
-    used = sum(leaf.numel() * leaf.dtype.itemsize if isinstance(leaf, Tensor) else 8 for leaf in leaves)
-    used = min(used, _ENOUGH)
-    chunked = operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL)
-    shape = (communicator.size, used // communicator.size) if chunked else (used,)
-    buffer = torch.zeros(shape, dtype=torch.uint8, device=communicator.device)
-    call = CallDescription(operation.value, lambda: f"nothing: {type(error).__name__}: {error}", "")
+def _send_failure(communicator: Communicator, operation: Operation, error: Exception) -> None:
+    """Let the other ranks raise too."""
+    call = CallDescription(operation.value, lambda: f"nothing: {type(error).__name__}: {error}", "", True)
+    nothing = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
     with suppress(Exception):  # this rank's own error is the one to raise
-        communicator.run(Collective(operation, buffer, op, call=call))
+        communicator.run(Collective(Operation.ALL_GATHER, nothing, call=call))
 
 
 def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:

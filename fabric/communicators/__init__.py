@@ -1,7 +1,7 @@
 """The collectives of a group of processes, on buffers."""
 
 from fabric.communicators.base import Collective, Communicator, LocalCommunicator, NonMember, Operation, Reduce
-from fabric.communicators.process_group import ProcessGroupCommunicator
+from fabric.communicators.process_group import ProcessGroupCommunicator, fold
 
 __all__ = [
     "Collective",
@@ -11,4 +11,5 @@ __all__ = [
     "Operation",
     "ProcessGroupCommunicator",
     "Reduce",
+    "fold",
 ]

@@ -1,6 +1,5 @@
 """The collectives of a group of processes on buffers, the description of one call, and a group of one process."""
 
-import functools
 import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -35,12 +34,6 @@ class Reduce(Enum):
     BAND = "band"
     BOR = "bor"
     BXOR = "bxor"
-
-    def fold(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The reduction of one tensor of each rank, in the order of ranks; a new tensor."""
-        combine = (BITWISE | ORDERED).get(self, torch.add)
-        total = functools.reduce(combine, tensors[1:], tensors[0].clone())
-        return total / len(tensors) if self is Reduce.MEAN else total
 
     @classmethod
     def _missing_(cls, value: object) -> "Reduce":

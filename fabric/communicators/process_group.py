@@ -1,6 +1,8 @@
 """A group of processes that communicate through torch.distributed."""
 
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import reduce
 from typing import Any
 
 import torch
@@ -9,10 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, reduce_scatter_into
-from fabric.communicators.base import BITWISE, Collective, Communicator, Operation, Reduce, mismatch
+from fabric.communicators.base import BITWISE, ORDERED, Collective, Communicator, Operation, Reduce, mismatch
 from fabric.errors import UsageError
 
-__all__ = ["ProcessGroupCommunicator", "to_bytes", "to_tensor"]
+__all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
@@ -76,7 +78,7 @@ class ProcessGroupCommunicator(Communicator):
     def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
         assert op is not None, "a reduction has one"
         if op in BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
-            return buffer.copy_(op.fold(self.all_gather(buffer).unbind()))
+            return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 
@@ -147,6 +149,13 @@ class ProcessGroupCommunicator(Communicator):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
+
+
+def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
+    """The reduction of one tensor of each rank, in the order of ranks; a new tensor."""
+    combine = (BITWISE | ORDERED).get(op, torch.add)
+    total = reduce(combine, tensors[1:], tensors[0].clone())
+    return total / len(tensors) if op is Reduce.MEAN else total
 
 
 def to_tensor(message: bytes) -> Tensor:

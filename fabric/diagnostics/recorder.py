@@ -5,15 +5,11 @@ each backward pass. They are called in the order in which they were added. The f
 another one raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the same order.
 
 [Note: Signatures] The first message of a call carries a checksum of what has to be the same on every rank: operation,
-reduction, names, shapes, dtypes. In front of a reduction each of its bits b travels as two slots of 8 bytes, filled
-with b and with 1 - b in the dtype of the message. The ranks agree if and only if of each two slots exactly one is
-nonzero in the result. Sum, mean, max and bor never clear a slot that one rank has set, so this needs no arithmetic that
-is exact and holds also where ranks reduce in different dtypes; and since all ranks look at the same bytes, all raise or
-none. Other reductions clear slots, and messages of more than 64 KiB would have to be copied: there a message with the
-signature alone goes before, as a maximum of integers. In front of what is gathered the checksum stands as it is, and
-the rows of all ranks have to be equal. Messages are filled up with zeros to few lengths, since the backends abort or
-hang where those differ between ranks. A rank that cannot make its call sends a signature that agrees with none, so that
-the others raise too.
+reduction, names, shapes, dtypes. It is a gather of rows of bytes, as long for every call, since the backends abort or
+hang where lengths differ between ranks. What a rank reduces or gathers stands in its row behind the checksum if there
+is room, and each rank reduces the rows in the order of ranks; else the call follows. In a group of many ranks, where
+rows would take much room, a maximum of the checksum and of its negative goes before each call. All ranks look at the
+checksums of all, so that all raise or none. A rank that cannot make its call sends one that agrees with none.
 """
 
 import contextlib
@@ -24,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from operator import not_
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -34,7 +29,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.communicators import Collective, Communicator, Operation, Reduce
+from fabric.communicators import Collective, Communicator, Operation, Reduce, fold
 from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = [
@@ -57,13 +52,9 @@ _NOT_USERS = (
 _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
 _MOST_UNREAD = 256  # signatures that stay on the device at most
-_FAILED = -1  # the signature of a rank that cannot make its call
-_BITS = 24  # of a signature
-_SLOTS = 2 * 8 * _BITS  # bytes
-_SET = 0x0101010101010101  # a slot in any integer dtype: no count of ranks wraps to zero, and no float takes it for one
-_CHECKSUM, _ROW = 16, 64  # bytes in front of a row that is gathered, and of the first row of every gather
-_SHORTEST, _LONGEST = 1024, 2**16  # bytes of messages of a reduction that carry a signature
-_KEEPS_SLOTS = {Reduce.SUM, Reduce.MEAN, Reduce.MAX, Reduce.BOR}
+_FAILED = -1  # the checksum of a rank that cannot make its call
+_CHECKSUM, _ROW = 16, 4096  # bytes of the checksum and of its negative, and of a row
+_FEW = 16  # ranks at most whose rows are gathered
 
 
 class CallSite(NamedTuple):
@@ -149,7 +140,7 @@ class FlightRecorder:
         phase_checks: likewise, with its name, before each phase that all ranks have to begin.
         param_groups: how many each optimizer has, by its id.
         on_param_group: called before the step of an optimizer that has got another one.
-        unread: the signatures that calls have left on the device, whether each was a reduction, and the call.
+        unread: the signatures that calls have left on the device, and the call.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
@@ -167,7 +158,7 @@ class FlightRecorder:
         self._awaits_backward = False
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
-        self.unread: list[tuple[Tensor, bool, str]] = []
+        self.unread: list[tuple[Tensor, str]] = []
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that note a phase."""
@@ -238,8 +229,8 @@ class FlightRecorder:
             CollectiveMismatchError: the ranks made different calls; every rank raises it where it reads that.
         """
         unread, self.unread = self.unread, []
-        for front, reduces, call in unread:
-            if not agree(front.tolist(), reduces):
+        for front, call in unread:
+            if not agree(front.tolist()):
                 ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ; "
                 raise CollectiveMismatchError(
                     call,
@@ -324,67 +315,49 @@ class RecordedCommunicator(Communicator):
         call, recorder = collective.call, self._recorder
         if call is None or call.text is None:
             return self._inner.run(collective)
-        signed, count = sign(collective, call.text, self.size)
-        result, reduces, on_cpu = self._inner.run(signed), collective.reduce is not None, self.device == _CPU
-        front = front_of(result, reduces)
-        if not on_cpu or not agree(front.tolist(), reduces):
+        signed, fits = sign(collective, call.text, self.size)
+        result, on_cpu = self._inner.run(signed), self.device == _CPU
+        front = front_of(result)
+        if not on_cpu or not agree(front.tolist()):
             text = f"{call.text[:_SHOWN]} at {entry.place} (rank {self.rank} of {self.size})"
-            recorder.unread.append((front.clone(), reduces, text))
+            recorder.unread.append((front.clone(), text))
             if on_cpu or call.reads or len(recorder.unread) > _MOST_UNREAD:
                 recorder.check_agreed()
-        return result[..., count:].clone() if count else self._inner.run(collective)
+        if not fits:
+            return self._inner.run(collective)
+        buffer, op = collective.buffer, collective.reduce
+        rows = result[:, _CHECKSUM : _CHECKSUM + buffer.nbytes].view(buffer.dtype)
+        return rows.clone() if op is None else fold(op, rows.unbind())
 
 
-def sign(collective: Collective, text: str, size: int) -> tuple[Collective, int]:
+def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool]:
     """The first message of a call that ``text`` describes, empty for one that failed; see ``[Note: Signatures]``.
 
-    Either the call with the signature in front of each row of its message, and how many elements that takes; or a
-    header to be sent before the call, and 0.
+    And whether it holds what the call passes, which is not made then.
     """
-    operation, buffer, op = collective.operation, collective.buffer, collective.reduce
-    signature = crc32(text.encode(errors="surrogatepass")) % 2**_BITS if text else _FAILED
-    rows, itemsize, dtype = buffer.shape[:-1], buffer.dtype.itemsize, buffer.dtype
-    used = buffer.shape[-1] * itemsize
-    if op is None:
-        length, fits = _ROW, used + _CHECKSUM <= _ROW
-    else:
-        length = max(_SHORTEST, 1 << (used + _SLOTS - 1).bit_length())
-        if length * (size if rows else 1) > _LONGEST:
-            operation, rows, length = Operation.ALL_REDUCE, (), _SHORTEST
-        # gloo cuts it into 2 * size parts of whole elements: these are then of one length for elements of any size.
-        length += -length % (32 * size) if size <= 64 else 0
-        # In 8 bits the count of the ranks may wrap to zero.
-        fits = length >= used + _SLOTS and op in _KEEPS_SLOTS and (itemsize > 1 or size < 256)
-    if not fits:
-        used, itemsize, dtype, op = 0, 8, torch.int64, op and Reduce.MAX
-    count = (length - used) // itemsize
-    front = _front(signature, dtype, buffer.device, count, op is not None).expand(*rows, count)
-    message = torch.cat([front, buffer], dim=-1) if fits else front.clone(memory_format=torch.contiguous_format)
-    return collective._replace(operation=operation, buffer=message, reduce=op), count if fits else 0
+    operation, buffer = collective.operation, collective.buffer
+    row = _row(crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device).clone()
+    if size > _FEW:
+        front = row[:_CHECKSUM].view(torch.int64)
+        return collective._replace(operation=Operation.ALL_REDUCE, buffer=front, reduce=Reduce.MAX), False
+    end = _CHECKSUM + buffer.nbytes
+    fits = end <= _ROW and operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
+    if fits:
+        row[_CHECKSUM:end] = buffer.view(torch.uint8)
+    return collective._replace(operation=Operation.ALL_GATHER, buffer=row, reduce=None), fits
 
 
-def front_of(result: Tensor, reduces: bool) -> Tensor:
-    """The signatures in what a call with them returned, for :func:`agree`."""
-    return result[..., : (_SLOTS if reduces else _CHECKSUM) // result.dtype.itemsize].view(torch.int64).flatten()
+def front_of(result: Tensor) -> Tensor:
+    """The signatures in what a first message returned, for :func:`agree`."""
+    return result.view(torch.uint8)[..., :_CHECKSUM].view(torch.int64).flatten()
 
 
-def agree(front: list[Any], reduces: bool) -> bool:
+def agree(front: list[int]) -> bool:
     """Whether all ranks passed one signature, from the values of :func:`front_of`."""
-    if reduces:
-        return list(map(not_, front[:_BITS])) == list(map(bool, front[_BITS:]))
-    return front.count(front[0]) == len(front)
+    return max(front[::2]) == -max(front[1::2])
 
 
 @lru_cache(maxsize=64)
-def _front(signature: int, dtype: torch.dtype, device: torch.device, count: int, reduces: bool) -> Tensor:
-    """A signature and zeros, ``count`` elements in all."""
-    bits = [signature >> place & 1 for place in range(_BITS)]
-    slots = torch.tensor(bits + [int(signature == _FAILED or not bit) for bit in bits], device=device)
-    if not reduces:
-        front = torch.tensor([signature] * (_CHECKSUM // 8), device=device).view(dtype)
-    elif dtype.is_floating_point or dtype.is_complex:
-        real = dtype.to_real()
-        front = slots.to(real).repeat_interleave(8 // real.itemsize).view(dtype)
-    else:
-        front = (slots * _SET).view(dtype)
-    return torch.cat([front, front.new_zeros(count - len(front))])
+def _row(checksum: int, device: torch.device) -> Tensor:
+    front = torch.tensor([checksum, -checksum], device=device).view(torch.uint8)
+    return torch.cat([front, front.new_zeros(_ROW - _CHECKSUM)])

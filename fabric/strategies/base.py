@@ -367,8 +367,7 @@ class Strategy(ABC):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        # A maximum either way, which is one message; see [Note: Signatures].
-        return all != all_reduce(self.communicator(), all != bool(decision), Reduce.MAX)
+        return all_reduce(self.communicator(), bool(decision), Reduce.MIN if all else Reduce.MAX)
 
     def communicator(self, group: Group = None) -> Communicator:
         """The collectives over a group: a communicator, a process group of torch, or None for all processes.

@@ -27,7 +27,7 @@ from typing_extensions import override
 from fabric._torch import compiled_in_place, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
-from fabric.communicators import Reduce
+from fabric.communicators import Reduce, fold
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.strategies.base import Group
@@ -133,7 +133,7 @@ class DataParallelStrategy(ParallelStrategy):
             if not len(tensor):
                 raise ConfigurationError(f"all_reduce of shape {tuple(tensor.shape)} under dp", "it has no rows")
             # As over processes: the sum of float16 may overflow where the mean does not.
-            return op.fold(tensor.to(dtypes.get(tensor.dtype, tensor.dtype)).unbind()).to(tensor.dtype)
+            return fold(op, tensor.to(dtypes.get(tensor.dtype, tensor.dtype)).unbind()).to(tensor.dtype)
 
         return map_tensors(over_rows, collection)
 

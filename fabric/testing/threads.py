@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fabric._fabric import Fabric
-from fabric.communicators import Collective, Communicator, Operation, Reduce
+from fabric.communicators import Collective, Communicator, Operation, Reduce, fold
 from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
@@ -215,9 +215,9 @@ class ThreadCommunicator(Communicator):
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
             case Operation.ALL_REDUCE:
-                return buffer.copy_(op.fold(values))
+                return buffer.copy_(fold(op, values))
             case Operation.REDUCE_SCATTER:
-                return op.fold([rows[self.rank] for rows in values])
+                return fold(op, [rows[self.rank] for rows in values])
             case Operation.ALL_TO_ALL:
                 return torch.stack([rows[self.rank] for rows in values])
             case Operation.ALL_GATHER | Operation.GATHER:
