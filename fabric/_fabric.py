@@ -32,6 +32,7 @@ from fabric.launchers import InlineLauncher, Launcher
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import metrics_as_floats
+from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
@@ -599,6 +600,17 @@ class Fabric:
         """
         session = self._running("gather_for_metrics")
         return gather_batch(session.runtime.communicator, session.active_iterators, data)
+
+    def compute_metrics(self, metrics: Any) -> Any:
+        """``metrics.compute()`` over the samples of all processes, in one exchange. Collective.
+
+        Each metric that synchronizes by itself takes several messages for each of its states; here all states of
+        all metrics are sent together. A process may have no samples. The result is the same on all processes.
+
+        Args:
+            metrics: a metric or a collection of torchmetrics, moved by :meth:`to_device`.
+        """
+        return compute_metrics(self._communicator("compute_metrics"), metrics, self.device)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].

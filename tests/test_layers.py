@@ -17,7 +17,7 @@ LAYERS = [
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
     ["collectives", "loss_scaler", "clipping"],
     ["diagnostics"],
-    ["runtime", "data"],
+    ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
     ["module"],

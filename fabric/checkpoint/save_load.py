@@ -32,6 +32,7 @@ from fabric.checkpoint.state import (
 )
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from fabric.metrics import load_rank_states, metrics_in, rank_states
 from fabric.seed import rng_state, set_rng_state
 from fabric.tree import flatten, map_tensors
 
@@ -73,7 +74,13 @@ class CheckpointCoordinator:
         # The state dict of a module, which others load as it is: nothing is added to one file of it.
         is_bare = not sharded and type(state) in (dict, OrderedDict) and {*map(type, state.values())} == {Tensor}
         state = {"": state} if is_bare else state
-        target, contents = self._agreed(request, lambda: (locate(path), self.access.read(state)))
+
+        def read() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+            states = rank_states(state)
+            check_entries(own := {"metrics": states} if states else {})
+            return locate(path), self.access.read(state), own
+
+        target, contents, own = self._agreed(request, read)
         contents = contents if sharded else self.access.full(contents)
         # The format of shards checks the content itself, once it has taken the DTensors out.
         entries = self._agreed(request, lambda: collect(state, contents, filter, trainable_only, not sharded))
@@ -83,9 +90,9 @@ class CheckpointCoordinator:
             "world_size": self.communicator.size,
             "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
         }
-        own = {"rng": rng_state()}
+        own["rng"] = rng_state()
         if not sharded:
-            metadata["rng"] = gather_on_first(self.communicator, own["rng"])
+            metadata |= {name: gather_on_first(self.communicator, value) for name, value in own.items()}
         content: dict[str, Any] = entries[""] if is_bare else {**entries, METADATA_KEY: metadata}
         content = content if sharded or is_first else {}
 
@@ -150,14 +157,26 @@ class CheckpointCoordinator:
 
         metadata, parts = self._agreed(request, prepare)
         # What fails on any rank from here on, such as an object that refuses its state, is undone on all of them.
+        sizes = metadata.get("world_size"), self.communicator.size
+        has_metrics = sizes[0] and any(map(metrics_in, targets.values()))
         with ExitStack() as undo:
+            if has_metrics:
+                before = self._agreed(request, lambda: rank_states(targets))
+                undo.callback(load_rank_states, targets, lambda _: before, 0, (1, 1), True)
             others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
+            if has_metrics:
+
+                def saved(rank: int) -> Mapping[str, Any]:
+                    if stored is not None:
+                        return stored.read_values(rank).get("metrics", {})
+                    return metadata["metrics"][rank] if "metrics" in metadata else {}
+
+                self._agreed(request, partial(load_rank_states, targets, saved, self.communicator.rank, sizes, strict))
             if state is not None and self.scaler is not None and metadata.get("loss_scaler") is not None:
                 undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
                 self.scaler.load_state_dict(metadata["loss_scaler"])
             # The streams of another number of ranks belong to none of these.
-            is_same_size = metadata.get("world_size") == self.communicator.size
-            if state is not None and rng and is_same_size and metadata.get("rng"):
+            if state is not None and rng and sizes[0] == sizes[1] and metadata.get("rng"):
                 set_rng_state(metadata["rng"][self.communicator.rank])
             undo.pop_all()
         return others

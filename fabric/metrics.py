@@ -1,0 +1,138 @@
+"""Metrics of torchmetrics: computed over all ranks in one exchange, and what each rank holds of them in a checkpoint.
+
+[Note: metrics] A metric adds up the samples of its own rank: its states differ between ranks and belong together. So a
+checkpoint holds those of all ranks, and each rank goes on with its own, exactly. What a metric holds is the states that
+it declares, other tensors among its attributes, and how often it was updated.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fabric.collectives import all_gather_objects
+from fabric.communicators import Communicator
+from fabric.errors import ArgumentTypeError, CheckpointError, UsageError
+from fabric.tree import map_tensors
+
+__all__ = ["compute_metrics", "load_rank_states", "metrics_in", "rank_states"]
+
+_COUNTERS = ("_update_count", "_num_vals_seen")
+_RESULTS = ("_computed", "_forward_cache")
+
+
+def metrics_in(value: Any) -> dict[str, Any]:
+    """The metrics of torchmetrics in a module, itself included, by path."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")  # optional, and imported where there is a metric
+    modules: dict[str, Any] = (
+        dict(nn.Module.named_modules(value)) if torchmetrics and isinstance(value, nn.Module) else {}
+    )
+    for each in modules.values():
+        if isinstance(each, torchmetrics.MetricCollection):
+            each.values(copy_state=False)  # only the first of a group is updated, until the others are looked at
+    return {path: each for path, each in modules.items() if isinstance(each, torchmetrics.Metric)}
+
+
+def compute_metrics(communicator: Communicator, metrics: Any, device: torch.device) -> Any:
+    """See :meth:`fabric.Fabric.compute_metrics`; ``device`` is this process's."""
+    request, error, sent = f"compute_metrics({type(metrics).__name__})", None, []
+    found = list(metrics_in(metrics).values())
+    try:
+        sent = [_recorded(metric) for metric in found]
+        if not found:
+            raise ArgumentTypeError(request, "it is no metric or collection of torchmetrics, and holds none")
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        error = UsageError(request, f"on rank {communicator.rank}, {type(caught).__name__}: {caught}")
+    of_ranks = all_gather_objects(communicator, sent, device, error)
+    counts = [[len(states) for states in rank] for rank in of_ranks]
+    if any(each != counts[0] for each in counts):
+        problem = f"ranks hold different numbers of states: {counts}"
+        raise UsageError(request, problem, "states with a reduction, and the same metrics on all ranks")
+    with ExitStack() as stack:
+        for metric, own, *parts in zip(found, sent, *of_ranks, strict=True):
+            for name in ("dist_sync_fn", "distributed_available_fn"):
+                stack.callback(setattr, metric, name, getattr(metric, name))
+            metric.dist_sync_fn = partial(_replay, request, zip(own, zip(*parts, strict=True), strict=True))
+            metric.distributed_available_fn = lambda: True
+            metric._computed = None  # other ranks may have been updated since
+        return metrics.compute()
+
+
+def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank's metrics hold, copied to the CPU, by entry and path; see ``[Note: metrics]``."""
+    found = {name: metrics_in(value) for name, value in state.items()}
+    return {name: {path: _held(each) for path, each in metrics.items()} for name, metrics in found.items() if metrics}
+
+
+def load_rank_states(
+    state: Mapping[str, Any], saved: Callable[[int], Mapping[str, Any]], rank: int, sizes: tuple[Any, int], strict: bool
+) -> None:
+    """Have the metrics of this rank go on with what they held.
+
+    Args:
+        state: names and objects.
+        saved: what :func:`rank_states` gave on a rank of the job that saved.
+        rank: this one.
+        sizes: how many ranks saved, and how many there are.
+        strict: whether what cannot be restored is an error; if not, such a metric is left as it is.
+
+    Raises:
+        CheckpointError: states of another number of ranks, or of other metrics.
+    """
+    # One of another number of ranks looks for states to lose in its part of the saved ones, and nowhere if empty.
+    of_ranks = [saved(each) for each in ([rank] if sizes[0] == sizes[1] else {0, *range(rank, *sizes)})]
+    for name, metrics in ((name, metrics_in(value)) for name, value in state.items() if name in of_ranks[0]):
+        entries = [each[name] for each in of_ranks]
+        if entries[0].keys() != metrics.keys():
+            problem = f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
+        elif sizes[0] != sizes[1] and any(held["_update_count"] for entry in entries for held in entry.values()):
+            problem = f"each of {sizes[0]} ranks held a part of its samples, and there are {sizes[1]} ranks"
+        else:
+            for path, metric in metrics.items():
+                metric.reset()
+                if sizes[0] == sizes[1]:
+                    copied = partial(torch.Tensor.to, device=metric.device, copy=True)
+                    vars(metric).update(map_tensors(copied, entries[0][path]))
+            continue
+        if strict:
+            expected = "the same metrics on as many ranks, or a checkpoint from after metric.reset()"
+            raise CheckpointError(f"load state[{name!r}]", problem, expected, "strict=False to leave it as it is")
+
+
+def _held(metric: Any) -> dict[str, Any]:
+    if metric._is_synced:
+        raise UsageError(f"save a {type(metric).__name__} that is synced", "its states are those of all ranks now")
+    names = [
+        name
+        for name, value in vars(metric).items()
+        if name in metric._defaults or name in _COUNTERS or (isinstance(value, Tensor) and name not in _RESULTS)
+    ]
+    return {name: map_tensors(lambda each: each.detach().to("cpu", copy=True), vars(metric)[name]) for name in names}
+
+
+def _recorded(metric: Any) -> list[Tensor]:
+    """What a metric would gather, in its order."""
+    sent: list[Tensor] = []
+
+    def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
+        if group is not None:
+            raise UsageError("process_group of a metric", "the samples of all processes are meant")
+        sent.append(tensor)
+        return [tensor]
+
+    metric.sync(record, distributed_available=lambda: True)
+    metric.unsync()
+    return sent
+
+
+def _replay(request: str, states: Iterator[tuple[Tensor, Any]], tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """What was gathered in the place of a state."""
+    sent, of_ranks = next(states)
+    if not torch.equal(tensor.nan_to_num(), sent.nan_to_num()):
+        raise UsageError(request, "a metric computes from other states than it holds", suggestion="metrics.compute()")
+    # A rank without samples holds nothing, and that in no dtype.
+    return [each for each in of_ranks if each.numel()] or list(of_ranks)
