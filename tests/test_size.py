@@ -13,13 +13,13 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 73,
-    "code lines": 10_516,
-    "tokens": 103_493,
-    "code lines of the core": 3_018,
-    "tokens of the core": 28_695,
+    "files": 74,
+    "code lines": 10_633,
+    "tokens": 104_920,
+    "code lines of the core": 3_036,
+    "tokens of the core": 28_941,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 914,
+    "raw lines of _fabric.py": 926,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
