@@ -156,8 +156,7 @@ class FullCheckpoint:
                 )
                 raise UnsafeCheckpointError(request, problem, "plain data", suggestion) from error
         if not isinstance(loaded, dict):
-            problem = f"the file holds a {type(loaded).__name__}"
-            raise CheckpointError(request, problem, "a dict, as fabric.save writes it", f"torch.load({str(path)!r})")
+            raise CheckpointError(request, f"the file holds a {type(loaded).__name__}", "a dict of entries")
         return loaded
 
     def remove(self, path: Location) -> None:
@@ -330,12 +329,8 @@ def write_safetensors(file: BinaryIO, chunks: Mapping[str, tuple[list[int], Tens
     header, sharding, ends = {}, {}, [0]
     for name, (offsets, chunk) in chunks.items():
         ends.append(ends[-1] + chunk.nbytes)
-        width = [] if chunk.dtype in _DTYPES else [chunk.itemsize]
-        header[name] = {
-            "dtype": _DTYPES.get(chunk.dtype, "U8"),
-            "shape": [*chunk.shape, *width],
-            "data_offsets": ends[-2:],
-        }
+        dtype, width = (_DTYPES[chunk.dtype], []) if chunk.dtype in _DTYPES else ("U8", [chunk.itemsize])
+        header[name] = {"dtype": dtype, "shape": [*chunk.shape, *width], "data_offsets": ends[-2:]}
         sharding[name] = {"saved_offsets": [*offsets, *[0] * len(width)]}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     text = json.dumps({"__metadata__": metadata, **header}).encode()

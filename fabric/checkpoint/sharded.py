@@ -204,14 +204,12 @@ def consolidate(
     if max_shard_gb is not None and output.exists():
         raise CheckpointError(request, f"{str(output)!r} exists, and weights that stay there would be read too")
     stored = ShardedCheckpoint().open(source)
-    names = list(stored.content)
     if max_shard_gb is not None or output.suffix == ".safetensors":
         key = _model_entry(request, stored.content, key)
-        names = [key]
     elif key is not None:
         raise ConfigurationError(request, "--key chooses the model for weights alone; other files hold all entries")
     output.parent.mkdir(parents=True, exist_ok=True)
-    loaded = stored.load(names, partial(_scratch_tensor, request, output.parent))
+    loaded = stored.load(stored.content if key is None else [key], partial(_scratch_tensor, request, output.parent))
     if key is None:
         FullCheckpoint().save(loaded, output)
         return output

@@ -146,22 +146,21 @@ def collect(state: State, contents: State, filter: Filter | None, trainable_only
     if wrong := [name for name in keep if not isinstance(contents.get(name), dict)]:
         problem = "state has no such entry, or none that is saved as a dict"
         raise ConfigurationError(f"filter={{{wrong[0]!r}: ...}}", problem, listed(map(repr, state)))
-    collected: dict[str, Any] = {}
+    collected = dict(contents)
     for name, value in state.items():
-        content, dropped = contents[name], set()
+        dropped = set[str]()
         if trainable_only and isinstance(value, nn.Module):
             named = value.named_parameters(remove_duplicate=False)
             dropped = {_plain_name(key) for key, item in named if not item.requires_grad}
         if name in keep:
-            dropped |= {key for key, item in content.items() if not keep[name](key, item)}
+            dropped |= {key for key, item in contents[name].items() if not keep[name](key, item)}
         if dropped:
             # A shallow copy keeps the type, and the versions of its layers that torch attaches to a module's state.
-            content = copy.copy(content)
-            for key in dropped & content.keys():
-                del content[key]
+            collected[name] = copy.copy(contents[name])
+            for key in dropped & collected[name].keys():
+                del collected[name][key]
         if checks:
-            _check_plain(name, content)
-        collected[name] = content
+            _check_plain(name, collected[name])
     return collected
 
 
