@@ -88,19 +88,6 @@ def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any
     return self.module_init_context()
 
 
-def _barrier(self: ParallelStrategy, *args: Any, **kwargs: Any) -> None:
-    """Wait until every process calls it; arguments of old are accepted and mean nothing. Collective."""
-    if len(args) > 1 or set(kwargs) - {"name", "group"}:
-        _deprecated("barrier(*args, **kwargs)", 'fabric.barrier() or fabric.barrier("name")')
-    ParallelStrategy.barrier(self, *args[:1], **kwargs)
-
-
-def _reconciliate_processes(self: ParallelStrategy, trace: str) -> None:
-    """See :meth:`fabric.strategies.ParallelStrategy.reconciliate_processes`."""
-    _deprecated("reconciliate_processes(trace)", "raise, and the launcher ends the other processes")
-    ParallelStrategy.reconciliate_processes(self, trace)
-
-
 def _step(name: str) -> Callable[..., Any]:
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
@@ -113,11 +100,7 @@ def _step(name: str) -> Callable[..., Any]:
         return getattr(model, name)(*args, **kwargs)
 
     step.__name__ = name
-    step.__doc__ = f"""``{name}`` of the module of :meth:`setup`, or else of the last set-up one; a forward pass.
-
-        Raises:
-            UsageError: no module is set up.
-        """
+    step.__doc__ = f"Call ``{name}`` of the module of :meth:`setup`, or else of the last set-up one: a forward pass."
     return step
 
 
@@ -183,8 +166,6 @@ class DDPSpawnPlugin(DDPStrategy):
     model_to_device = _model_to_device
     block_backward_sync = _block_backward_sync
     model_sharded_context = _model_sharded_context
-    barrier = _barrier
-    reconciliate_processes = _reconciliate_processes
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
@@ -322,8 +303,6 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
     model_to_device = _model_to_device
     block_backward_sync = _block_backward_sync
     model_sharded_context = _model_sharded_context
-    barrier = _barrier
-    reconciliate_processes = _reconciliate_processes
 
     training_step, validation_step = _step("training_step"), _step("validation_step")
     test_step, predict_step = _step("test_step"), _step("predict_step")

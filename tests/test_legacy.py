@@ -188,6 +188,7 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
         strategy.barrier()
         strategy.barrier("a name")
         strategy.barrier(name="a name")
+        strategy.barrier("a name", "something else", loop=3)
         assert not caught
         strategy.setup(trainer)
         strategy.setup_optimizers(trainer)
@@ -196,7 +197,6 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
         with strategy.model_sharded_context():
             net = Net()
         assert not net.head.weight.is_meta
-        strategy.barrier("a name", "something else", loop=3)
         if isinstance(strategy, DDPSpawnPlugin):
             strategy.pre_backward(torch.ones(()))
             strategy.post_dispatch(trainer)
@@ -208,7 +208,7 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
     return [(str(one.message), one.filename == __file__) for one in caught if one.category is DeprecationWarning]
 
 
-SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "model_sharded_context(", "barrier("]
+SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "model_sharded_context("]
 SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
 
 
