@@ -303,12 +303,9 @@ class FSDPStrategy(ParallelStrategy):
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
         world = self.runtime.world
-        if self.sharding_strategy == "NO_SHARD":
-            return self.runtime.mesh(replicas=world.world_size, shards=1)
-        if self.sharding_strategy != "HYBRID_SHARD":
-            return self.runtime.mesh(shards=world.world_size)
-        replicas, shards = self.device_mesh or (world.num_nodes, world.local_world_size)
-        return self.runtime.mesh(replicas=replicas, shards=shards)
+        own = {"NO_SHARD": (world.world_size, 1), "HYBRID_SHARD": (world.num_nodes, world.local_world_size)}
+        sizes = self.device_mesh or own.get(self.sharding_strategy, (world.world_size,))
+        return self.runtime.mesh(**dict(zip(("replicas", "shards")[-len(sizes) :], sizes, strict=True)))
 
     @property
     @override

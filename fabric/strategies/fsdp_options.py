@@ -47,26 +47,22 @@ OF_FIRST_FSDP = {
 }
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-# What to do about errors of torch, by what they say: the problem, what is expected, and a suggestion.
+# What to do about errors of torch, by what they say: the problem, and a suggestion.
 _EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its FSDP module",
-        "a weight within that forward pass, or a gathered one",
         "weight.full_tensor() for such a use, before model(batch) for a penalty on all weights",
     ),
     "out of bounds for storage of size 0": (
-        "the backward pass needs gathered weights that have been freed",
-        "first derivatives, and no change in place of what an FSDP module returned",
+        "a second derivative, or a change in place of what an FSDP module returned, needs weights that have been freed",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
     "FSDP does not support deepcopy": (
         "a copy of this rank's shards is no model",
-        "averaged weights, or a checkpoint",
         "fabric.ema(model) for torch's AveragedModel; fabric.save(path, {'model': model}) for a copy",
     ),
     "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
-        "torch has no such operation for what is sharded",
-        "dense gradients, and optimizers whose step is the same for each element",
+        "torch shards dense gradients, and steps that are the same for each element: it has no such operation",
         'torch.optim.AdamW, or strategy="ddp"',
     ),
 }
@@ -74,8 +70,8 @@ _EXPLANATIONS = {
 
 def explain(exception: BaseException) -> None:
     """Add a note to an error of torch about what is sharded that says what to do about it."""
-    for pattern, (problem, *advice) in _EXPLANATIONS.items():
-        note = str(FabricError(problem, "", *advice))
+    for pattern, (problem, suggestion) in _EXPLANATIONS.items():
+        note = str(FabricError(problem, suggestion=suggestion))
         if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
             exception.add_note(note)
 
@@ -104,10 +100,8 @@ def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str
     if sharding_strategy == "HYBRID_SHARD":
         sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
     if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
-        raise ConfigurationError(
-            f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} processes",
-            expected=f"device_mesh={' or '.join(map(str, sizes))}, or a DeviceMesh of these sizes",
-        )
+        request = f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} processes"
+        raise ConfigurationError(request, expected=f"device_mesh={' or '.join(map(str, sizes))}, or such a DeviceMesh")
 
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
@@ -154,8 +148,7 @@ def parse_backward_prefetch(value: Any) -> int | None:
     if number is None or (type(number) is int and number >= 0):
         return number
     raise ConfigurationError(
-        f"FSDPStrategy(backward_prefetch={value!r})",
-        expected="BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, an integer from 0, or None",
+        f"FSDPStrategy(backward_prefetch={value!r})", expected="BACKWARD_PRE, BACKWARD_POST, or 2 for two"
     )
 
 
@@ -166,9 +159,7 @@ def parse_choice(option: str, choice: Any) -> Any:
         return classes
     if choice is None or (callable(choice) and not isinstance(choice, type)):
         return choice
-    raise ArgumentTypeError(
-        f"FSDPStrategy({option}={choice!r})", expected="a class of modules, several, or a function (module) -> bool"
-    )
+    raise ArgumentTypeError(f"FSDPStrategy({option}={choice!r})", expected="a class, several, or a function")
 
 
 def parse_wrap_policy(policy: Any) -> Any:
@@ -218,13 +209,12 @@ def find_fsdp_modules(root: nn.Module, policy: Any = None) -> list[nn.Module]:
     else:
         candidates = [part for part in root.modules() if part is root or _can_be_sharded(part)]
         found = [part for part in choose_modules(root, candidates, "auto_wrap_policy", policy) if part is not root]
-    while tied := _tied(root, set(found)):
+    while tied := [names for names in _owners(root, set(found)).values() if len(set(names.values())) > 1]:
         if policy is not None:
             raise ConfigurationError(
                 f"auto_wrap_policy for a {type(root).__name__}",
                 "it puts names of one parameter into several FSDP modules: " + "; ".join(map(" and ".join, tied)),
-                "a policy under which all modules that share a parameter are in the same FSDP module, or in none",
-                "FSDPStrategy(), which leaves such modules to the root",
+                suggestion="FSDPStrategy(), which leaves such modules to the root",
             )
         owners = {owner for by_name in tied for owner in by_name.values()}
         found = [part for part in found if part not in owners]
@@ -330,8 +320,7 @@ def check_optimizers(
         raise UsageError(
             f"setup of {type(optimizer).__name__} with FSDP",
             problem,
-            "an optimizer without state set up together with its module, or one made from the module that setup() gave",
-            "model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters())), then fabric.load(...)",
+            suggestion="model, optimizer = fabric.setup(model, AdamW(model.parameters())), then fabric.load(...)",
         )
 
 
@@ -406,11 +395,6 @@ def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
 
     held(root)
     return found
-
-
-def _tied(root: nn.Module, fsdp_modules: set[nn.Module]) -> list[dict[str, nn.Module]]:
-    """The names of each parameter that several FSDP modules, or one and the root, would own; with these."""
-    return [by_name for by_name in _owners(root, fsdp_modules).values() if len(set(by_name.values())) > 1]
 
 
 def _owners(root: nn.Module, fsdp_modules: set[nn.Module]) -> dict[nn.Parameter, dict[str, nn.Module]]:

@@ -78,8 +78,7 @@ def replicate_unsharded(
         # To pickle a strategy for a rank is to copy what it holds.
         text = "ignored_params are no parameters of it. A model from before a launch: fabric.launch(train, model)"
         warnings.warn(f"setup of {type(root).__name__}: {text}", stacklevel=2)
-    named = root.named_parameters()
-    before = {name: each for name, each in named if stays_whole(each, ignored)}
+    before = {name: each for name, each in root.named_parameters() if stays_whole(each, ignored)}
     receive_values(communicator, root, [*root.buffers(), *before.values()])
     for path, old in before.items():
         present = root.get_parameter(path)  # a meta tensor has been replaced

@@ -59,8 +59,7 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Whether this is a prepared module, or the user's module of one."""
         inner = uncompiled(module)
-        users = (uncompiled(getattr(one, "module", one)) for one in self._prepared)
-        return isinstance(inner, self._wrapper) or any(inner is one for one in users)
+        return isinstance(inner, self._wrapper) or inner in map(self._users, self._prepared)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise; with one process do nothing.
