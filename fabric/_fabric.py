@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from fabric import collectives
 from fabric._plan import resolve
-from fabric._session import Session, accumulating, average_gradients, set_up_modules
+from fabric._session import BARE, Session, average_gradients, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -36,7 +36,7 @@ from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
-from fabric.strategies.base import Group, Strategy
+from fabric.strategies.base import Group, Strategy, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.world import World
@@ -486,7 +486,7 @@ class Fabric:
         models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
         session.check_clipping(models, optimizer)
-        average_gradients(self.strategy, optimizer, session.modules)
+        average_gradients(self.strategy, session.modules, optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         with session.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in models)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -511,7 +511,11 @@ class Fabric:
         It has to hold both the forward and the backward pass, and restores the state before it at the end. It takes one
         set-up module or several, and does nothing unless ``enabled``.
         """
-        return accumulating(self._session, self.strategy, set_up_modules("no_backward_sync", module), enabled)
+        models = set_up_modules("no_backward_sync", module)
+        if self._session is not None and self._session.scaler is not None:
+            self._session.scaler.accumulates |= enabled
+        prepared = [model._fabric_prepared for model in models if not isinstance(model.module, BARE)]
+        return without_sync(self.strategy, prepared, enabled)
 
     def ema(
         self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False

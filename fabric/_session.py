@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric._plan import Plan
-from fabric._torch import COMPILED_MODULE, uncompiled
+from fabric._torch import uncompiled
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
@@ -29,13 +29,12 @@ from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
-from fabric.strategies.base import without_sync
 from fabric.world import World
 
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["Session", "accumulating", "average_gradients", "prepared_module", "set_up_modules"]
+__all__ = ["BARE", "Session", "average_gradients", "prepared_module", "set_up_modules"]
 
 # Parameters without a forward pass, whose gradients are averaged before each step.
 BARE = nn.ParameterList | nn.ParameterDict
@@ -88,14 +87,13 @@ class Session:
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
         self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward, recorder)))
         self._uneven = None if recorder is None else UnevenInputDetector(recorder, self.runtime.store, self._bypass)
-        self._training = self._parts.enter_context(ExitStack())
         self._checks: SetupChecks | None = None
         if check_training:
             self._checks = SetupChecks(
-                self._contracts, self.runtime.store, self.backward, self._training, optimizers=self.optimizers,
-                loaders=self.loaders, check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
+                self._contracts, self.runtime.store, self.backward, optimizers=self.optimizers, loaders=self.loaders,
+                check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
             )  # fmt: skip
-            self._training.callback(self._checks.close)
+            self._parts.callback(self._checks.close)
             if recorder is not None:
                 recorder.on_param_group = self._checks.on_param_group
         if self._uneven is not None:
@@ -152,7 +150,9 @@ class Session:
                 self._recorder.param_groups[id(optimizer)] = len(optimizer.param_groups)
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
-            average_gradients(self.strategy, optimizer, self.modules, self._parts)
+            if any(isinstance(model.module, BARE) for model in self.modules):
+                average = partial(average_gradients, self.strategy, self.modules)
+                self._parts.callback(optimizer.register_step_pre_hook(average).remove)
             if self._checks is not None:
                 self._checks.watch(optimizer)
             # Last: it takes gradients away from a step that is to be skipped.
@@ -199,7 +199,8 @@ class Session:
         if context is None:
             yield
             return
-        self._training.close()  # ranks no longer step together
+        if self._checks is not None:
+            self._checks.close()  # ranks no longer step together
         assert self._uneven is not None, "there are other ranks"
         with self._uneven.joined([model._fabric_guard for model in models]), context:
             yield
@@ -299,51 +300,30 @@ def set_up_modules(method: str, modules: Any) -> list[FabricModule]:
 
 
 def _set_up_parts(module: Any) -> list[FabricModule]:
-    inner = uncompiled(module) if isinstance(module, nn.Module) else module
-    if isinstance(inner, FabricModule):
-        return [inner]
-    children = inner.children() if isinstance(inner, nn.Module) else ()
+    if isinstance(module, FabricModule):
+        return [module]
+    children = module.children() if isinstance(module, nn.Module) else ()
     return [part for child in children for part in _set_up_parts(child)]
 
 
-def accumulating(
-    session: Session | None, strategy: Strategy, models: Sequence[FabricModule], enabled: bool
-) -> AbstractContextManager[Any]:
-    """``Fabric.no_backward_sync``: bare parameters are not synchronized before a step anyway."""
-    if session is not None and session.scaler is not None:
-        session.scaler.accumulates |= enabled
-    prepared = [model._fabric_prepared for model in models if not isinstance(model.module, BARE)]
-    return without_sync(strategy, prepared, enabled)
+def average_gradients(strategy: Strategy, models: Iterable[FabricModule], optimizer: Optimizer, *_: object) -> None:
+    """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.
 
-
-def average_gradients(
-    strategy: Strategy, optimizer: Optimizer, models: Iterable[FabricModule], before_steps: ExitStack | None = None
-) -> None:
-    """Average the gradients of an optimizer's bare parameters over the ranks. Collective where there are any.
-
-    Averages stay as they are, and a gradient that no rank has stays away.
+    Collective where there are any. Averages stay as they are, and a gradient that no rank has stays away.
 
     Args:
         strategy: of the job.
-        optimizer: the one.
         models: all that are set up.
-        before_steps: do so before each step of the optimizer until this is closed, and not now.
+        optimizer: the one.
     """
     bare = {id(each) for model in models if isinstance(model.module, BARE) for each in model.parameters()}
     own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare]
-
-    def average(*_: object) -> None:
-        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
-        *means, shares = strategy.all_reduce([*grads, grads[0].new_tensor([each.grad is not None for each in own])])
-        for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
-            parameter.grad = mean if share else None
-
     if not own or not strategy.is_distributed:
         return
-    if before_steps is None:
-        average()
-    else:
-        before_steps.callback(optimizer.register_step_pre_hook(average).remove)
+    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+    *means, shares = strategy.all_reduce([*grads, grads[0].new_tensor([each.grad is not None for each in own])])
+    for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
+        parameter.grad = mean if share else None
 
 
 def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, GradientContract]:
@@ -359,7 +339,7 @@ def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, Gradient
 
 def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
-    inner: Any = module._modules.get(COMPILED_MODULE, module)
+    inner: Any = uncompiled(module)
     return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
 
 

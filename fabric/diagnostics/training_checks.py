@@ -18,7 +18,6 @@ itself.
 
 import json
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
@@ -40,7 +39,7 @@ from fabric.store import JobStore
 __all__ = ["SetupChecks", "TrainingChecks", "fingerprint"]
 
 _STEPS = 2
-_STEPS_OF_ALL = 6  # of all optimizers, since one of them stepped first: one step may follow five of another
+_STEPS_OF_ALL = 6  # of all optimizers together: one step may follow five of another
 _MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
 _OFF = "Fabric(check_training=False) if this is meant"
 _GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
@@ -91,7 +90,7 @@ class TrainingChecks:
         if (optimizer := self._optimizer()) is not None:
             self._backwards += 1
             self._note_gradients(optimizer)
-            self._compare("other")
+            self._compare(self._store.get_nowait(self._key("other")))
         if self._is_finished:
             self.close()
 
@@ -99,30 +98,39 @@ class TrainingChecks:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._calls += 1
-        self._compare("other")
-        if self._calls == 1:
-            self._check_values(optimizer)
+        self._compare(self._store.get_nowait(self._key("other")))
+        trained, contracts = self._note_gradients(optimizer), self._contracts()
+        for contract in contracts if self._calls == 1 else ():
+            parameters = contract.parameters().values()
+            if trained & _ids(parameters) and (empty := _ids(each for each in parameters if _has_nan(each))):
+                self._refuse(
+                    f"these are not a number before the first step: {_named(contract, empty)}",
+                    "a checkpoint for a module that was built with empty_init=True, or values of the user's own",
+                    'fabric.load(path, {"model": model}) after fabric.setup(...); or fabric.init_module()',
+                )
         # A closure computes the gradients within the step.
         if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
-        trained = self._note_gradients(optimizer)
-        for contract in self._contracts():
+        for contract in contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
                     f"the last backward pass did not reduce the gradients of {_named(contract, unreduced)}",
                     "a step after a backward pass with synchronization",
                     "with fabric.no_backward_sync(model, enabled=accumulating): around all micro-batches but the last",
                 )
-            missing = self._without_gradient(contract, trained) if self._backwards else ""
-            if missing and contract.needs_all_gradients:
+            own = _ids(contract.parameters().values()) & trained
+            without = own - self._had_gradient
+            if not self._backwards or without in (set(), own):
+                continue
+            missing = _named(contract, without)
+            if contract.needs_all_gradients:
                 self._refuse(
                     f"no gradient has arrived at {missing}, and without these the others are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
                     f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) '
                     "before setup",
                 )
-            is_last = self._steps == _STEPS - 1 and self._store.rank == 0
-            if missing and is_last and not contract.expects_unused:
+            if self._steps == _STEPS - 1 and self._store.rank == 0 and not contract.expects_unused:
                 warnings.warn(
                     f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
                     f"trained; {_GATHERED}, parameter.requires_grad_(False) for these, or {_OFF}",
@@ -137,66 +145,46 @@ class TrainingChecks:
                 f"loss = loss_function(model(batch), target); fabric.backward(loss); {_GATHERED}; {_OFF}",
             )
 
-    def _check_values(self, optimizer: Optimizer) -> None:
-        own = _ids(_trained(optimizer))
-        for contract in self._contracts():
-            parameters = contract.parameters().values()
-            empty = [each for each in parameters if _has_nan(local_tensor(each))]
-            if empty and own & _ids(parameters):
-                self._refuse(
-                    f"these are not a number before the first step: {_named(contract, _ids(empty))}",
-                    "a checkpoint for a module that was built with empty_init=True, or values of the user's own",
-                    'fabric.load(path, {"model": model}) after fabric.setup(...); or fabric.init_module()',
-                )
-
     def _note_gradients(self, optimizer: Optimizer) -> set[int]:
         """Note which parameters have gradients; the ids of all that are trained."""
         trained = _trained(optimizer)
-        self._had_gradient |= _ids(parameter for parameter in trained if parameter.grad is not None)
+        self._had_gradient |= _with_gradient(trained)
         return _ids(trained)
 
     def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
         raise UsageError(f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion)
-
-    def _without_gradient(self, contract: GradientContract, trained: set[int]) -> str:
-        """Names of a module's parameters that have had no gradient although others of it have; else empty."""
-        own = _ids(contract.parameters().values()) & trained
-        missing = own - self._had_gradient
-        return _named(contract, missing) if missing and missing != own else ""
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         trained = _trained(optimizer)
         # A step that is skipped after an overflow has no gradients either.
-        if self._is_finished or all(parameter.grad is None for parameter in trained):
+        if self._is_finished or not _with_gradient(trained):
             return
         self._steps += 1
-        own, contracts = _ids(trained), self._contracts()
-        replicated = [pair for each in contracts for pair in each.replicated().items() if id(pair[1]) in own]
-        if self._store.size > 1:  # in a single process nothing has to be synchronized
-            set_up = _ids(parameter for each in contracts for parameter in each.parameters().values())
-            replicated += [
-                (f"parameter {number} of the optimizer, which no set-up module has", parameter)
-                for number, parameter in enumerate(_parameters(optimizer))
-                # A sharded one reduces its gradients itself.
-                if id(parameter) in own - set_up and parameter.grad is not None and local_tensor(parameter) is parameter
-            ]
-        if replicated:
-            self._names = [name for name, _ in replicated]
-            self._fingerprint = fingerprint([parameter for _, parameter in replicated])
+        if self._store.size == 1:  # nothing has to be synchronized
+            return
+        contracts = self._contracts()
+        names = {id(parameter): name for each in contracts for name, parameter in each.replicated().items()}
+        # A sharded one reduces its gradients itself.
+        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(contracts)
+        for number, parameter in enumerate(_parameters(optimizer)):
+            if id(parameter) in foreign:
+                names[id(parameter)] = f"parameter {number} of the optimizer, which no set-up module has"
+        if replicated := [each for each in trained if id(each) in names]:
+            self._names = [names[id(each)] for each in replicated]
+            self._fingerprint = fingerprint(replicated)
             published = json.dumps([self._store.rank, self._fingerprint]).encode()
             first = self._store.set_if_absent(self._key("first"), published)
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
-                self._compare("first")
+                self._compare(first)
 
     def _key(self, which: str) -> str:
         return f"first steps/{self._name}/{self._steps}/{which}"
 
-    def _compare(self, which: str) -> None:
-        """Raise if another rank has published a fingerprint that is not that of this one."""
-        published = self._store.get_nowait(self._key(which))
+    def _compare(self, published: bytes | None) -> None:
+        """Raise if this is another rank's fingerprint, and not that of this one."""
         if published is None:
             return
         own, (other, theirs) = self._store.rank, json.loads(published)
@@ -216,7 +204,6 @@ class SetupChecks:
 
     Args:
         contracts, store, backward: as for :class:`TrainingChecks`.
-        stack: removes the hooks of those.
         optimizers: those that are set up.
         loaders: those that are set up.
         check: raises for optimizers that cannot be set up.
@@ -224,17 +211,16 @@ class SetupChecks:
     """
 
     def __init__(
-        self, contracts: Contracts, store: JobStore, backward: Hooks, stack: ExitStack, *,
-        optimizers: Collection[Optimizer], loaders: Collection[object],
-        check: Callable[[Sequence[Optimizer]], object], scales: bool,
+        self, contracts: Contracts, store: JobStore, backward: Hooks, *, optimizers: Collection[Optimizer],
+        loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
     ) -> None:  # fmt: skip
-        self._contracts, self._store, self._backward, self._stack = contracts, store, backward, stack
+        self._contracts, self._store, self._backward = contracts, store, backward
         self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
-        self._scaled = False  # any gradients yet
+        self._backwards = self._calls = 0
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._calls, self._end, self._warned = 0, _STEPS_OF_ALL, False
-        self._numbers, self._extended = count(), []
-        self._hooks = ExitStack()
+        self._numbers = count()
+        self._all, self._hooks = ExitStack(), ExitStack()
+        self._all.callback(self._hooks.close)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
         self._hooks.callback(backward.after.remove, self._after_backward)
@@ -242,45 +228,42 @@ class SetupChecks:
     def watch(self, optimizer: Optimizer, name: str = "") -> None:
         """Watch its first steps, and those after it has got further parameters."""
         name = name or str(next(self._numbers))
-        checks = TrainingChecks(optimizer, name, self._contracts, self._store, self._backward)
-        self._stack.callback(checks.close)
+        self._all.callback(TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close)
 
     def on_param_group(self, optimizer: Optimizer) -> None:
         """Look at an optimizer that has got parameters since it was set up: at once, and after the next backward."""
         self._check([optimizer])
-        # This is within a hook of the optimizer, where it can get no other.
-        if not self._extended:
-            self._backward.after.append(self._watch_extended)
-        self._extended.append(optimizer)
+        held_weakly = ref(optimizer)
 
-    def _watch_extended(self, *_: object) -> None:
-        self._backward.after.remove(self._watch_extended)
-        while self._extended:
-            self.watch(self._extended.pop())
+        def watch(*_: object) -> None:
+            self._backward.after.remove(watch)
+            if (extended := held_weakly()) is not None:
+                self.watch(extended)
+
+        # This is within a hook of the optimizer, where it can get no other.
+        self._backward.after.append(watch)
 
     def close(self) -> None:
-        """Remove the hook on all optimizers; never from within one of them."""
-        self._hooks.close()
+        """Remove the hooks of all checks; never from within one of an optimizer."""
+        self._all.close()
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        self._scaled = self._scales
-        if self._calls >= self._end:
-            self.close()
+        self._backwards += 1
+        if self._calls >= _STEPS_OF_ALL:
+            self._hooks.close()
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
-        if is_first := optimizer not in self._seen:
-            self._seen.add(optimizer)
-            self._end = min(self._calls + _STEPS_OF_ALL, _MOST_STEPS)
         self._calls += 1
-        if self._calls > self._end:
+        if self._calls > _STEPS_OF_ALL:
             return
+        is_first = optimizer not in self._seen
+        self._seen.add(optimizer)
         request, trained = f"{type(optimizer).__name__}.step() on rank {self._store.rank}", _trained(optimizer)
         contracts = self._contracts()
-        set_up = _ids(parameter for each in contracts for parameter in each.parameters().values())
-        arrived = _ids(parameter for parameter in trained if parameter.grad is not None)
+        set_up, arrived = _set_up(contracts), _with_gradient(trained)
         if optimizer not in self._optimizers:
             self._check([optimizer])
-            if self._scaled and (arrived & set_up or (arrived and not contracts)):
+            if self._scales and self._backwards and arrived and (arrived & set_up or not contracts):
                 raise UsageError(
                     request,
                     "it has not been set up, and steps with the gradients of the loss times its scale",
@@ -289,7 +272,7 @@ class SetupChecks:
                 )
         held = _ids(each for known in (*self._optimizers, *self._seen) for each in _trained(known))
         for contract in contracts if _ids(trained) - set_up - arrived else ():
-            if left_out := _ids(each for each in contract.parameters().values() if each.grad is not None) - held:
+            if left_out := _with_gradient(contract.parameters().values()) - held:
                 raise UsageError(
                     request,
                     "no gradient has arrived at parameters of it that no set-up module has, and no optimizer has "
@@ -297,23 +280,18 @@ class SetupChecks:
                     "an optimizer of the parameters that the module has when it is set up",
                     "optimizer = torch.optim.SGD(model.parameters()) after a layer is replaced, then fabric.setup(...)",
                 )
-        if self._store.size > 1 and is_first:
-            self._check_ranks(optimizer, arrived & set_up, trained if not contracts else [])
-
-    def _check_ranks(self, optimizer: Optimizer, synchronized: set[int], others: list[Tensor]) -> None:
-        """Warn if each rank trains by itself, and compare the replicas if no module is set up."""
+        if self._store.size == 1 or not is_first:
+            return
         missing = ""
         # Latent tensors may well be each rank's own; parameters that are sharded are not.
-        if [each for each in others if isinstance(each, nn.Parameter) and local_tensor(each) is each]:
-            shapes = zlib.crc32(repr([each.shape for each in others]).encode())
-            self.watch(optimizer, f"{self._calls} {shapes}")
+        if not contracts and any(isinstance(each, nn.Parameter) and local_tensor(each) is each for each in trained):
+            self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
-        elif synchronized and not self._loaders and self._store.rank == 0:
+        elif arrived & set_up and not self._loaders and self._store.rank == 0:
             for dataset in datasets_iterated_in_full():
                 missing = f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
-        if missing and self._store.rank == 0 and not self._warned:
-            self._warned = True
-            warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=3)
+        if missing and self._store.rank == 0:
+            warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=2)
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
@@ -339,8 +317,17 @@ def _ids(parameters: Iterable[Tensor]) -> set[int]:
     return {id(parameter) for parameter in parameters}
 
 
-def _has_nan(tensor: Tensor) -> bool:
+def _with_gradient(parameters: Iterable[Tensor]) -> set[int]:
+    return _ids(parameter for parameter in parameters if parameter.grad is not None)
+
+
+def _set_up(contracts: Iterable[GradientContract]) -> set[int]:
+    return _ids(parameter for each in contracts for parameter in each.parameters().values())
+
+
+def _has_nan(parameter: Tensor) -> bool:
     # Numbers of one byte and quantized tensors have no such test, or no such value.
+    tensor = local_tensor(parameter)
     return type(tensor) in (Tensor, nn.Parameter) and tensor.element_size() > 1 and bool(tensor.isnan().any())
 
 
