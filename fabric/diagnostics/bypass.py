@@ -22,7 +22,7 @@ parameter is to be trained, its gradients would stay local: the next forward pas
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -150,12 +150,12 @@ class BypassChecks:
                 guard.after_backward(loss)
 
     def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
-        for structure in self.structures.values():
-            structure.on_registration(owner, value)
+        for contract, structure in self.structures.items():
+            structure.on_registration(contract, owner, value)
 
 
 class _Structure:
-    """The parameters that a module was set up with, and what was registered on its parts since.
+    """The parameters that a module was set up with, and those that were registered on its parts since.
 
     Args:
         contract: of the module; neither is kept alive.
@@ -164,45 +164,38 @@ class _Structure:
     """
 
     def __init__(self, contract: GradientContract, checks: BypassChecks, forward: Hooks) -> None:
-        self._module, self._title, self._is_sharded = ref(contract.module), contract.title, contract.is_sharded
-        self._checks, self._before, self._added = checks, forward.before, []
+        self._contract, self._checks, self._before = ref(contract), checks, forward.before
         parameters = {*contract.parameters().values()}
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
-        self._frozen = parameters - self.synchronized
-        if self._frozen:
-            self._before.append(self._check)
+        self._others = set[Tensor]()
+        self._add(parameters - self.synchronized)
 
-    def on_registration(self, owner: nn.Module, value: Any) -> None:
+    def on_registration(self, contract: GradientContract, owner: nn.Module, value: Any) -> None:
         """Have the next forward pass look at a module or a parameter that is about to become part of another."""
         # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
-        if self._is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__:
-            return
-        module = self._module()
-        if value is not None and module is not None and any(part is owner for part in module.modules()):
-            self._added.append(value)
-            if self._check not in self._before:
-                self._before.append(self._check)
+        is_own = contract.is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__
+        if value is not None and not is_own and any(part is owner for part in contract.module.modules()):
+            self._add(value.parameters() if isinstance(value, nn.Module) else [value])
+
+    def _add(self, parameters: Iterable[Tensor]) -> None:
+        self._others.update(parameters)
+        if self._others and self._check not in self._before:
+            self._before.append(self._check)
 
     def _check(self) -> None:
-        module = self._module()
-        if module is None or not torch.is_grad_enabled():
+        contract, late = self._contract(), {each for each in self._others if each.requires_grad}
+        if contract is None or not late or not torch.is_grad_enabled():
             return
-        added = (each.parameters() if isinstance(each, nn.Module) else [each] for each in self._added)
-        late = self._frozen.union(*added)
-        if late := {each for each in late if each.requires_grad}:
-            late = late.difference(*(structure.synchronized for structure in self._checks.structures.values()))
-            names = ", ".join(name for name, each in module.named_parameters() if each in late)
-            if names:
-                raise UsageError(
-                    f"a forward pass of {self._title} on rank {self._checks.world.rank}",
-                    f"frozen when it was set up, or absent, and their gradients would not be synchronized: {names}",
-                    "parameters that are to be trained at any time are there, and require a gradient, during setup()",
-                    'requires_grad_(False) only after setup(), with strategy="ddp_find_unused_parameters_true"; '
-                    "or model.adapter = fabric.setup_module(adapter)",
-                )
-        self._added.clear()
-        if not self._frozen:
-            self._before.remove(self._check)
+        late.difference_update(*(structure.synchronized for structure in self._checks.structures.values()))
+        if names := ", ".join(name for name, each in contract.module.named_parameters() if each in late):
+            raise UsageError(
+                f"a forward pass of {contract.title} on rank {self._checks.world.rank}",
+                f"frozen when it was set up, or absent, and their gradients would not be synchronized: {names}",
+                "parameters that are to be trained at any time are there, and require a gradient, during setup()",
+                'requires_grad_(False) only after setup(), with strategy="ddp_find_unused_parameters_true"; '
+                "or model.adapter = fabric.setup_module(adapter)",
+            )
+        self._others -= late
 
 
 class BypassGuard:
