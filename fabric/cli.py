@@ -123,12 +123,8 @@ def _run(options: argparse.Namespace) -> int:
     given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
     given |= {variable + LATE: _late_option(options, name) for name, variable in RUN_OPTIONS.items()}
     variables = {variable: str(value) for variable, value in given.items() if value is not None}
-    script = Script(
-        name=options.script,
-        is_module=options.module,
-        arguments=[options.script, *options.arguments],
-        directory=os.getcwd(),
-    )
+    words = [options.script, *options.arguments]
+    script = Script(name=options.script, is_module=options.module, arguments=words, directory=os.getcwd())
     code = 0
     for attempt in range(options.max_restarts + 1):
         # Under the names that torch's own command gives them.

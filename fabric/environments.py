@@ -253,9 +253,4 @@ class SlurmEnvironment(_Launcher):
 # The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
 # precedes SLURM because in a SLURM job it starts its daemons with srun: what it launches carries the variables of
 # both, and SLURM's then describe the daemons.
-_INNERMOST_FIRST: tuple[Environment, ...] = (
-    TorchrunEnvironment(),
-    OpenMPIEnvironment(),
-    MPICHEnvironment(),
-    SlurmEnvironment(),
-)
+_INNERMOST_FIRST = (TorchrunEnvironment(), OpenMPIEnvironment(), MPICHEnvironment(), SlurmEnvironment())

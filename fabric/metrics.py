@@ -28,9 +28,7 @@ _RESULTS = ("_computed", "_forward_cache")
 def metrics_in(value: Any) -> dict[str, Any]:
     """The metrics of torchmetrics in a module, itself included, by path."""
     torchmetrics: Any = sys.modules.get("torchmetrics")  # optional, and imported where there is a metric
-    modules: dict[str, Any] = (
-        dict(nn.Module.named_modules(value)) if torchmetrics and isinstance(value, nn.Module) else {}
-    )
+    modules: Any = dict(nn.Module.named_modules(value)) if torchmetrics and isinstance(value, nn.Module) else {}
     for each in modules.values():
         if isinstance(each, torchmetrics.MetricCollection):
             each.values(copy_state=False)  # only the first of a group is updated, until the others are looked at

@@ -107,8 +107,7 @@ class UnevenInputDetector:
         self._store.publish("step", [self._steps, between, latest.loader, latest.number])
         if same_iteration:
             self._check_numbers(latest)
-        ends = self._store.read("end", self._neighbors)
-        for other, (steps, collectives, batches) in ends.items():
+        for other, (steps, collectives, batches) in self._store.read("end", self._neighbors).items():
             if steps == self._steps - 1 and between < collectives:
                 self._refuse(f"step {self._steps} of rank {self._rank}", other, batches, self._rank)
 

@@ -94,17 +94,8 @@ class InlineLauncher(Launcher):
 
 def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
     """The places of the ``size`` processes on one of the nodes of a job, all of the same size."""
-    return [
-        World(
-            rank=node * size + local_rank,
-            local_rank=local_rank,
-            node_rank=node,
-            world_size=nodes * size,
-            local_world_size=size,
-            **rendezvous,
-        )
-        for local_rank in range(size)
-    ]
+    common = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
+    return [World(rank=node * size + each, local_rank=each, **common) for each in range(size)]
 
 
 def start_interpreter(
