@@ -61,6 +61,9 @@ def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         "gathered small lengths": lambda: gather(ones(2 if first else 3)),
         "operations": lambda: reduce(ones(2)) if first else gather(ones(2)),
         "large operations": lambda: gather(ones(LARGE)) if first else reduce(ones(3)),
+        "ragged on one": lambda: gather(ones(2), ragged=first),
+        "large ragged on one": lambda: gather(ones(LARGE), ragged=first),
+        "concat on one": lambda: gather(ones(2), ragged=True, concat=first),
         "gathered dtypes": lambda: gather(ones(2, dtype=torch.float32 if first else torch.int32)),
         "gathered numbers": lambda: gather({"acc": 0 if first else 0.5}),
         "gathered keys": lambda: gather({"loss" if first else "acc": ones(LARGE)}),
@@ -323,7 +326,11 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
         "strided nested": lambda: torch.nested.nested_tensor([x, torch.ones(3)]),
         "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
     }
-    collectives = {"reduce": partial(fabric.all_reduce, reduce_op="sum"), "gather": fabric.all_gather}
+    collectives = {
+        "reduce": partial(fabric.all_reduce, reduce_op="sum"),
+        "gather": fabric.all_gather,
+        "ragged": partial(fabric.all_gather, ragged=True),
+    }
     found = {}
     for title, collective in collectives.items():
         for name, make in leaves.items():
@@ -336,7 +343,7 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
         ]
         found[f"{title} dual"] = [dual(collective), dual(collective) if first else forward([x], collective)]
         found[f"{title} scalar"] = [outcome(lambda run=collective: torch.func.jvp(run, (x[0],), (x[0],)))] * 2
-    shared = {"ragged": partial(fabric.all_gather, ragged=True), "broadcast": fabric.broadcast, "gather": fabric.gather}
+    shared = {"broadcast": fabric.broadcast, "gather": fabric.gather}
     for title, collective in shared.items():
         for name in ("nested", "strided nested", "quantized"):
             alone = forward(leaves[name]() if first else x, collective)

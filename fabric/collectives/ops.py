@@ -10,8 +10,8 @@ differentiated again. Every rank has to go through the backward pass, as it went
 required no gradient is returned without one, whatever it was sent with.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -81,30 +81,16 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
 def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False) -> Any:
     """See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``.
 
-    Costs an exchange of the shapes besides one collective for each dtype, which is as long as the longest.
-
-    Raises:
-        ConfigurationError: ranks differ in structure, dtype, the shape behind dim 0, or whether a gradient is required;
-            or a leaf cannot travel. All ranks raise it.
+    Costs an exchange of the lengths besides one collective for each dtype, which is as long as the longest.
     """
-    leaves, structure = flatten(tree)
-    lengths_and_own = error = None
+    with _raised_everywhere(communicator, Operation.ALL_GATHER):
+        leaves, structure = flatten(tree)
+        text = describe(structure, leaves, pack(leaves, structure), sync_grads and torch.is_grad_enabled(), ragged=True)
+    signed = f"all_gather({concat=}, {text})"
+    call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}, {text}", signed, True)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-    try:
-        own = describe(structure, leaves, pack(leaves, structure), sync_grads and torch.is_grad_enabled(), ragged=True)
-        lengths_and_own = [len(leaves[at]) for at in places], own
-    except FabricError as caught:
-        error = caught
-    call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}")
-    of_all, descriptions = zip(*communicator.gather_objects(lengths_and_own, call, error), strict=True)
-    for other, theirs in enumerate(descriptions):
-        if theirs != descriptions[0]:
-            raise ConfigurationError(
-                "all_gather(...) of different lengths",
-                f"rank 0 has {descriptions[0]}; rank {other} has {theirs}",
-                "the same structure and dtypes on all ranks, and the same shape behind dim 0",
-                "x.reshape(-1, *shape) or x.to(dtype) before the call; fabric.gather(x) takes anything",
-            )
+    own = torch.tensor([len(leaves[place]) for place in places], dtype=torch.int64, device=communicator.device)
+    of_all = communicator.run(Collective(Operation.ALL_GATHER, own, call=call)).tolist()
     lengths = dict(zip(places, zip(*of_all, strict=True), strict=True))
     for place, of_ranks in lengths.items():
         leaf = leaves[place]
@@ -131,7 +117,7 @@ def _exchange(
 ) -> Any:
     """One collective for each dtype of a collection, which is like it on all ranks."""
     signed &= communicator.size > 1
-    try:
+    with _raised_everywhere(communicator, operation):
         leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
             buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
@@ -140,10 +126,6 @@ def _exchange(
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
         sent = [(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets]
-    except Exception as error:
-        if signed:
-            _send_failure(communicator, operation, error)
-        raise
     head = f"{op.value} of " if op else ""
     options = f"{sync_grads=} of " if operation is Operation.ALL_GATHER else head
     grads = sync_grads and torch.is_grad_enabled()  # where gradients are computed it is off
@@ -177,12 +159,20 @@ def _run(
         template = template._replace(call=template.call and template.call._replace(text=None))
 
 
-def _send_failure(communicator: Communicator, operation: Operation, error: Exception) -> None:
-    """Let the other ranks raise too."""
-    call = CallDescription(operation.value, lambda: f"nothing: {type(error).__name__}: {error}", "", True)
-    nothing = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-    with suppress(Exception):  # this rank's own error is the one to raise
-        communicator.run(Collective(Operation.ALL_GATHER, nothing, call=call))
+@contextmanager
+def _raised_everywhere(communicator: Communicator, operation: Operation) -> Iterator[None]:
+    """Let the other ranks raise too where this one cannot make its call."""
+    try:
+        yield
+    except Exception as error:
+        if communicator.size == 1:
+            raise
+        problem = f"nothing: {type(error).__name__}: {error}"
+        nothing = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
+        call = CallDescription(operation.value, lambda: problem, "", True)
+        with suppress(Exception):  # this rank's own error is the one to raise
+            communicator.run(Collective(Operation.ALL_GATHER, nothing, call=call))
+        raise
 
 
 def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
