@@ -110,9 +110,7 @@ class DDPStrategy(ParallelStrategy):
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
         if self.sync_batchnorm and accelerator.name == "cpu":
             raise ConfigurationError(
-                "DDPStrategy(sync_batchnorm=True) on the CPU",
-                "torch's SyncBatchNorm refuses inputs on the CPU",
-                suggestion="DDPStrategy(sync_batchnorm=False), or GroupNorm, which needs no synchronization",
+                "DDPStrategy(sync_batchnorm=True)", "torch's SyncBatchNorm takes no inputs on the CPU"
             )
 
     @override
@@ -144,9 +142,7 @@ class DDPStrategy(ParallelStrategy):
             return
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # used by few
 
-        averager = PeriodicModelAverager(
-            period=self.model_averaging_period, warmup_steps=self._state_of_hook().start_localSGD_iter
-        )
+        averager = PeriodicModelAverager(self.model_averaging_period, self._state_of_hook().start_localSGD_iter)
 
         def average(stepped: Optimizer, *_: Any) -> None:
             # A step that is skipped after an overflow has no gradients, and torch averages what has some.

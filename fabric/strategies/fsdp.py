@@ -368,8 +368,7 @@ class ShardedForward:
         raise UsageError(
             f"{call_of_method(self.root) or f'{path}(...)'} on rank {self._rank}",
             "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
-            "model(...), or a method of the model that is marked as a forward pass",
-            'model.mark_forward_method("name_of_method") once, for a method that calls this part',
+            suggestion='model(...); or model.mark_forward_method("name") once, for a method that calls this part',
         )
 
     def _enter(self, root: nn.Module, args: Any) -> None:

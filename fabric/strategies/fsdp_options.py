@@ -36,13 +36,11 @@ __all__ = [
     "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward",
 ]  # fmt: skip
 
+_ALWAYS_ON = "means nothing, it is always on"
 # What only torch's first FSDP had, and what it means here.
 OF_FIRST_FSDP = {
     "activation_checkpointing_policy": "is activation_checkpointing",
-    "forward_prefetch": "means nothing, the next gather always overlaps with computation",
-    "limit_all_gathers": "means nothing, the memory of gathers is always limited",
-    "sync_module_states": "means nothing, all ranks always start with rank 0's values",
-    "use_orig_params": "means nothing, parameters always stay those of the model",
+    **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params"), _ALWAYS_ON),
     "NO_SHARD": 'is HYBRID_SHARD with device_mesh=(world_size, 1): each rank has all parameters, as in "ddp"',
 }
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -57,10 +55,7 @@ _EXPLANATIONS = {
         "a second derivative, or a change in place of what an FSDP module returned, needs weights that have been freed",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
-    "FSDP does not support deepcopy": (
-        "a copy of this rank's shards is no model",
-        "fabric.ema(model) for torch's AveragedModel; fabric.save(path, {'model': model}) for a copy",
-    ),
+    "FSDP does not support deepcopy": ("shards are no model", "fabric.ema(model) for averages; fabric.save for copies"),
     "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
         "torch shards dense gradients, and steps that are the same for each element: it has no such operation",
         'torch.optim.AdamW, or strategy="ddp"',
@@ -287,7 +282,7 @@ def check_dtypes(
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], shards: int, module: nn.Module | None, models: Iterable[nn.Module]
+    optimizers: Sequence[Optimizer], shards: int, module: nn.Module | None, models: Sequence[nn.Module]
 ) -> None:
     """Raise a UsageError for an optimizer whose steps would fail or change nothing, or that would lose its state.
 
@@ -298,7 +293,6 @@ def check_optimizers(
         models: those that are sharded.
     """
     own = set() if module is None else set(module.parameters())
-    models = list(models)
     gathered = {each for model in models for each in model.parameters() if local_tensor(each) is each}
     for optimizer in optimizers:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -12,6 +12,7 @@ the first one, begins with those of rank 0 on all ranks. Other buffers stay each
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -84,8 +85,7 @@ def replicate_unsharded(
         present = root.get_parameter(path)  # a meta tensor has been replaced
         whole = distribute_tensor(present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
         parameter = nn.Parameter(whole, requires_grad=old.requires_grad)
-        for owner, name in [(owner, name) for owner, name, each in _owned(root) if each is present]:
-            owner._parameters[name] = parameter
+        _put(root, present, parameter)
         _replace(old, parameter)
     return {getattr(old, SHARD) for old in before.values()}
 
@@ -112,7 +112,7 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
         module: the module that the tensors belong to.
         tensors: parameters and buffers, the same on every rank.
     """
-    copies: dict[torch.UntypedStorage, torch.UntypedStorage] = {}
+    copies: dict[int, Any] = {}
     for tensor in tensors:
         if tensor.is_meta:
             value = torch.empty_like(tensor, device=communicator.device, requires_grad=False)
@@ -123,24 +123,16 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
         else:
             communicator.broadcast(value.view(-1).view(torch.uint8), 0)
         if is_mapped(tensor):
-            storage = tensor.untyped_storage()
             # Buffers that are views of each other stay so.
             if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
-                if storage not in copies:
-                    copies[storage] = storage.clone()
-                own = tensor.new_empty(0).set_(copies[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
-                value = own.copy_(value)
-            release_pages(storage)
+                value = deepcopy(tensor.detach(), copies).copy_(value)
+            release_pages(tensor.untyped_storage())
         if not tensor.is_meta:
             tensor.data = value
             continue
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        for owner in module.modules():
-            for held in (owner._parameters, owner._buffers):
-                for name, each in held.items():
-                    if each is tensor:
-                        setattr(owner, name, value)
+        _put(module, tensor, value)
 
 
 def full(device: torch.device, tensor: Tensor) -> Tensor:
@@ -273,6 +265,13 @@ def _replace(old: nn.Parameter, parameter: nn.Parameter) -> None:
 def _attach(source: Tensor, target: Any) -> None:
     vars(target).update(vars(source))
     share_gradient_hooks(source, target)
+
+
+def _put(root: nn.Module, old: Tensor, new: Any) -> None:
+    """Put a parameter or buffer wherever a module has another."""
+    for owner in root.modules():
+        for held in (owner._parameters, owner._buffers):
+            held.update({name: new for name, each in held.items() if each is old})
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
