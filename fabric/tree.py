@@ -29,30 +29,21 @@ _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
 
 
-class _Names(NamedTuple):
-    """How one would write the way to each child of a collection: a form, and what it is filled with."""
-
-    form: str
-    keys: Sequence[Any]
-
-    def __call__(self) -> list[str]:
-        return [self.form.format(key) for key in self.keys]
-
-
 class _Node(NamedTuple):
-    """One collection: the names of its children in visiting order, their structure, and how to build it again.
+    """One collection: how one would write the way to each child, their structure, and how to build it again.
 
     Where all children are leaves, ``children`` is their number: collections of a thousand metrics are walked in few
     steps.
     """
 
-    names: _Names
+    form: str
+    keys: Sequence[Any]  # which fill the form, in visiting order
     children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Any]
 
 
 Structure = _Node | None  # None stands for a leaf
-_Opened = tuple[_Names, Sequence[Any], Callable[[list[Any]], Any]]
+_Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]]
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -84,15 +75,15 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     if structure is None:
         return [root]
     children = structure.children
-    named = zip(structure.names(), [None] * children if isinstance(children, int) else children, strict=True)
-    return [path for name, child in named for path in leaf_paths(child, f"{root}{name}")]
+    keyed = zip(structure.keys, [None] * children if isinstance(children, int) else children, strict=True)
+    return [path for key, child in keyed for path in leaf_paths(child, root + structure.form.format(key))]
 
 
 def outline(structure: Structure) -> str:
     """The names in a structure, the same on every rank that has it; in few steps where all are strings."""
     if structure is None:
         return ""
-    (_, keys), inner = structure.names, structure.children
+    keys, inner = structure.keys, structure.children
     texts = _STRINGS.issuperset(map(type, keys))
     own = ", ".join(keys) if texts else str(keys if isinstance(keys, range) else list(map(_sort_key, keys)))
     return own if isinstance(inner, int) else f"{own}: ({'; '.join(map(outline, inner))})"
@@ -100,8 +91,8 @@ def outline(structure: Structure) -> str:
 
 def children(tree: Any) -> dict[str, Any]:
     """The values of a collection by the way to each, one level deep; empty for a leaf."""
-    opened = _open(tree)
-    return {} if opened is None else dict(zip(opened[0](), opened[1], strict=True))
+    form, keys, values, _ = _open(tree) or ("", (), (), list)
+    return dict(zip(map(form.format, keys), values, strict=True))
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
@@ -118,7 +109,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
     opened = None if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)) else _open(tree)
     if opened is None:
         return function(tree)
-    _, values, rebuild = opened
+    *_, values, rebuild = opened
     mapped = [map_leaves(function, value, is_leaf) for value in values]
     return tree if _same(values, mapped) else rebuild(mapped)
 
@@ -165,24 +156,24 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
     if opened is None:
         leaves.append(tree)
         return None
-    names, values, rebuild = opened
+    form, keys, values, rebuild = opened
     if _LEAF_TYPES.issuperset(map(type, values)):
         leaves.extend(values)
-        return _Node(names, len(values), rebuild)
-    return _Node(names, [_flatten(value, leaves) for value in values], rebuild)
+        return _Node(form, keys, len(values), rebuild)
+    return _Node(form, keys, [_flatten(value, leaves) for value in values], rebuild)
 
 
 def _open(tree: Any) -> _Opened | None:
-    """Names, values and the way back of one collection, one level deep; None for a leaf."""
+    """Form, keys, values and the way back of one collection, one level deep; None for a leaf."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return None
     if kind is dict:
         return _open_mapping(tree, lambda items: items)
     if kind is list or kind is tuple:
-        return _indices(tree), tree, kind
+        return _open_sequence(tree, kind)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return _Names(".{}", tree._fields), tree, kind._make  # type: ignore[attr-defined]
+        return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
     # A state dict has an attribute, which torch's registry knows nothing of.
     one_level = None if kind is OrderedDict else flatten_one_level(tree)
     if one_level is not None:
@@ -190,21 +181,21 @@ def _open(tree: Any) -> _Opened | None:
         # A registered mapping may announce other children than its entries.
         if isinstance(tree, Mapping) and len(tree) == len(values) and _same(tree.values(), values):
             return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
-        return _indices(values), values, rebuild
+        return _open_sequence(values, rebuild)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
         opened = [getattr(tree, name) for name in fields]
         # object.__setattr__ reaches the fields of a frozen dataclass.
-        return _Names(".{}", fields), opened, partial(_copy_with, tree, object.__setattr__, fields)
+        return ".{}", fields, opened, partial(_copy_with, tree, object.__setattr__, fields)
     if isinstance(tree, dict):
         return _open_mapping(tree, lambda items: _copy_with(tree, operator.setitem, items, items.values()))
     if isinstance(tree, list | tuple):
-        return _indices(tree), tree, kind
+        return _open_sequence(tree, kind)
     return None
 
 
-def _indices(values: Sequence[Any]) -> _Names:
-    return _Names("[{}]", range(len(values)))
+def _open_sequence(values: Sequence[Any], build: Callable[[list[Any]], Any]) -> _Opened:
+    return "[{}]", range(len(values)), values, build
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
@@ -215,7 +206,7 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
         items.update(zip(keys, values, strict=True))
         return build(items)
 
-    return _Names("[{!r}]", keys), list(map(tree.__getitem__, keys)), rebuild
+    return "[{!r}]", keys, list(map(tree.__getitem__, keys)), rebuild
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
