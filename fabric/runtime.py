@@ -186,11 +186,9 @@ class Runtime:
     def _connect(self) -> dist.Store:
         world, is_connected = self.world, dist.is_initialized()
         if is_connected and (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
-            raise ConfigurationError(
-                f"a job of {world.world_size} processes, this one rank {world.rank}",
-                f"torch.distributed has made this process rank {dist.get_rank()} of {dist.get_world_size()}",
-                suggestion="torch.distributed.destroy_process_group() before Fabric(...).launch()",
-            )
+            request = f"a job of {world.world_size} processes, this one rank {world.rank}"
+            problem = f"torch.distributed has made this process rank {dist.get_rank()} of {dist.get_world_size()}"
+            raise ConfigurationError(request, problem, suggestion="dist.destroy_process_group() before launch()")
         shared = default_store() if is_connected else find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job: each has a part of the store.
         generation = shared.add(f"fabric/runtime/{world.rank}", 1)

@@ -121,11 +121,8 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
     except RuntimeError as error:
         if not is_required:
             return None
-        raise ConfigurationError(
-            "a process group that was there before",
-            f"the watchdog needs a second connection to its store, and the clone() of that does not work: {error}",
-            suggestion="Fabric(..., watchdog=0), without a report when ranks wait for each other",
-        ) from error
+        problem = f"the watchdog needs a second connection to its store, and the clone() of that does not work: {error}"
+        raise ConfigurationError("a process group of yours", problem, suggestion="Fabric(watchdog=0)") from error
     own.set_timeout(_STORE_TIMEOUT)
     return own
 

@@ -121,11 +121,8 @@ class UnevenInputDetector:
         if entry.group != JOB:
             return
         if self._joined:
-            raise UsageError(
-                f"a collective over all ranks inside of fabric.join on rank {self._rank}",
-                "a rank that has run out of batches takes no part in it",
-                suggestion="the collective, be it a checkpoint or a metric, after the with block",
-            )
+            request = f"a collective over all ranks inside of fabric.join on rank {self._rank}"
+            raise UsageError(request, "a rank without batches takes no part", suggestion="it after the with block")
         self._check_ends()
 
     def finish(self) -> None:
