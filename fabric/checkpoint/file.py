@@ -306,7 +306,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
             # Still open, so that the lock is held until the file carries its final name.
             os.replace(file.name, target)
     finally:
-        with suppress(FileNotFoundError):  # it has its final name
+        with suppress(OSError):  # it has its final name; or is left to the next save, and hides no other error
             os.unlink(file.name)
         with suppress(OSError):  # it flushes again what could not be flushed, and would hide that error
             file.close()
