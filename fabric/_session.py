@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric._plan import Plan
-from fabric._torch import uncompiled
+from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
@@ -339,7 +339,7 @@ def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, Gradient
 
 def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
-    inner: Any = uncompiled(module)
+    inner: Any = module._modules.get(COMPILED_MODULE, module)
     return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
 
 

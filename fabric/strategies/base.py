@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fabric._torch import uncompiled
+from fabric._torch import COMPILED_MODULE
 from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.collectives import all_gather, all_reduce, broadcast
 from fabric.communicators import Communicator, NonMember, Reduce
@@ -276,7 +276,7 @@ class Strategy(ABC):
     def _users(self, module: nn.Module) -> nn.Module:
         """The user's module inside of a prepared one; a wrapper of the user's own belongs to it."""
         inner: Any = module.module if isinstance(module, self._wrapper) else module
-        return uncompiled(inner)
+        return inner._modules.get(COMPILED_MODULE, inner)
 
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state with full tensors in the place of sharded ones, complete on every rank; may be collective."""

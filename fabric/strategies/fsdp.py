@@ -303,8 +303,10 @@ class FSDPStrategy(ParallelStrategy):
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
         world = self.runtime.world
-        own = {"NO_SHARD": (world.world_size, 1), "HYBRID_SHARD": (world.num_nodes, world.local_world_size)}
-        sizes = self.device_mesh or own.get(self.sharding_strategy, (world.world_size,))
+        own = (world.world_size, 1) if self.sharding_strategy == "NO_SHARD" else (world.world_size,)
+        if self.sharding_strategy == "HYBRID_SHARD":
+            own = world.num_nodes, world.local_world_size
+        sizes = self.device_mesh or own
         return self.runtime.mesh(**dict(zip(("replicas", "shards")[-len(sizes) :], sizes, strict=True)))
 
     @property
