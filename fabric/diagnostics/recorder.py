@@ -53,7 +53,7 @@ _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
 _MOST_UNREAD = 256  # signatures that stay on the device at most
 _FAILED = -1  # the checksum of a rank that cannot make its call
-_CHECKSUM, _ROW = 16, 4096  # bytes of the checksum and of its negative, and of a row
+_CHECKSUM, _ROW = 16, 8192  # bytes of the checksum and of its negative, and of a row
 _FEW = 16  # ranks at most whose rows are gathered
 
 
