@@ -614,7 +614,7 @@ class Fabric:
         Args:
             metrics: a metric or a collection of torchmetrics, moved by :meth:`to_device`.
         """
-        return compute_metrics(self._communicator("compute_metrics"), metrics, self.device)
+        return compute_metrics(self._communicator("compute_metrics"), metrics)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].

@@ -6,7 +6,7 @@ it declares, other tensors among its attributes, and how often it was updated.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -14,39 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric.collectives import all_gather_objects
 from fabric.communicators import Communicator
+from fabric.communicators.base import CallDescription
 from fabric.errors import ArgumentTypeError, CheckpointError, UsageError
 from fabric.tree import map_tensors
 
-__all__ = ["compute_metrics", "load_rank_states", "metrics_in", "rank_states"]
+__all__ = ["compute_metrics", "load_rank_states", "rank_states"]
 
 _COUNTERS = ("_update_count", "_num_vals_seen")
 _RESULTS = ("_computed", "_forward_cache")
 
 
-def metrics_in(value: Any) -> dict[str, Any]:
-    """The metrics of torchmetrics in a module, itself included, by path."""
-    torchmetrics: Any = sys.modules.get("torchmetrics")  # optional, and imported where there is a metric
-    modules: Any = dict(nn.Module.named_modules(value)) if torchmetrics and isinstance(value, nn.Module) else {}
-    for each in modules.values():
-        if isinstance(each, torchmetrics.MetricCollection):
-            each.values(copy_state=False)  # only the first of a group is updated, until the others are looked at
-    return {path: each for path, each in modules.items() if isinstance(each, torchmetrics.Metric)}
-
-
-def compute_metrics(communicator: Communicator, metrics: Any, device: torch.device) -> Any:
-    """See :meth:`fabric.Fabric.compute_metrics`; ``device`` is this process's."""
+def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
+    """See :meth:`fabric.Fabric.compute_metrics`."""
     request, error, sent = f"compute_metrics({type(metrics).__name__})", None, []
-    found = list(metrics_in(metrics).values())
+    found = list(_metrics_in(metrics).values())
     try:
         sent = [_recorded(metric) for metric in found]
         if not found:
             raise ArgumentTypeError(request, "it is no metric or collection of torchmetrics, and holds none")
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         error = UsageError(request, f"on rank {communicator.rank}, {type(caught).__name__}: {caught}")
-    of_ranks = all_gather_objects(communicator, sent, device, error)
-    counts = [[len(states) for states in rank] for rank in of_ranks]
+    of_ranks = communicator.gather_objects(sent, CallDescription("compute_metrics", lambda: ""), error)
+    counts = [[*map(len, rank)] for rank in of_ranks]
     if any(each != counts[0] for each in counts):
         problem = f"ranks hold different numbers of states: {counts}"
         raise UsageError(request, problem, "states with a reduction, and the same metrics on all ranks")
@@ -62,29 +52,26 @@ def compute_metrics(communicator: Communicator, metrics: Any, device: torch.devi
 
 def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """What this rank's metrics hold, copied to the CPU, by entry and path; see ``[Note: metrics]``."""
-    found = {name: metrics_in(value) for name, value in state.items()}
+    found = {name: _metrics_in(value) for name, value in state.items()}
     return {name: {path: _held(each) for path, each in metrics.items()} for name, metrics in found.items() if metrics}
 
 
 def load_rank_states(
-    state: Mapping[str, Any], saved: Callable[[int], Mapping[str, Any]], rank: int, sizes: tuple[Any, int], strict: bool
+    state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], sizes: tuple[int, int], strict: bool
 ) -> None:
     """Have the metrics of this rank go on with what they held.
 
     Args:
         state: names and objects.
-        saved: what :func:`rank_states` gave on a rank of the job that saved.
-        rank: this one.
+        saved: what :func:`rank_states` gave on this rank; of another number of ranks on some, which look for samples.
         sizes: how many ranks saved, and how many there are.
         strict: whether what cannot be restored is an error; if not, such a metric is left as it is.
 
     Raises:
         CheckpointError: states of another number of ranks, or of other metrics.
     """
-    # One of another number of ranks looks for states to lose in its part of the saved ones, and nowhere if empty.
-    of_ranks = [saved(each) for each in ([rank] if sizes[0] == sizes[1] else {0, *range(rank, *sizes)})]
-    for name, metrics in ((name, metrics_in(value)) for name, value in state.items() if name in of_ranks[0]):
-        entries = [each[name] for each in of_ranks]
+    for name in state.keys() & saved[0].keys():
+        metrics, entries = _metrics_in(state[name]), [each[name] for each in saved]
         if entries[0].keys() != metrics.keys():
             problem = f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
         elif sizes[0] != sizes[1] and any(held["_update_count"] for entry in entries for held in entry.values()):
@@ -93,12 +80,25 @@ def load_rank_states(
             for path, metric in metrics.items():
                 metric.reset()
                 if sizes[0] == sizes[1]:
-                    copied = partial(torch.Tensor.to, device=metric.device, copy=True)
+                    copied = partial(Tensor.to, device=metric.device, copy=True)
                     vars(metric).update(map_tensors(copied, entries[0][path]))
             continue
         if strict:
             expected = "the same metrics on as many ranks, or a checkpoint from after metric.reset()"
             raise CheckpointError(f"load state[{name!r}]", problem, expected, "strict=False to leave it as it is")
+
+
+def _metrics_in(value: Any) -> dict[str, Any]:
+    """The metrics of torchmetrics in a module, itself included, by path."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")  # optional, and imported where there is a metric
+    modules: Any = nn.Module.named_modules(value) if torchmetrics and isinstance(value, nn.Module) else ()
+    found = {}
+    for path, each in modules:
+        if isinstance(each, torchmetrics.MetricCollection):
+            each.values(copy_state=False)  # only the first of a group is updated, until the others are looked at
+        elif isinstance(each, torchmetrics.Metric):
+            found[path] = each
+    return found
 
 
 def _held(metric: Any) -> dict[str, Any]:
@@ -109,7 +109,11 @@ def _held(metric: Any) -> dict[str, Any]:
         for name, value in vars(metric).items()
         if name in metric._defaults or name in _COUNTERS or (isinstance(value, Tensor) and name not in _RESULTS)
     ]
-    return {name: map_tensors(lambda each: each.detach().to("cpu", copy=True), vars(metric)[name]) for name in names}
+    return {name: map_tensors(_copied, vars(metric)[name]) for name in names}
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _recorded(metric: Any) -> list[Tensor]:
@@ -119,7 +123,7 @@ def _recorded(metric: Any) -> list[Tensor]:
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
         if group is not None:
             raise UsageError("process_group of a metric", "the samples of all processes are meant")
-        sent.append(tensor)
+        sent.append(_copied(tensor))
         return [tensor]
 
     metric.sync(record, distributed_available=lambda: True)
@@ -130,7 +134,7 @@ def _recorded(metric: Any) -> list[Tensor]:
 def _replay(request: str, states: Iterator[tuple[Tensor, Any]], tensor: Tensor, group: Any = None) -> list[Tensor]:
     """What was gathered in the place of a state."""
     sent, of_ranks = next(states)
-    if not torch.equal(tensor.nan_to_num(), sent.nan_to_num()):
+    if not torch.equal(tensor.cpu().nan_to_num(), sent.nan_to_num()):
         raise UsageError(request, "a metric computes from other states than it holds", suggestion="metrics.compute()")
     # A rank without samples holds nothing, and that in no dtype.
-    return [each for each in of_ranks if each.numel()] or list(of_ranks)
+    return [each.to(tensor.device) for each in of_ranks if each.numel()] or [tensor]

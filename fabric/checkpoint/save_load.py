@@ -32,7 +32,7 @@ from fabric.checkpoint.state import (
 )
 from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
-from fabric.metrics import load_rank_states, metrics_in, rank_states
+from fabric.metrics import load_rank_states, rank_states
 from fabric.seed import rng_state, set_rng_state
 from fabric.tree import flatten, map_tensors
 
@@ -76,7 +76,7 @@ class CheckpointCoordinator:
         state = {"": state} if is_bare else state
 
         def read() -> tuple[Any, dict[str, Any], dict[str, Any]]:
-            states = rank_states(state)
+            states = rank_states(state) if _has_metrics(state) else {}
             check_entries(own := {"metrics": states} if states else {})
             return locate(path), self.access.read(state), own
 
@@ -92,7 +92,8 @@ class CheckpointCoordinator:
         }
         own["rng"] = rng_state()
         if not sharded:
-            metadata |= {name: gather_on_first(self.communicator, value) for name, value in own.items()}
+            of_ranks = gather_on_first(self.communicator, own)
+            metadata |= {name: [each[name] for each in of_ranks] for name in own}
         content: dict[str, Any] = entries[""] if is_bare else {**entries, METADATA_KEY: metadata}
         content = content if sharded or is_first else {}
 
@@ -150,28 +151,24 @@ class CheckpointCoordinator:
             modules = {name: loaded.pop(name) for name in [*loaded] if isinstance(targets.get(name), nn.Module)}
             return metadata, [(loaded, lambda: None), (modules, lambda: None)]
 
+        metadata, parts = self._agreed(request, prepare)
+        sizes = metadata.get("world_size", 0), self.communicator.size
+
         def read(content: dict[str, Any], fill: Callable[[], None]) -> dict[str, Any]:
+            modules = {name: value for name, value in targets.items() if name in content}
+            if "metrics" in metadata:
+                undo.callback(load_rank_states, modules, [rank_states(modules)], (1, 1), True)
             self.access.back_up(targets, content, undo)
             fill()
-            return restore(content, targets, self.access, strict)
+            others = restore(content, targets, self.access, strict)
+            if "metrics" in metadata:
+                states = [metadata["metrics"][rank] for rank in self._ranks_of(metadata)]
+                load_rank_states(modules, states, sizes, strict)
+            return others
 
-        metadata, parts = self._agreed(request, prepare)
         # What fails on any rank from here on, such as an object that refuses its state, is undone on all of them.
-        sizes = metadata.get("world_size"), self.communicator.size
-        has_metrics = sizes[0] and any(map(metrics_in, targets.values()))
         with ExitStack() as undo:
-            if has_metrics:
-                before = self._agreed(request, lambda: rank_states(targets))
-                undo.callback(load_rank_states, targets, lambda _: before, 0, (1, 1), True)
             others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
-            if has_metrics:
-
-                def saved(rank: int) -> Mapping[str, Any]:
-                    if stored is not None:
-                        return stored.read_values(rank).get("metrics", {})
-                    return metadata["metrics"][rank] if "metrics" in metadata else {}
-
-                self._agreed(request, partial(load_rank_states, targets, saved, self.communicator.rank, sizes, strict))
             if state is not None and self.scaler is not None and metadata.get("loss_scaler") is not None:
                 undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
                 self.scaler.load_state_dict(metadata["loss_scaler"])
@@ -193,13 +190,19 @@ class CheckpointCoordinator:
         if (pending := self.saver.pending) is not None:
             self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self.saver.join)
 
+    def _ranks_of(self, metadata: Mapping[str, Any]) -> range:
+        """The ranks whose own state this one looks at: the same number, or of another number of ranks a part of all."""
+        saved = metadata["world_size"]
+        return range(self.communicator.rank % saved, saved, self.communicator.size)
+
     def _prepare_shards(self, stored: StoredCheckpoint, state: State | None, strict: bool) -> _Prepared:
         """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
-        rank, content, modules = self.communicator.rank, stored.content, {}
+        content, modules = stored.content, {}
         others: dict[str, Any] = dict.fromkeys(content)
         metadata = read_metadata({METADATA_KEY: stored.metadata})
-        if metadata.get("world_size") == self.communicator.size and stored.per_rank:
-            metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
+        if stored.per_rank and (metadata["world_size"] == self.communicator.size or _has_metrics(state or {})):
+            own = {rank: stored.read_values(rank) for rank in self._ranks_of(metadata)}
+            metadata |= {name: {rank: own[rank][name] for rank in own} for name in own[min(own)]}
         if state is not None:
             check_fits(content, state, self.access.module_state, strict)
             for name in content:
@@ -326,6 +329,12 @@ def _address(tensor: Tensor) -> int:
     """Where the memory of a tensor is; 0 for one without any, or with memory of another kind."""
     is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return tensor.untyped_storage().data_ptr() if is_dense else 0
+
+
+def _has_metrics(state: State) -> bool:
+    """Whether there may be metrics of torchmetrics, with states of their own on each rank."""
+    modules = (value for value in state.values() if isinstance(value, nn.Module))
+    return any("dist_sync_fn" in vars(each) for value in modules for _, each in nn.Module.named_modules(value))
 
 
 def _tensors(tree: Any) -> list[Tensor]:

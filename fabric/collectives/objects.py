@@ -23,7 +23,7 @@ from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import flatten, unflatten
 
-__all__ = ["TensorMeta", "all_gather_objects", "gather", "recv", "scatter", "send"]
+__all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
 _PREFIX = 8  # bytes that say how long the pickle is
 
@@ -75,16 +75,6 @@ def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device
         raise mismatch(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
     rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
     return None if rows is None else [_unpacked(row, device) for row in rows]
-
-
-def all_gather_objects(
-    communicator: Communicator, tree: Any, device: torch.device, failed: FabricError | None = None
-) -> list[Any]:
-    """The collections of all ranks, by rank, on each of them. What one passes as ``failed`` is raised on all."""
-    message, error = _message(tree, communicator.device)
-    call = CallDescription("all_gather", lambda: "objects")
-    longest = max(communicator.gather_objects(len(message), call, failed or error))
-    return [_unpacked(row, device) for row in communicator.all_gather(pad(message, (0, longest - len(message))))]
 
 
 def send(communicator: Communicator, tree: Any, dst: int) -> None:
