@@ -141,9 +141,8 @@ class DDPSpawnPlugin(DDPStrategy):
         ddp_comm_wrapper: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        _deprecated("DDPSpawnPlugin(...)", 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn")')
-        if options.get("precision_plugin") is not None:
-            _deprecated("precision_plugin=", "precision=")
+        modern = 'Fabric(strategy="ddp_spawn"), or DDPStrategy(start_method="spawn"); precision= for precision_plugin='
+        _deprecated("DDPSpawnPlugin(...)", modern)
         super().__init__(
             parallel_devices=parallel_devices,
             num_nodes=1 if num_nodes is None else num_nodes,
@@ -280,9 +279,8 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
         activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | None = None,
         **options: Any,
     ) -> None:
-        _deprecated("DDPFullyShardedNativeStrategy(...)", 'Fabric(strategy="fsdp"), or FSDPStrategy(...)')
-        if precision_plugin is not None:
-            _deprecated("precision_plugin=", "precision=")
+        modern = 'Fabric(strategy="fsdp"), or FSDPStrategy(...); precision= for precision_plugin='
+        _deprecated("DDPFullyShardedNativeStrategy(...)", modern)
         super().__init__(
             accelerator,
             parallel_devices,
