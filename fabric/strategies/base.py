@@ -420,11 +420,8 @@ class SingleDeviceStrategy(Strategy):
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
         if len(devices) * num_nodes != 1:
-            raise ConfigurationError(
-                f'strategy="single_device" on {num_nodes} node(s) with {len(devices)} device(s) each',
-                "it drives one device",
-                'strategy="ddp" for several devices, or devices=1',
-            )
+            problem = f"it drives one device, and there are {num_nodes} node(s) with {len(devices)} device(s) each"
+            raise ConfigurationError('strategy="single_device"', problem, 'strategy="ddp", or devices=1')
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -221,12 +221,12 @@ class DDPStrategy(ParallelStrategy):
 
     def _state_of_hook(self) -> Any:
         if isinstance(self.ddp_comm_state, _Packed):
-            self.ddp_comm_state = pickle.loads(self.ddp_comm_state.payload)  # noqa: S301 - packed by the same object
+            self.ddp_comm_state = pickle.loads(self.ddp_comm_state)  # noqa: S301 - packed by the same object
         return self.ddp_comm_state
 
 
-class _Packed(NamedTuple):
-    payload: bytes
+class _Packed(bytes):
+    """The state of a hook, pickled."""
 
 
 class _KeepsGroup:

@@ -5,6 +5,7 @@ it, is running. A part that is called by itself computes with shards, or becomes
 gradients the rest knows nothing of. Such a call is an error when it is made, with or without gradients.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,7 +150,7 @@ class FSDPStrategy(ParallelStrategy):
         options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
-        # A change in place of such a view is right, or a raw error that options.explain() is about.
+        # A change in place of such a view is right, or a raw error that options.EXPLANATIONS has.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if not self.is_global_zero:
             return
@@ -297,7 +298,10 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def _explain(self, exception: BaseException) -> None:
-        options.explain(exception)
+        for pattern, (problem, suggestion) in options.EXPLANATIONS.items():
+            note = str(FabricError(problem, suggestion=suggestion))
+            if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
+                exception.add_note(note)
 
     def _mesh(self) -> DeviceMesh:
         if isinstance(self.device_mesh, DeviceMesh):

@@ -8,7 +8,6 @@ at a time. A parameter that several modules share has to belong to one FSDP modu
 
 import hashlib
 import inspect
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -31,9 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers", "check_same_model", "check_shardable",
-    "choose_modules", "explain", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice", "parse_cpu_offload",
-    "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older", "prefetch_in_backward",
+    "EXPLANATIONS", "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers", "check_same_model",
+    "check_shardable", "choose_modules", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice",
+    "parse_cpu_offload", "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older",
+    "prefetch_in_backward",
 ]  # fmt: skip
 
 _ALWAYS_ON = "means nothing, it is always on"
@@ -46,7 +46,7 @@ OF_FIRST_FSDP = {
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
 # What to do about errors of torch, by what they say: the problem, and a suggestion.
-_EXPLANATIONS = {
+EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its FSDP module",
         "weight.full_tensor() for such a use, before model(batch) for a penalty on all weights",
@@ -61,14 +61,6 @@ _EXPLANATIONS = {
         'torch.optim.AdamW, or strategy="ddp"',
     ),
 }
-
-
-def explain(exception: BaseException) -> None:
-    """Add a note to an error of torch about what is sharded that says what to do about it."""
-    for pattern, (problem, suggestion) in _EXPLANATIONS.items():
-        note = str(FabricError(problem, suggestion=suggestion))
-        if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
-            exception.add_note(note)
 
 
 def parse_name(option: str, value: Any, names: Sequence[str]) -> str:
@@ -127,8 +119,7 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
     if not isinstance(value, MixedPrecision) or value.keep_low_precision_grads:
         raise ConfigurationError(
             f"FSDPStrategy(mixed_precision={value!r})",
-            expected="MixedPrecisionPolicy, or MixedPrecision with keep_low_precision_grads=False",
-            suggestion='Fabric(precision="bf16-mixed"), or precision="bf16-true" for gradients in low precision',
+            expected="MixedPrecisionPolicy or MixedPrecision, and bf16-true in place of keep_low_precision_grads",
         )
     casts = value.cast_forward_inputs or value.cast_root_forward_inputs
     return MixedPrecisionPolicy(value.param_dtype, value.reduce_dtype, cast_forward_inputs=casts), value.buffer_dtype
@@ -346,23 +337,18 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: FabricE
 def _layout(root: nn.Module) -> str:
     """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
     tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    numbers: dict[int, int] = {}
-    layout = []
-    for name, each in tensors:
-        number = numbers.setdefault(id(each), len(numbers))
-        layout.append((name, number, each.shape, each.dtype, each.requires_grad, isinstance(each, EmptyParameter)))
+    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
+    layout = [
+        (name, numbers[id(each)], each.shape, each.dtype, each.requires_grad, type(each)) for name, each in tensors
+    ]
     return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     with_parts = {part for part in root.modules() if any(True for _ in part.children())}
-    in_lists = {
-        part
-        for parent in root.modules()
-        for part in parent.children()
-        # A layer without parts in a sequence is too small for a collective of its own.
-        if isinstance(parent, _LISTS) or (isinstance(parent, nn.Sequential) and part in with_parts)
-    }
+    lists = [part for part in root.modules() if isinstance(part, (*_LISTS, nn.Sequential))]
+    # A layer without parts in a sequence is too small for a collective of its own.
+    in_lists = {part for each in lists for part in each.children() if part in with_parts or isinstance(each, _LISTS)}
     for chosen in (in_lists, with_parts - {root}):
         candidates = [module for module in root.modules() if module in chosen and _can_be_sharded(module)]
         counts = Counter(map(type, candidates))
