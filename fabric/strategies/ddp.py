@@ -109,9 +109,8 @@ class DDPStrategy(ParallelStrategy):
     @override
     def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
         if self.sync_batchnorm and accelerator.name == "cpu":
-            raise ConfigurationError(
-                "DDPStrategy(sync_batchnorm=True)", "torch's SyncBatchNorm takes no inputs on the CPU"
-            )
+            problem = "torch's SyncBatchNorm refuses inputs on the CPU"
+            raise ConfigurationError("DDPStrategy(sync_batchnorm=True)", problem, "sync_batchnorm=False, or GroupNorm")
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
