@@ -75,7 +75,6 @@ class Session:
         if (scale := plan.precision.loss_scale) is not None:
             agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None
             self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, scale, agree)))
-            self.scaler.gradients_differ = False
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
@@ -90,8 +89,8 @@ class Session:
         self._checks: SetupChecks | None = None
         if check_training:
             self._checks = SetupChecks(
-                self._contracts, self.runtime.store, self.backward, optimizers=self.optimizers, loaders=self.loaders,
-                check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
+                self._bypass.structures, self.runtime.store, self.backward, optimizers=self.optimizers,
+                loaders=self.loaders, check=partial(self.strategy.check_setup, None), scales=self.scaler is not None,
             )  # fmt: skip
             self._parts.callback(self._checks.close)
             if recorder is not None:
@@ -286,17 +285,15 @@ class Session:
             [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
         return self._node_group or communicator
 
-    def _contracts(self) -> list[GradientContract]:
-        return [model._fabric_contract for model in self.modules]
-
 
 def set_up_modules(method: str, modules: Any) -> list[FabricModule]:
     """One module or several that ``setup`` returned, or those in a module around them; without ``torch.compile``'s."""
-    given = modules if isinstance(modules, list | tuple) else [modules]
-    parts = [_set_up_parts(each) for each in given]
-    if others := [type(each).__name__ for each, inside in zip(given, parts, strict=True) if not inside]:
-        raise ArgumentTypeError(f"{method} with {others[0]}", "it is no module that setup() returned")
-    return [part for inside in parts for part in inside]
+    found: list[FabricModule] = []
+    for each in modules if isinstance(modules, list | tuple) else [modules]:
+        if not (parts := _set_up_parts(each)):
+            raise ArgumentTypeError(f"{method} with {type(each).__name__}", "it is no module that setup() returned")
+        found += parts
+    return found
 
 
 def _set_up_parts(module: Any) -> list[FabricModule]:

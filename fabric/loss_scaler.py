@@ -58,7 +58,7 @@ class LossScaler:
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
         self._growth_interval, self._max_over_ranks = settings.growth_interval, max_over_ranks
-        self.gradients_differ, self.accumulates = True, False
+        self.gradients_differ = self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
 

@@ -279,6 +279,7 @@ def overflow_on_one_rank(fabric):
     scaler = LossScaler(
         CPU, LossScale(**OPTIONS), max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX)
     )
+    scaler.gradients_differ = True
     scaler.register(optimizer)
     for step in range(3):
         factor = math.inf if step == 1 and fabric.global_rank == 1 else 1.0
@@ -308,6 +309,7 @@ def zero_part_on_one_rank(fabric):
         LossScale(init_scale=4.0, growth_interval=1),
         max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX),
     )
+    scaler.gradients_differ = True
     for optimizer in optimizers:
         scaler.register(optimizer)
     scaler.scale_loss(stepping.sum() + waiting.sum() * fabric.global_rank).backward()

@@ -103,7 +103,7 @@ class BypassChecks:
 
     Attributes:
         on_forward: what is called at the start of each wrapped forward whose gradients need it.
-        structures: what each module was set up with.
+        structures: what each module was set up with, by the contracts of all.
     """
 
     def __init__(self, world: World, backward: Hooks, recorder: FlightRecorder | None = None) -> None:
@@ -121,8 +121,7 @@ class BypassChecks:
 
     def watch(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> "BypassGuard | None":
         """Watch a prepared module by hooks around its forward pass; the guard, where gradients need that pass."""
-        if self._handles:
-            self.structures[contract] = _Structure(contract, self, forward)
+        self.structures[contract] = _Structure(contract, self, forward)
         guard = None
         if contract.needs_forward:
             if not self._guards:
@@ -168,7 +167,8 @@ class _Structure:
         parameters = {*contract.parameters().values()}
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
         self._others = set[Tensor]()
-        self._add(parameters - self.synchronized)
+        if checks.world.world_size > 1:
+            self._add(parameters - self.synchronized)
 
     def on_registration(self, contract: GradientContract, owner: nn.Module, value: Any) -> None:
         """Have the next forward pass look at a module or a parameter that is about to become part of another."""

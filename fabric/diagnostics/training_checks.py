@@ -48,7 +48,7 @@ _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
 
-Contracts = Callable[[], Sequence[GradientContract]]
+Contracts = Collection[GradientContract]
 
 
 class TrainingChecks:
@@ -99,8 +99,8 @@ class TrainingChecks:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._calls += 1
         self._compare(self._store.get_nowait(self._key("other")))
-        trained, contracts = self._note_gradients(optimizer), self._contracts()
-        for contract in contracts if self._calls == 1 else ():
+        trained = self._note_gradients(optimizer)
+        for contract in self._contracts if self._calls == 1 else ():
             parameters = contract.parameters().values()
             if trained & _ids(parameters) and (empty := _ids(each for each in parameters if _has_nan(each))):
                 self._refuse(
@@ -111,7 +111,7 @@ class TrainingChecks:
         # A closure computes the gradients within the step.
         if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
             return
-        for contract in contracts:
+        for contract in self._contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
                 self._refuse(
                     f"the last backward pass did not reduce the gradients of {_named(contract, unreduced)}",
@@ -164,10 +164,9 @@ class TrainingChecks:
         self._steps += 1
         if self._store.size == 1:  # nothing has to be synchronized
             return
-        contracts = self._contracts()
-        names = {id(parameter): name for each in contracts for name, parameter in each.replicated().items()}
+        names = {id(parameter): name for each in self._contracts for name, parameter in each.replicated().items()}
         # A sharded one reduces its gradients itself.
-        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(contracts)
+        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(self._contracts)
         for number, parameter in enumerate(_parameters(optimizer)):
             if id(parameter) in foreign:
                 names[id(parameter)] = f"parameter {number} of the optimizer, which no set-up module has"
@@ -259,11 +258,10 @@ class SetupChecks:
         is_first = optimizer not in self._seen
         self._seen.add(optimizer)
         request, trained = f"{type(optimizer).__name__}.step() on rank {self._store.rank}", _trained(optimizer)
-        contracts = self._contracts()
-        set_up, arrived = _set_up(contracts), _with_gradient(trained)
+        set_up, arrived = _set_up(self._contracts), _with_gradient(trained)
         if optimizer not in self._optimizers:
             self._check([optimizer])
-            if self._scales and self._backwards and arrived and (arrived & set_up or not contracts):
+            if self._scales and self._backwards and arrived and (arrived & set_up or not self._contracts):
                 raise UsageError(
                     request,
                     "it has not been set up, and steps with the gradients of the loss times its scale",
@@ -271,7 +269,7 @@ class SetupChecks:
                     "model, optimizer = fabric.setup(model, optimizer), or fabric.setup_optimizers(optimizer)",
                 )
         held = _ids(each for known in (*self._optimizers, *self._seen) for each in _trained(known))
-        for contract in contracts if _ids(trained) - set_up - arrived else ():
+        for contract in self._contracts if _ids(trained) - set_up - arrived else ():
             if left_out := _with_gradient(contract.parameters().values()) - held:
                 raise UsageError(
                     request,
@@ -284,7 +282,7 @@ class SetupChecks:
             return
         missing = ""
         # Latent tensors may well be each rank's own; parameters that are sharded are not.
-        if not contracts and any(isinstance(each, nn.Parameter) and local_tensor(each) is each for each in trained):
+        if not self._contracts and nn.Parameter in map(type, trained):
             self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
         elif arrived & set_up and not self._loaders and self._store.rank == 0:
