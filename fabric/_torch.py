@@ -174,14 +174,12 @@ def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
 
 def operations_behind(loss: Tensor) -> Iterator[int]:
     """The operations in the graph behind ``loss``, by their numbers in the count of :data:`operations_recorded`."""
-    seen, waiting = set(), [loss.grad_fn]
+    seen, waiting = {None}, list[Any]([loss.grad_fn])
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        yield node._sequence_nr()
-        seen.add(node)
-        waiting += [before for before, _ in node.next_functions]
+        if (node := waiting.pop()) not in seen:
+            yield node._sequence_nr()
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
 
 
 def is_compiling() -> bool:
@@ -191,11 +189,9 @@ def is_compiling() -> bool:
     compiled code.
     """
     compilers = {("_dynamo/convert_frame.py", "_compile"), ("_inductor/compile_fx.py", "compile_fx_inner")}
-    for frame in sys._current_frames().values():
-        codes = (outer.f_code for outer, _ in traceback.walk_stack(frame))
-        if any(("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes):
-            return True
-    return False
+    stacks = map(traceback.walk_stack, sys._current_frames().values())
+    codes = (frame.f_code for stack in stacks for frame, _ in stack)
+    return any(("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes)
 
 
 # The name under which a ``torch.compile(module)`` holds the module.
@@ -226,9 +222,7 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
     """
     found = []
-    for part in module.modules():
-        if not hasattr(part, "set_requires_gradient_sync"):
-            continue
+    for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
         state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter up to torch 2.11
         for record in (record for group in groups if group is not None for record in group.fsdp_params):

@@ -149,8 +149,11 @@ class BypassChecks:
                 guard.after_backward(loss)
 
     def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
-        for contract, structure in self.structures.items():
-            structure.on_registration(contract, owner, value)
+        # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
+        is_fsdps = type(owner).__setattr__ is not nn.Module.__setattr__
+        for contract, structure in self.structures.items() if value is not None else ():
+            if not (contract.is_sharded and is_fsdps) and any(part is owner for part in contract.module.modules()):
+                structure.add(value.parameters() if isinstance(value, nn.Module) else [value])
 
 
 class _Structure:
@@ -168,16 +171,10 @@ class _Structure:
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
         self._others = set[Tensor]()
         if checks.world.world_size > 1:
-            self._add(parameters - self.synchronized)
+            self.add(parameters - self.synchronized)
 
-    def on_registration(self, contract: GradientContract, owner: nn.Module, value: Any) -> None:
-        """Have the next forward pass look at a module or a parameter that is about to become part of another."""
-        # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
-        is_own = contract.is_sharded and type(owner).__setattr__ is not nn.Module.__setattr__
-        if value is not None and not is_own and any(part is owner for part in contract.module.modules()):
-            self._add(value.parameters() if isinstance(value, nn.Module) else [value])
-
-    def _add(self, parameters: Iterable[Tensor]) -> None:
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Have the next forward passes look at parameters that are not synchronized with those of the module."""
         self._others.update(parameters)
         if self._others and self._check not in self._before:
             self._before.append(self._check)
