@@ -78,26 +78,26 @@ class FabricModule(nn.Module):
             _fabric_contract=contract,
             _fabric_guard=guard,
             _fabric_marked=set(),
-            _fabric_before=hooks.before,
-            _fabric_after=hooks.after,
+            _fabric_hooks=hooks,
         )
         self._bind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the prepared module."""
         # Diagnostics are no part of a graph, and would break it.
-        if not self._fabric_before or torch.compiler.is_dynamo_compiling():
+        hooks = self._fabric_hooks
+        if not hooks.before or torch.compiler.is_dynamo_compiling():
             return self._fabric_forward(*args, **kwargs)
         try:
-            for call in self._fabric_before:
+            for call in hooks.before:
                 call()
             output = self._fabric_forward(*args, **kwargs)
         except BaseException as error:
             self._fabric_contract.explain(error)
-            for call in self._fabric_after:
+            for call in hooks.after:
                 call(None, error)
             raise
-        for call in self._fabric_after:
+        for call in hooks.after:
             call(output, None)
         return output
 

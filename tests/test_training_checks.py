@@ -1,5 +1,7 @@
 """The first steps of an optimizer: what trains nothing raises, what is only unusual does not."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -235,6 +237,15 @@ def sharded_in_place(fabric: Fabric) -> None:
     assert not torch.equal(before["head.bias"], after["head.bias"])
 
 
+def dropped(fabric: Fabric) -> None:
+    model, optimizer = make(fabric)
+    step(fabric, model, optimizer)
+    watched = [weakref.ref(model.module), weakref.ref(optimizer)]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in watched] == [None, None]
+
+
 def compiled(fabric: Fabric) -> None:
     model, optimizer = make(fabric)
     step(fabric, torch.compile(model, backend="eager"), optimizer, times=3)
@@ -242,7 +253,7 @@ def compiled(fabric: Fabric) -> None:
 
 ALLOWED = (
     adversaries, accumulation, frozen_part, gradients_dropped_on_purpose, closures, turns, step_in_backward,
-    reduced_by_the_user, sharded_in_place, compiled,
+    reduced_by_the_user, sharded_in_place, dropped, compiled,
 )  # fmt: skip
 
 

@@ -166,7 +166,8 @@ class _Structure:
     """
 
     def __init__(self, contract: GradientContract, checks: BypassChecks, forward: Hooks) -> None:
-        self._contract, self._checks, self._before = ref(contract), checks, forward.before
+        # A list has no weak references, and this one has hooks that hold the contract.
+        self._contract, self._checks, self._forward = ref(contract), checks, ref(forward)
         parameters = {*contract.parameters().values()}
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
         self._others = set[Tensor]()
@@ -176,8 +177,9 @@ class _Structure:
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Have the next forward passes look at parameters that are not synchronized with those of the module."""
         self._others.update(parameters)
-        if self._others and self._check not in self._before:
-            self._before.append(self._check)
+        forward = self._forward()
+        if self._others and forward is not None and self._check not in forward.before:
+            forward.before.append(self._check)
 
     def _check(self) -> None:
         contract, late = self._contract(), {each for each in self._others if each.requires_grad}
