@@ -53,8 +53,8 @@ class GradientContract:
         parameters: its parameters by the user's names, also while a forward pass has replaced them.
         synchronizes: whether a backward pass, now, would synchronize gradients. Called in every step.
         needs_forward: whether gradients are synchronized only after a forward pass through the prepared module.
-        needs_all_gradients: whether gradients are right only if every parameter gets one.
-        expects_unused: whether it was said that some parameters may take no part in the loss.
+        expects_unused: whether it was said that some parameters may take no part in the loss; else gradients that need
+            a forward pass are right only if every parameter gets one.
         gradients_differ: whether ranks step with different gradients, as of shards or of replicas that drift.
         replicated: the parameters, by the user's names, that are to be equal on all ranks after a step.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
@@ -72,7 +72,6 @@ class GradientContract:
     join: Callable[[Sequence[nn.Module], bool], AbstractContextManager[Any] | None]
     synchronizes: Callable[[], bool] = bool
     needs_forward: bool = False
-    needs_all_gradients: bool = False
     expects_unused: bool = False
     gradients_differ: bool = False
     replicated: Callable[[], Mapping[str, Tensor]] = dict

@@ -120,17 +120,17 @@ class TrainingChecks:
                 )
             own = _ids(contract.parameters().values()) & trained
             without = own - self._had_gradient
-            if not self._backwards or without in (set(), own):
+            if contract.expects_unused or not self._backwards or without in (set(), own):
                 continue
             missing = _named(contract, without)
-            if contract.needs_all_gradients:
+            if contract.needs_forward:
                 self._refuse(
                     f"no gradient has arrived at {missing}, and without these the others are not synchronized",
                     "every parameter that requires a gradient gets one in each backward pass",
                     f'{_GATHERED}; else strategy="ddp_find_unused_parameters_true", or parameter.requires_grad_(False) '
                     "before setup",
                 )
-            if self._steps == _STEPS - 1 and self._store.rank == 0 and not contract.expects_unused:
+            if self._steps == _STEPS - 1 and self._store.rank == 0:
                 warnings.warn(
                     f"no gradient has arrived in the first {_STEPS} steps of {self._kind} at {missing}: they are not "
                     f"trained; {_GATHERED}, parameter.requires_grad_(False) for these, or {_OFF}",

@@ -162,15 +162,13 @@ class DDPStrategy(ParallelStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         wrapper = prepared if isinstance(prepared, DistributedDataParallel) else None
         drifts = self.model_averaging_period is not None
-        unused = bool(self.ddp_kwargs.get("find_unused_parameters") or self.ddp_kwargs.get("static_graph"))
         is_replicated = self.world_size > 1 and not drifts
         return replace(
             super().gradient_contract(prepared),
             # No function of Python: it is called in every step. Without trainable parameters there is no wrapper.
             synchronizes=partial(attrgetter("require_backward_grad_sync"), wrapper) if wrapper else bool,
             needs_forward=True,
-            needs_all_gradients=wrapper is not None and not unused,
-            expects_unused=unused,
+            expects_unused=any(self.ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph")),
             gradients_differ=drifts,
             replicated=partial(_synchronized, wrapper) if wrapper and is_replicated else dict,
         )
