@@ -150,9 +150,10 @@ class BypassChecks:
     def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
         # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
         is_fsdps = type(owner).__setattr__ is not nn.Module.__setattr__
+        added: list[Any] = [*value.parameters()] if isinstance(value, nn.Module) else [value]
         for contract, structure in self.structures.items() if value is not None else ():
             if not (contract.is_sharded and is_fsdps) and any(part is owner for part in contract.module.modules()):
-                structure.add(value.parameters() if isinstance(value, nn.Module) else [value])
+                structure.add(added)
 
 
 class _Structure:

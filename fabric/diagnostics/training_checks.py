@@ -11,7 +11,7 @@ Only what is certainly wrong is an error. A gradient that is missing is one wher
 a warning, at the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
 synchronize them: they may not differ.
 
-What was not set up is seen by one hook on the first steps of every optimizer of the process: an optimizer that steps
+What was not set up is seen by one hook on the first steps of all optimizers of the process: an optimizer that steps
 with scaled gradients or with parameters that are no model's any more, a module or a loader that each rank has for
 itself.
 """
@@ -85,9 +85,7 @@ class TrainingChecks:
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Note which parameters have gradients, and read what other ranks wrote after the step before."""
-        if error is not None:
-            return
-        if (optimizer := self._optimizer()) is not None:
+        if error is None and (optimizer := self._optimizer()) is not None:
             self._backwards += 1
             self._note_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
