@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,6 @@ from fabric.tree import map_tensors
 
 __all__ = ["DDPFullyShardedNativeStrategy", "DDPSpawnPlugin"]
 
-_Older: TypeAlias = "DDPSpawnPlugin | DDPFullyShardedNativeStrategy"
-
 
 class _Mailbox(deque[Any]):
     """A queue whose entries :meth:`DDPSpawnPlugin.spawn` carries from process 0 to the process that called it."""
@@ -39,7 +37,7 @@ class _Mailbox(deque[Any]):
     get = deque.popleft
 
 
-def _setup(self: "_Older", trainer: Any = None) -> None:
+def _setup(self: Any, trainer: Any = None) -> None:
     """See :meth:`fabric.strategies.ParallelStrategy.setup`; afterward the prepared module is :attr:`model`, too.
 
     Args:
@@ -67,7 +65,7 @@ def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
         self.setup_optimizer(optimizer)
 
 
-def _model_to_device(self: "_Older") -> None:
+def _model_to_device(self: Any) -> None:
     """Move :attr:`model` to this process's device; a model that has been set up is there already."""
     _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
     if self.model is not None and not self._is_prepared(self.model):
@@ -75,7 +73,7 @@ def _model_to_device(self: "_Older") -> None:
 
 
 def _block_backward_sync(
-    self: "_Older", module: nn.Module | None = None, enabled: bool = True
+    self: Any, module: nn.Module | None = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
     """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
     _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
