@@ -160,8 +160,7 @@ class FSDPStrategy(ParallelStrategy):
         if self.cpu_offload is not None and self.root_device.type == "cpu":
             warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
         if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:
-            meshes = f"for two replicas device_mesh=(2, {max(1, self.world_size // 2)})"
-            warnings.warn(f"HYBRID_SHARD has one replica, since there is one node; {meshes}", stacklevel=2)
+            warnings.warn("HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two", stacklevel=2)
 
     @override
     def teardown(self) -> None:
@@ -369,13 +368,12 @@ class ShardedForward:
 
     def _refuse_part(self, path: str, part: nn.Module, args: Any) -> None:
         # In the backward pass the user's own activation checkpointing calls parts again.
-        if self._depth or in_backward():
-            return
-        raise UsageError(
-            f"{call_of_method(self.root) or f'{path}(...)'} on rank {self._rank}",
-            "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
-            suggestion='model(...); or model.mark_forward_method("name") once, for a method that calls this part',
-        )
+        if not (self._depth or in_backward()):
+            raise UsageError(
+                f"{call_of_method(self.root) or f'{path}(...)'} on rank {self._rank}",
+                "its parameters are sharded over the ranks, and are gathered only in a forward pass of the whole model",
+                suggestion='model(...); or model.mark_forward_method("name") once, for a method that calls this part',
+            )
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         is_compiling = torch.compiler.is_dynamo_compiling()

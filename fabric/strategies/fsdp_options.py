@@ -167,11 +167,9 @@ def choose_modules(root: nn.Module, modules: Iterable[nn.Module], option: str, c
         return []
     chosen = [part for part in modules if (isinstance(part, choice) if isinstance(choice, tuple) else choice(part))]
     if not chosen:
-        raise ConfigurationError(
-            f"FSDPStrategy({option}={choice!r}) for a {type(root).__name__}",
-            "no part of it is chosen",
-            f"classes that it is made of: {', '.join(sorted({type(part).__name__ for part in root.modules()}))}",
-        )
+        problem = f"no part of a {type(root).__name__} is chosen"
+        known = ", ".join(sorted({type(part).__name__ for part in root.modules()}))
+        raise ConfigurationError(f"FSDPStrategy({option}={choice!r})", problem, f"classes that it is made of: {known}")
     return chosen[::-1]
 
 
@@ -197,11 +195,8 @@ def find_fsdp_modules(root: nn.Module, policy: Any = None) -> list[nn.Module]:
         found = [part for part in choose_modules(root, candidates, "auto_wrap_policy", policy) if part is not root]
     while tied := [names for names in _owners(root, set(found)).values() if len(set(names.values())) > 1]:
         if policy is not None:
-            raise ConfigurationError(
-                f"auto_wrap_policy for a {type(root).__name__}",
-                "it puts names of one parameter into several FSDP modules: " + "; ".join(map(" and ".join, tied)),
-                suggestion="FSDPStrategy(), which leaves such modules to the root",
-            )
+            problem = "it puts names of one parameter into several FSDP modules: " + "; ".join(map(" and ".join, tied))
+            raise ConfigurationError("auto_wrap_policy=...", problem, suggestion="none, which leaves them to the root")
         owners = {owner for by_name in tied for owner in by_name.values()}
         found = [part for part in found if part not in owners]
     return found
@@ -267,8 +262,7 @@ def check_dtypes(
             raise ConfigurationError(
                 f"setup({type(root).__name__}) with FSDP",
                 f"one FSDP module has trained parameters of several dtypes: {names}",
-                "one dtype in each FSDP module, since its gradients are one message; frozen parameters may have others",
-                "model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around those of each dtype",
+                suggestion="model.float(); or FSDPStrategy(auto_wrap_policy={...}) with a class around each dtype",
             )
 
 

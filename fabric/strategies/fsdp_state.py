@@ -127,12 +127,11 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
             if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
-        if not tensor.is_meta:
+        if tensor.is_meta:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            _put(module, tensor, nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value)
+        else:
             tensor.data = value
-            continue
-        if isinstance(tensor, nn.Parameter):
-            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
-        _put(module, tensor, value)
 
 
 def full(device: torch.device, tensor: Tensor) -> Tensor:

@@ -86,11 +86,8 @@ def as_list(objects: Any) -> list[Any]:
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise for a module whose gradients this strategy does not synchronize."""
-    raise UsageError(
-        f"no_backward_sync({type(module).__name__}) on rank {strategy.global_rank}",
-        f"it was not set up with {type(strategy).__name__}, so that nothing is synchronized in its backward pass",
-        suggestion="model = fabric.setup_module(model) first",
-    )
+    problem = f"it was not set up with {type(strategy).__name__}: no backward pass of it synchronizes anything"
+    raise UsageError(f"no_backward_sync({type(module).__name__})", problem, suggestion="fabric.setup_module(model)")
 
 
 def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:
