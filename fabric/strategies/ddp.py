@@ -162,7 +162,6 @@ class DDPStrategy(ParallelStrategy):
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         wrapper = prepared if isinstance(prepared, DistributedDataParallel) else None
         drifts = self.model_averaging_period is not None
-        is_replicated = self.world_size > 1 and not drifts
         return replace(
             super().gradient_contract(prepared),
             # No function of Python: it is called in every step. Without trainable parameters there is no wrapper.
@@ -170,7 +169,7 @@ class DDPStrategy(ParallelStrategy):
             needs_forward=True,
             expects_unused=any(self.ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph")),
             gradients_differ=drifts,
-            replicated=partial(_synchronized, wrapper) if wrapper and is_replicated else dict,
+            replicated=partial(_synchronized, wrapper) if wrapper and self.world_size > 1 and not drifts else dict,
         )
 
     @override
@@ -197,7 +196,6 @@ class DDPStrategy(ParallelStrategy):
                 exception.add_note(
                     f"rank {found[1]}: these parameters of {type(uncompiled(wrapper.module)).__name__} took no part in "
                     f"the loss: {', '.join(names[index] for index in indices)}\n"
-                    "  Valid: every parameter that requires a gradient gets one in each backward pass\n"
                     "  Write: fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else "
                     'strategy="ddp_find_unused_parameters_true", or .requires_grad_(False) before setup'
                 )
