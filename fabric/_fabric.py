@@ -357,9 +357,7 @@ class Fabric:
         overlap_copies: bool = True,
         uneven: Literal["pad", "drop"] = "pad",
     ) -> Any:
-        """Shard the data of loaders over the processes, and move batches to their devices.
-
-        Returns the :class:`fabric.data.FabricDataLoader`, or a list of them.
+        """Shard the data of loaders over the processes, and move batches; a :class:`FabricDataLoader`, or a list.
 
         Args:
             loader, *more: the loaders; they are left as they are, what is returned is built around copies.
@@ -508,8 +506,8 @@ class Fabric:
     ) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to hold both the forward and the backward pass, and restores the state before it at the end. It takes one
-        set-up module or several, and does nothing unless ``enabled``.
+        It has to hold both the forward and the backward pass of one set-up module or several, restores the state before
+        it at the end, and does nothing unless ``enabled``.
         """
         models = set_up_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
@@ -561,10 +559,9 @@ class Fabric:
     def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
-        Sum and mean are differentiable.
-
         The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
-        collection that is returned have the shape ``s``: row ``rank`` of what :meth:`all_reduce` returns.
+        collection that is returned have the shape ``s``: row ``rank`` of what :meth:`all_reduce` returns. Sum and mean
+        are differentiable.
         """
         return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
@@ -608,8 +605,7 @@ class Fabric:
     def compute_metrics(self, metrics: Any) -> Any:
         """``metrics.compute()`` over the samples of all processes, in one exchange. Collective.
 
-        Each metric that synchronizes by itself takes several messages for each of its states; here all states of
-        all metrics are sent together. A process may have no samples. The result is the same on all processes.
+        A process may have no samples. The result is the same on all processes.
 
         Args:
             metrics: a metric or a collection of torchmetrics, moved by :meth:`to_device`.
@@ -654,7 +650,6 @@ class Fabric:
 
         Not a collective: the two processes call it. Several messages arrive in the order in which they were sent.
         ``dst`` is the rank of the receiver in the group.
-
         """
         collectives.send(self._communicator("send", group), obj, dst)
 
@@ -696,9 +691,8 @@ class Fabric:
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """A context in which the first process goes first and the others wait until it is done; for downloads.
 
-        Collective. When the first process raises, the others raise a :class:`fabric.errors.UsageError` that names it.
-
-        With ``local`` the first process of each node goes first, for files that nodes do not share.
+        Collective. With ``local`` the first process of each node goes first, for files that nodes do not share. When it
+        raises, the others raise a :class:`fabric.errors.UsageError` that names it.
         """
         return self._running("rank_zero_first").rank_zero_first(local)
 
@@ -827,15 +821,14 @@ class Fabric:
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Before the processes exist it is remembered and done in each of them at its start. ``fabric.seed_everything``,
-        the function, seeds this process alone.
+        Before the processes exist it is done in each of them at its start. The function ``fabric.seed_everything``
+        seeds this process alone.
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
             workers: whether loader workers of different processes get different streams, in loaders that are set up
                 from now on. Without it worker k has the same stream on every process.
             per_rank: give each process streams of its own.
-
         """
         if not isinstance(self, Fabric):
             problem = "it was called on the class: write fabric = Fabric(...), then fabric.seed_everything(1)"
