@@ -1,4 +1,4 @@
-"""Collections of tensors: walking, flattening, moving between devices.
+"""Collections of tensors: walking, flattening, moving between devices; and what in them can be sent.
 
 [Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
 registered with torch's pytree; everything else is a *leaf*. A result has the same type as what was passed in. Entries
@@ -12,19 +12,26 @@ import dataclasses
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from itertools import islice
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.func import debug_unwrap
 
 from fabric._torch import flatten_one_level
+from fabric.errors import ConfigurationError
 
 __all__ = [
-    "Structure", "children", "flatten", "leaf_paths", "map_leaves", "map_tensors", "outline", "to_device", "unflatten",
+    "PLAIN", "Structure", "check_opaque", "check_tensor", "children", "flatten", "leaf_paths", "map_leaves",
+    "map_tensors", "outline", "to_device", "unflatten",
 ]  # fmt: skip
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRINGS = frozenset({str})
 _LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
 
@@ -228,3 +235,51 @@ def _copy_with(tree: Any, assign: Callable[..., None], names: Iterable[Any], val
     for name, value in zip(names, values, strict=True):
         assign(result, name, value)
     return result
+
+
+# -- what of a collection can be sent ---------------------------------------------------------------------------------
+
+
+def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
+    """Raise a ConfigurationError, which names the leaf, for a tensor that has no dense values of its own here."""
+    if tensor.is_meta:
+        problem, suggestion = "on the meta device and has no values", "module.to_empty(device=fabric.device)"
+    elif tensor.is_nested or tensor.is_quantized:
+        problem = "nested" if tensor.is_nested else "quantized"
+        suggestion = "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
+    elif tensor.layout is not torch.strided:
+        problem, suggestion = f"laid out as {tensor.layout}", "x.to_dense()"
+    elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
+        problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
+        suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
+    elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
+        problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
+    else:
+        return
+    raise ConfigurationError(
+        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # not its shape: nested ones have none
+        f"it is {problem}",
+        "dense tensors on a device",
+        suggestion,
+    )
+
+
+def check_opaque(leaf: Any, structure: Structure, place: int) -> None:
+    """Raise for another library's array or number, a container that is not taken apart, or what holds tensors."""
+    held = (value for each in getattr(leaf, "__dict__", {}).values() for value in (each, *children(each).values()))
+    if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
+        return
+    if hasattr(leaf, "__array__"):
+        suggestion = "torch.as_tensor(x), or x.item() for a single value"
+    elif isinstance(leaf, Iterable | Number):
+        suggestion = "float(x)" if isinstance(leaf, Number) else "dict(x)" if isinstance(leaf, Mapping) else "list(x)"
+    elif any(isinstance(value, Tensor) for value in held):
+        suggestion = "its tensors, in a dict or a dataclass"
+    else:
+        return
+    raise ConfigurationError(
+        f"a collective over {leaf_paths(structure)[place] or 'an object'} of type {type(leaf).__name__}",
+        "it is taken for a single object, and would come back with the values of this rank alone",
+        "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
+        suggestion,
+    )

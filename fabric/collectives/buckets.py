@@ -14,27 +14,24 @@ the mean does not.
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from math import prod
-from numbers import Complex, Integral, Number, Real
+from numbers import Complex, Integral, Real
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
-from torch.func import debug_unwrap
 
 from fabric._torch import own_versions
 from fabric.communicators import Reduce
 from fabric.errors import ConfigurationError
-from fabric.tree import Structure, children, leaf_paths, outline
+from fabric.tree import Structure, check_opaque, check_tensor, leaf_paths, outline
 
 __all__ = [
-    "MEAN_WIRE_DTYPES", "PLAIN", "WIRE_DTYPES", "Bucket", "check_tensor", "describe", "pack", "pack_chunks",
+    "MEAN_WIRE_DTYPES", "WIRE_DTYPES", "Bucket", "describe", "pack", "pack_chunks",
 ]  # fmt: skip
 
 # In which dtype another travels; every value survives the way there and back. bool: min is all, max is any.
@@ -57,7 +54,6 @@ _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: t
 # Those of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
 _OTHER_NUMBERS: tuple[tuple[type, type], ...] = ((Integral, int), (Real, float), (Complex, complex))
 _ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
-PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _dtype_of = attrgetter("dtype")
 
 
@@ -178,7 +174,7 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: 
                 bucket.numbers.append(number)
                 bucket.number_places.append(place)
         elif not opaque:
-            _check_opaque(leaf, structure, place)
+            check_opaque(leaf, structure, place)
     return list(buckets.values())
 
 
@@ -227,30 +223,6 @@ def describe(
     return ": ".join(filter(None, (outline(structure), kinds.replace("torch.", "").replace("'*'", "*"))))
 
 
-def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
-    """Raise a ConfigurationError, which names the leaf, for a tensor that has no dense values of its own here."""
-    if tensor.is_meta:
-        problem, suggestion = "on the meta device and has no values", "module.to_empty(device=fabric.device)"
-    elif tensor.is_nested or tensor.is_quantized:
-        problem = "nested" if tensor.is_nested else "quantized"
-        suggestion = "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
-    elif tensor.layout is not torch.strided:
-        problem, suggestion = f"laid out as {tensor.layout}", "x.to_dense()"
-    elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
-        problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
-        suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
-    elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
-        problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
-    else:
-        return
-    raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # not its shape: nested ones have none
-        f"it is {problem}",
-        "dense tensors on a device",
-        suggestion,
-    )
-
-
 def _as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
     """A leaf as a Python number, and the dtype in which it travels; None when it is no number."""
     if type(leaf) in _NUMBERS:
@@ -277,24 +249,3 @@ def _stack(tensors: list[Tensor]) -> Tensor | None:
     except (RuntimeError, ConfigurationError):  # not all of one shape, or on one device; or one is to be named
         return None
     return stacked
-
-
-def _check_opaque(leaf: Any, structure: Structure, place: int) -> None:
-    """Raise for another library's array or number, a container that is not taken apart, or what holds tensors."""
-    held = (value for each in getattr(leaf, "__dict__", {}).values() for value in (each, *children(each).values()))
-    if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
-        return
-    if hasattr(leaf, "__array__"):
-        suggestion = "torch.as_tensor(x), or x.item() for a single value"
-    elif isinstance(leaf, Iterable | Number):
-        suggestion = "float(x)" if isinstance(leaf, Number) else "dict(x)" if isinstance(leaf, Mapping) else "list(x)"
-    elif any(isinstance(value, Tensor) for value in held):
-        suggestion = "its tensors, in a dict or a dataclass"
-    else:
-        return
-    raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'an object'} of type {type(leaf).__name__}",
-        "it is taken for a single object, and would come back with the values of this rank alone",
-        "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
-        suggestion,
-    )

@@ -16,12 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from fabric.collectives.buckets import PLAIN, check_tensor
 from fabric.communicators import Communicator, Operation
 from fabric.communicators.base import CallDescription, mismatch, to_pickle
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.tree import flatten, unflatten
+from fabric.tree import PLAIN, check_tensor, flatten, unflatten
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 

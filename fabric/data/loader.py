@@ -268,21 +268,9 @@ class FabricDataLoader:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             return
-        check_saved(state, self._spec)
-        skipped(state, self._spec)
-        inside = state["begun"] if self._spec.indices is not None else state["cursor"] > 0
-        resumes_dataset = inside and self._spec.indices is None
-        problem = suggestion = ""
-        if inside and self.loader.num_workers > 1 and not self.loader.in_order:
-            problem = "workers with in_order=False yield batches as they are ready: which were received is not known"
-            suggestion = "DataLoader(..., in_order=True)"
-        elif resumes_dataset and (not self._keeps_dataset_state or state["dataset"] is None):
-            problem = f"the {type(self._spec.dataset).__name__} is iterable: only itself knows how to go on from there"
-            suggestion = "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own"
-        if problem:
-            position = f"loader.load_state_dict() {state['cursor']} {state['unit']} into epoch {state['epoch']}"
-            raise CheckpointError(position, problem, "a state saved at the end of an epoch", suggestion)
-        if resumes_dataset:
+        in_order = self.loader.num_workers <= 1 or self.loader.in_order
+        inside = check_saved(state, self._spec, in_order, self._keeps_dataset_state)
+        if inside and self._spec.indices is None:
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)

@@ -147,12 +147,21 @@ def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any) 
     }
 
 
-def check_saved(saved: Any, spec: LoaderSpec) -> None:
+def check_saved(saved: Any, spec: LoaderSpec, in_order: bool, keeps_dataset_state: bool) -> bool:
     """Refuse a saved state with which this loader would put other samples at the same places.
 
+    Args:
+        saved: what may be a state.
+        spec: of the loader.
+        in_order: whether it yields batches in the order in which they were asked for.
+        keeps_dataset_state: whether the position in an iterable dataset is part of its state.
+
+    Returns:
+        Whether the position is inside an epoch.
+
     Raises:
-        CheckpointError: it is something else, or the loaders differ in something other than the number of ranks and,
-            but for an order of batches, the batch size.
+        CheckpointError: it is something else; the loaders differ in something other than the number of ranks and, but
+            for an order of batches, the batch size; or the position cannot be found again.
     """
     needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
     if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or needed - set(saved):
@@ -170,9 +179,21 @@ def check_saved(saved: Any, spec: LoaderSpec) -> None:
                 f"the saved loader has {name} {then[name]!r}, this one has {now[name]!r}: other samples are there",
                 suggestion="a loader made as it was when the state was saved, or no state of it to start anew",
             )
+    skipped(saved, spec)
+    inside = saved["begun"] if spec.indices is not None else saved["cursor"] > 0
+    if inside and not in_order:
+        problem = "workers with in_order=False yield batches as they are ready: which were received is not known"
+        suggestion = "DataLoader(..., in_order=True)"
+    elif inside and spec.indices is None and (not keeps_dataset_state or saved["dataset"] is None):
+        problem = f"the {type(spec.dataset).__name__} is iterable: only itself knows how to go on from there"
+        suggestion = "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own"
+    else:
+        return inside
+    position = f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch {saved['epoch']}"
+    raise CheckpointError(position, problem, "a state saved at the end of an epoch", suggestion)
 
 
-def skipped(saved: State, spec: LoaderSpec) -> int:
+def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     """:attr:`EpochState.skip` of an iteration that goes on at the saved position.
 
     Raises:
