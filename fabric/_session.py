@@ -123,7 +123,8 @@ class Session:
 
     def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
-        self._plan.precision.convert_module(module)
+        if self._plan.precision.param_dtype is not None:  # most often nothing is to be read there
+            self._plan.precision.convert_module(module)
         if move_to_device:
             self.strategy.module_to_device(module)
         with self.phase(f"setup of {type(module).__name__}"):
