@@ -64,9 +64,7 @@ class _Options(TypedDict, total=False):
 
 
 class Fabric:
-    """Runs a hand-written PyTorch loop on one device or on many.
-
-    Every argument has a default that suits the machine: a script for one device runs on many unchanged.
+    """Runs a hand-written PyTorch loop on one device or on many, with defaults that suit the machine.
 
     [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
     same order. A group is what :meth:`new_group` returns, a process group of torch, or None for the whole job. The
@@ -94,8 +92,7 @@ class Fabric:
             environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
         timeout: how long a collective may wait for other ranks before it raises an error that says where each rank is,
             in seconds or as a timedelta; None is the strategy's, half an hour.
-        watchdog: how long a rank waits before the first one prints which ranks are missing, and their stacks, in
-            seconds or as a timedelta; 0 for never.
+        watchdog: likewise, before the first rank prints which ranks are missing, and their stacks; 0 for never.
         callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
             drift apart. It issues no collective and costs nothing after these steps.
@@ -122,17 +119,10 @@ class Fabric:
         check_training: bool = True,
     ) -> None:
         self._plan = resolve(
-            accelerator=accelerator,
-            strategy=strategy,
-            devices=devices,
-            num_nodes=num_nodes,
-            precision=precision,
-            environment=environment,
-            launcher=launcher,
-            check_collectives=check_collectives,
-            timeout=timeout,
+            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
+            environment=environment, launcher=launcher, check_collectives=check_collectives, timeout=timeout,
             watchdog=watchdog,
-        )
+        )  # fmt: skip
         self._callbacks, self._loggers = as_list(callbacks), as_list(loggers)
         self._check_training = check_training
         self._seed: dict[str, Any] | None = None
@@ -224,8 +214,7 @@ class Fabric:
         Args:
             function: what every process runs; under ``popen`` and where nothing is started it may be left out.
             *args, **kwargs: its arguments after the fabric.
-            return_result: whether the result is returned.
-            return_all: whether all results are returned, as a list by rank.
+            return_result, return_all: whether the result is returned, and whether all are, as a list by rank.
 
         Returns:
             What ``function`` returned: in process 0, by value and on the CPU, or in a process that was there before.
@@ -304,9 +293,7 @@ class Fabric:
         self, module: nn.Module, *optimizers: *Os, scheduler: S, move_to_device: bool = True
     ) -> tuple[FabricModule, *Os, S]: ...
     def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True) -> Any:
-        """Set up a module together with the optimizers of its parameters.
-
-        May be collective: every process must call it, in the same order.
+        """Set up a module together with the optimizers of its parameters. May be collective.
 
         Args:
             module: the model; its parameters are moved and converted in place. Those of an ``nn.ParameterList`` or
@@ -340,7 +327,6 @@ class Fabric:
         session.setup_optimizers(optimizers)
         return _without_none(*optimizers, scheduler)
 
-    # One loader is no list: the first that fits counts.
     @overload
     def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
@@ -364,8 +350,8 @@ class Fabric:
             use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
             move_to_device: whether batches move to this process's device.
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
-                still computes the step before. The host's memory of a batch must not be written to afterwards, and
-                worker processes must return CPU tensors. On other devices it has no effect.
+                computes the step before. The host's memory of a batch must not be written to then, and worker processes
+                must return CPU tensors.
             uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
                 ``"drop"`` leaves some out.
         """
@@ -548,8 +534,7 @@ class Fabric:
         Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
 
         Args:
-            data: any collection of tensors and Python numbers.
-            group: the processes, see [Note: Collectives].
+            data, group: see [Note: Collectives].
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
                 (any) and the bitwise ones.
@@ -571,7 +556,6 @@ class Fabric:
         """Collect every tensor and number from all processes, by rank. Collective, see [Note: Collectives].
 
         Args:
-            data: any collection of tensors and Python numbers.
             sync_grads: whether gradients flow back to the process that passed a part.
             ragged: whether the length of tensors along dim 0 may differ between processes.
             concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
@@ -592,8 +576,8 @@ class Fabric:
         that were repeated so that all processes get equally many (``uneven="pad"``) are removed again.
 
         Args:
-            data: any collection of tensors whose dim 0 counts the samples of this process's batch. Without automatic
-                batching (``batch_size=None``) each tensor is one sample.
+            data: any collection of tensors whose dim 0 counts the samples of this process's batch; each is one sample
+                without automatic batching (``batch_size=None``).
 
         Returns:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
@@ -603,12 +587,10 @@ class Fabric:
         return gather_batch(session.runtime.communicator, session.active_iterators, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
-        """``metrics.compute()`` over the samples of all processes, in one exchange. Collective.
-
-        A process may have no samples. The result is the same on all processes.
+        """``metrics.compute()`` over the samples of all processes, in one exchange; the same on each. Collective.
 
         Args:
-            metrics: a metric or a collection of torchmetrics, moved by :meth:`to_device`.
+            metrics: a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
         """
         return compute_metrics(self._communicator("compute_metrics"), metrics)
 
@@ -646,10 +628,9 @@ class Fabric:
         return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
 
     def send(self, obj: Any, dst: int, group: Group = None) -> None:
-        """Send any object or collection to another process, which has to call :meth:`recv`.
+        """Send any object or collection to rank ``dst`` of the group, which has to call :meth:`recv`.
 
         Not a collective: the two processes call it. Several messages arrive in the order in which they were sent.
-        ``dst`` is the rank of the receiver in the group.
         """
         collectives.send(self._communicator("send", group), obj, dst)
 
