@@ -241,7 +241,7 @@ def test_a_result_that_cannot_be_pickled_is_named(launcher):
 
 
 def test_a_call_instead_of_a_function_is_refused(launcher):
-    with pytest.raises(ArgumentTypeError, match=r"launch\(train, \*args\)"):
+    with pytest.raises(ArgumentTypeError, match=r"launch\(train, x\)"):
         launcher.launch(actions, (), {}, TWO)
 
 
