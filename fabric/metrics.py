@@ -70,8 +70,9 @@ def load_rank_states(
     Raises:
         CheckpointError: states of another number of ranks, or of other metrics.
     """
-    for name in state.keys() & saved[0].keys():
-        metrics, entries = _metrics_in(state[name]), [each[name] for each in saved]
+    found = {name: _metrics_in(state[name]) for name in state.keys() & saved[0].keys()}
+    for name, metrics in ((name, metrics) for name, metrics in found.items() if metrics):
+        entries = [each[name] for each in saved]
         if entries[0].keys() != metrics.keys():
             problem = f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
         elif sizes[0] != sizes[1] and any(held["_update_count"] for entry in entries for held in entry.values()):

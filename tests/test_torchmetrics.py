@@ -263,6 +263,15 @@ def test_files_without_states_of_metrics_leave_them(tmp_path: Path) -> None:
     assert metric.compute() == 2
 
 
+def test_a_model_without_the_metrics_that_were_in_it_loads(tmp_path: Path) -> None:
+    saved, net = nn.Linear(2, 1), nn.Linear(2, 1)
+    saved.metric = SumMetric()
+    with Fabric(accelerator="cpu", devices=1) as fabric:
+        fabric.save(tmp_path / "file.pt", {"model": saved})
+        fabric.load(tmp_path / "file.pt", {"model": net})
+    assert torch.equal(net.weight, saved.weight)
+
+
 def recipe(fabric: Fabric, code: str, folder: str) -> Any:
     model, loader = nn.Identity(), batches(fabric.global_rank, fabric.world_size)
     names = {**globals(), "fabric": fabric, "model": model, "loader": loader}
