@@ -1,9 +1,10 @@
 """Collections beside flat tensors: what coalescing costs, and what it saves.
 
 `python -m benchmarks.collectives` measures side by side, on 2 and on 4 ranks: one flat `torch.distributed.all_reduce`,
-`fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric. All are measured in each of
-many short rounds, in an order that rotates; the time of a round is that of the slowest rank. Ratios are taken within a
-round, so that a busy machine slows both sides, and shown as the median with the quartiles.
+`fabric.all_reduce` of a dict of as many metrics, and torch's collective for each metric; and one tensor of 64 MiB by
+fabric and by torch, with the copy that either needs. All are measured in each of many short rounds, in an order that
+rotates; the time of a round is that of the slowest rank. Ratios are taken within a round, so that a busy machine slows
+both sides, and shown as the median with the quartiles.
 
 Prints a table and writes it to `benchmarks/results/collectives.md`. The exit code is 1 where a median misses its
 target. `--quick` takes fewer rounds and writes nothing.
@@ -23,13 +24,15 @@ import torch
 import torch.distributed as dist
 
 from fabric import Fabric
+from fabric._torch import all_gather_into
 from fabric.testing import RankPool
 
 __all__ = ["main"]
 
 RESULTS = Path(__file__).parent / "results" / "collectives.md"
 # So many of these take about as long as one of the others.
-REPETITIONS = {"a loop over 64 tensors": 1}
+LARGE = ("64 MiB reduced", "64 MiB by hand", "64 MiB gathered", "64 MiB gathered by hand")
+REPETITIONS = dict.fromkeys(("a loop over 64 tensors", *LARGE), 1)
 NUMBER = 5
 
 
@@ -51,6 +54,8 @@ TARGETS = (
     Target("a loop over 64 tensors", "dict of 64 tensors", {2: 12.0, 4: 6.0}, at_least=True),
     Target("dict of 1,000 floats", "one flat tensor of 1,000", {2: 1.5, 4: 1.5}),
     Target("dict of 1,000 tensors", "stack, all_reduce, unbind", {2: 1.1, 4: 1.1}),
+    Target("64 MiB reduced", "64 MiB by hand", {2: 1.1, 4: 1.1}),
+    Target("64 MiB gathered", "64 MiB gathered by hand", {2: 1.25, 4: 1.4}),
 )
 
 Rounds = list[dict[str, float]]
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for ranks in (2, 4):
         with RankPool(ranks, timeout=600) as pool:
-            by_rank: list[Rounds] = pool.run(measured, 10 if quick else 100)
+            by_rank: list[Rounds] = pool.run(measured, 10 if quick else 40)
         rounds = [
             {name: max(own[name] for own in of_ranks) for name in of_ranks[0]}
             for of_ranks in zip(*by_rank, strict=True)
@@ -104,13 +109,11 @@ def compared(target: Target, rounds: Rounds, ranks: int) -> tuple[str, float]:
 def measured(fabric: Fabric, rounds: int) -> Rounds:
     """On a rank: seconds for one call of each contestant, in every round but a first that is for warming up."""
     actions = contestants(fabric)
-    names = list(actions)
+    groups = [[name for name in actions if name not in LARGE], list(LARGE)]  # so that none always follows a large one
     found = []
     for turn in range(rounds + 1):
-        start = turn % len(names)
-        found.append(
-            {name: seconds(actions[name], REPETITIONS.get(name, NUMBER)) for name in names[start:] + names[:start]}
-        )
+        order = [name for group in groups for name in group[turn % len(group) :] + group[: turn % len(group)]]
+        found.append({name: seconds(actions[name], REPETITIONS.get(name, NUMBER)) for name in order})
     return found[1:]
 
 
@@ -134,11 +137,18 @@ def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         dist.all_reduce(stacked)
         return dict(zip(tensors[1000], stacked.unbind(), strict=True))
 
+    def large_by_hand() -> None:
+        dist.all_reduce(large.clone())
+
+    def gathered_by_hand() -> None:
+        all_gather_into(large.new_empty(fabric.world_size * len(large)), large)
+
     def loop() -> None:
         for tensor in loose:
             dist.all_reduce(tensor)
 
     loose = [torch.zeros(()) for _ in range(64)]
+    large = torch.zeros(2**24)
     return {
         "one flat tensor of 64": lambda: dist.all_reduce(flat[64]),
         "dict of 64 tensors": lambda: fabric.all_reduce(tensors[64], reduce_op="sum"),
@@ -148,6 +158,10 @@ def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         "dict of 1,000 floats": lambda: fabric.all_reduce(floats[1000], reduce_op="sum"),
         "stack, all_reduce, unbind": by_hand,
         "dict of 1,000 tensors": lambda: fabric.all_reduce(tensors[1000], reduce_op="sum"),
+        "64 MiB by hand": large_by_hand,
+        "64 MiB reduced": lambda: fabric.all_reduce(large, reduce_op="sum"),
+        "64 MiB gathered by hand": gathered_by_hand,
+        "64 MiB gathered": lambda: fabric.all_gather(large),
     }
 
 
