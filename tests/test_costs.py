@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -58,6 +59,20 @@ def count_raw(fabric: Fabric) -> int:
     prepared: Any = fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     return warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
+
+
+def test_to_build_another_model_costs_the_same_beside_a_large_one_that_is_set_up() -> None:
+    for beside_small, beside_large in run_in_ranks(count_building):
+        assert beside_small == beside_large
+
+
+def count_building(fabric: Fabric) -> list[int]:
+    counts = []
+    for size in (1, 100):
+        model = fabric.setup(nn.Sequential(*[nn.Linear(2, 2) for _ in range(size)]))
+        counts.append(count_calls(lambda: nn.Linear(2, 2), number=5))
+        del model
+    return counts
 
 
 def test_a_batch_on_the_cpu_makes_one_more_python_call_than_in_the_raw_loop() -> None:

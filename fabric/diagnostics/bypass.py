@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from traceback import walk_stack
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -150,10 +150,13 @@ class BypassChecks:
     def _on_registration(self, owner: nn.Module, name: str, value: Any) -> None:
         # FSDP itself sets the parameters of modules that have a __setattr__ of their own.
         is_fsdps = type(owner).__setattr__ is not nn.Module.__setattr__
-        added: list[Any] = [*value.parameters()] if isinstance(value, nn.Module) else [value]
-        for contract, structure in self.structures.items() if value is not None else ():
-            if not (contract.is_sharded and is_fsdps) and any(part is owner for part in contract.module.modules()):
-                structure.add(added)
+        for contract, structure in self.structures.items():
+            # A set of parts: this is called for each part of every model that is built from now on.
+            if owner not in structure.parts or value is None or (contract.is_sharded and is_fsdps):
+                continue
+            is_module = isinstance(value, nn.Module)
+            structure.parts.update(value.modules() if is_module else ())
+            structure.add(value.parameters() if is_module else [value])
 
 
 class _Structure:
@@ -168,6 +171,7 @@ class _Structure:
     def __init__(self, contract: GradientContract, checks: BypassChecks, forward: Hooks) -> None:
         # A list has no weak references, and this one has hooks that hold the contract.
         self._contract, self._checks, self._forward = ref(contract), checks, ref(forward)
+        self.parts = WeakSet(contract.module.modules())
         parameters = {*contract.parameters().values()}
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
         self._others = set[Tensor]()
