@@ -314,7 +314,8 @@ def average_gradients(strategy: Strategy, models: Iterable[FabricModule], optimi
         optimizer: the one.
     """
     bare = {id(each) for model in models if isinstance(model.module, BARE) for each in model.parameters()}
-    own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare]
+    # Most often there are none, and an optimizer may have thousands.
+    own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare] if bare else []
     if not own or not strategy.is_distributed:
         return
     grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
