@@ -356,6 +356,36 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
     return found
 
 
+class Broken(dict[str, Any]):
+    """Raises when it is taken apart."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise LookupError(key)
+
+
+def broken_on_the_first(fabric: Fabric) -> list[str]:
+    tree = Broken(a=torch.ones(2)) if fabric.is_global_zero else {"a": torch.ones(2)}
+    calls: list[Callable[[], Any]] = [
+        lambda: fabric.all_reduce(tree),
+        lambda: fabric.all_gather(tree),
+        lambda: fabric.all_gather(tree, ragged=True),
+        lambda: fabric.broadcast(tree),
+        lambda: fabric.gather(tree),
+        lambda: fabric.scatter([tree, tree] if fabric.is_global_zero else None),
+    ]
+    return [*map(outcome, calls), str(fabric.all_reduce(1, reduce_op="sum"))]
+
+
+@pytest.mark.timeout(60)
+def test_a4_what_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
+    first, second = run_in_ranks(broken_on_the_first)
+    assert [text.split(":")[0] for text in first] == ["LookupError"] * 3 + ["ArgumentTypeError"] * 3 + ["2"]
+    assert [text.split(":")[0] for text in second] == ["CollectiveMismatchError"] * 3 + ["ArgumentTypeError"] * 3 + [
+        "2"
+    ]
+    assert all("LookupError: a" in text for text in first[3:6] + second[3:6])
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it() -> None:

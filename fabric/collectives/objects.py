@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from fabric.communicators import Communicator, Operation
-from fabric.communicators.base import CallDescription, mismatch, to_pickle
+from fabric.communicators.base import CallDescription, mismatch, sendable, to_pickle
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import PLAIN, check_tensor, flatten, unflatten
@@ -57,8 +57,8 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
         try:
             _check_parts(parts, communicator)
             rows = pad_sequence([_packed(None, part, communicator.device) for part in parts], batch_first=True)
-        except FabricError as caught:
-            error = caught
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            error = sendable(caught)
     length = communicator.broadcast_object(rows is not None and rows.shape[1], src, call, error)
     output = torch.empty(length, dtype=torch.uint8, device=communicator.device)
     return _unpacked(communicator.scatter(rows, output, src, call), device)
@@ -96,7 +96,8 @@ def _message(tree: Any, device: torch.device) -> tuple[Tensor, FabricError | Non
     """The message of a collection; that of an error, and the error, where it cannot be sent."""
     try:
         return _packed(None, tree, device), None
-    except FabricError as error:
+    except Exception as caught:  # noqa: BLE001 - raised on all ranks
+        error = sendable(caught)
         return _packed(error, None, device), error
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from fabric.collectives.buckets import Bucket, describe, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
-from fabric.communicators.base import BITWISE, ORDERED, CallDescription
-from fabric.errors import ConfigurationError, FabricError
+from fabric.communicators.base import BITWISE, ORDERED, CallDescription, sendable
+from fabric.errors import ConfigurationError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
 __all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
@@ -61,13 +61,14 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
     """
     call = CallDescription("broadcast", lambda: f"{src=}")
     error = metas = None
-    leaves, structure = flatten(tree if communicator.rank == src else None)
+    leaves, structure = flatten(None)
     if communicator.rank == src:
         try:
+            leaves, structure = flatten(tree)
             pack(leaves, structure, numbers=False, opaque=True)
             metas = unflatten(structure, [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
-        except FabricError as caught:
-            error = caught
+        except Exception as caught:  # noqa: BLE001 - raised on all ranks
+            error = sendable(caught)
     received = communicator.broadcast_object(metas, src, call, error)
     if communicator.rank != src:
         leaves, structure = flatten(received)

@@ -338,6 +338,13 @@ def to_pickle(value: Any) -> bytes:
         ) from error
 
 
+def sendable(error: Exception) -> FabricError:
+    """The error of a rank that cannot make its message, as all ranks raise it."""
+    if isinstance(error, FabricError):
+        return error
+    return ArgumentTypeError("a collection to be sent", f"to take it apart raises {type(error).__name__}: {error}")
+
+
 def mismatch(request: str, named: Sequence[int]) -> CollectiveMismatchError:
     """The error of ranks that name different sources or destinations."""
     problem = f"other ranks name others, from {min(named)} to {max(named)}"
