@@ -12,6 +12,7 @@ from fabric.accelerators import CPUAccelerator, CUDAAccelerator
 from fabric.environments import SlurmEnvironment
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.launchers import ProcessLauncher
+from fabric.precision import PRECISIONS
 from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
 TWO_RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
@@ -136,6 +137,15 @@ def test_d22_a_strategy_that_is_named_has_the_precision_that_is_named(strategy: 
         found = plan(strategy=strategy, precision=precision).strategy.precision
         assert found is not None
         assert found.name == name
+
+
+def test_d22_a_strategy_object_has_the_precision_of_the_fabric_that_uses_it() -> None:
+    strategy = SingleDeviceStrategy()
+    for precision in ("64-true", "bf16-mixed"):
+        with Fabric(accelerator="cpu", strategy=strategy, precision=precision) as fabric:
+            fabric.setup(torch.nn.Linear(1, 1))
+            assert strategy.precision is PRECISIONS[precision]
+        assert strategy.precision is None
 
 
 def test_d22_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:

@@ -87,7 +87,7 @@ class Strategy(ABC):
         parsed = [parse_precision(getattr(one, "precision", one)) for one in given if one is not None]
         if parsed[1:] and parsed[0] != parsed[1]:
             raise ConfigurationError(f"{precision_plugin=}, {precision=}", "the two differ")
-        self.precision = parsed[0] if parsed else None
+        self.precision = self._own_precision = parsed[0] if parsed else None
         self.process_group_backend, self.timeout = process_group_backend, timeout
         self.start_method, self.num_nodes = start_method, num_nodes
         # Whether a checkpoint is a folder into which each rank writes what it holds, where no format was chosen.
@@ -121,12 +121,14 @@ class Strategy(ABC):
                 raise ConfigurationError(f"{type(self).__name__} without Fabric", problem, "one process or DDPStrategy")
         runtime.start()
         self._runtime = runtime
+        self.precision = runtime.precision
 
     def teardown(self) -> None:
         """Close the runtime and release what belongs to it; calling it again does nothing."""
         if self._runtime is not None:
             self._runtime.close()
             self._runtime = None
+            self.precision = self._own_precision  # another Fabric may have another one
 
     def on_exception(self, exception: BaseException) -> None:
         """Called when the user's loop raises: adds the hint that fits, and disconnects from the other ranks."""
