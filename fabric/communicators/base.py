@@ -15,7 +15,7 @@ from fabric.errors import ArgumentTypeError, CollectiveMismatchError, Configurat
 
 __all__ = [
     "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
-    "Operation", "Reduce", "mismatch", "to_pickle",
+    "Operation", "Reduce", "mismatch", "sendable", "to_pickle",
 ]  # fmt: skip
 
 
