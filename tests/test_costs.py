@@ -1,5 +1,6 @@
 """What fabric costs, in counts that do not depend on the machine, and the record of what it costs in time."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def count_building(fabric: Fabric) -> list[int]:
     counts = []
     for size in (1, 100):
         model = fabric.setup(nn.Sequential(*[nn.Linear(2, 2) for _ in range(size)]))
+        gc.collect()  # the model before
         counts.append(count_calls(lambda: nn.Linear(2, 2), number=5))
         del model
     return counts
