@@ -1,9 +1,12 @@
 """The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
+import gc
+import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import ClassVar
 from weakref import WeakSet
 
@@ -198,6 +201,7 @@ class Runtime:
             if self._users:
                 self._users.add(self)
             return store
+        _leave_garbage_here()
         dist.init_process_group(
             self.backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),
@@ -212,3 +216,12 @@ class Runtime:
             store.set("all connected", "yes")
         store.wait(["all connected"])
         return store
+
+
+@cache
+def _leave_garbage_here() -> None:
+    """Let no process that this one forks, such as a DataLoader's worker, collect a process group of this one.
+
+    That waits for the group's threads, which only this process has: it would hang or crash.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)

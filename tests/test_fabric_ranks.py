@@ -1,6 +1,7 @@
 """The facade on several real processes: what is different between ranks, and what has to be the same."""
 
 import contextlib
+import gc
 import io
 import os
 import random
@@ -174,6 +175,29 @@ def noise(fabric: Fabric, workers: bool) -> list[float]:
 def test_workers_of_ranks_have_streams_of_their_own_unless_told_otherwise(workers: bool) -> None:
     first, second = run_in_ranks(noise, workers)
     assert (set(first) == set(second)) is not workers
+
+
+class Collects(Noise):
+    """Every sample has the worker collect garbage."""
+
+    def __getitem__(self, index: int) -> float:
+        return float(gc.collect())
+
+
+def garbage_beside_workers(fabric: Fabric) -> list[float]:
+    gc.disable()
+    try:
+        garbage: list[Any] = [fabric.setup(Net()), fabric.new_group([0, 1]), torch.distributed.new_group([0, 1])]
+        garbage.append(garbage)  # the threads of groups end with it, and the workers do not have them
+        del garbage
+        loader = DataLoader(Collects(), num_workers=1, multiprocessing_context="fork")
+        return [batch.item() for batch in fabric.setup_dataloaders(loader)]
+    finally:
+        gc.enable()
+
+
+def test_workers_do_not_collect_the_garbage_of_their_rank() -> None:
+    assert run_in_ranks(garbage_beside_workers) == [[0.0, 0.0], [0.0, 0.0]]
 
 
 def two_backward_passes(fabric: Fabric) -> list[str]:

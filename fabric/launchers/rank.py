@@ -377,6 +377,7 @@ def exit_process(code: int) -> NoReturn:
                 stream.flush()
         except OSError:
             code = code or 120
+    gc.disable()
     gc.unfreeze()  # what is frozen is not among the objects
     # Texts first: they go through the buffers.
     objects = gc.get_objects()
