@@ -13,11 +13,11 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 74,
-    "code lines": 10_242,
-    "tokens": 103_373,
-    "code lines of the core": 2_900,
-    "tokens of the core": 28_249,
+    "files": 77,
+    "code lines": 10_708,
+    "tokens": 108_700,
+    "code lines of the core": 2_960,
+    "tokens of the core": 28_900,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
