@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.data import FabricDataLoader
-from fabric.data.loader import OverlappedCopies
+from fabric.data.copies import OverlappedCopies
 from fabric.tree import to_device
 
 # Stands for the device: tensors can be copied there, and have no memory.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
-from fabric.data.loader import OverlappedCopies
+from fabric.data.copies import OverlappedCopies
 from fabric.strategies import DDPStrategy
 from tests.loops import GLOBAL_BATCH, batches, make_model
 from tests.models import Net

@@ -1,33 +1,21 @@
-"""The loader that ``fabric.setup_dataloaders`` returns, and how it copies batches to a CUDA device.
-
-[Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device still computes the step
-before. Issued on the *compute stream*, which is the current one at that moment, the copy would wait for that. It is
-issued on a *side stream* instead, the compute stream waits for it, and the use of the copies on the compute stream is
-recorded, since their memory must not serve for the next copy before that use is over. Nothing is asked of the loader
-earlier than in the plain loop.
-"""
+"""The loader that ``fabric.setup_dataloaders`` returns."""
 
 import copy
 import operator
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabric.data.copies import mover
 from fabric.data.sharding import FromRank0, Uneven
 from fabric.data.sharding import shard as _shard
 from fabric.data.state import ActiveIterator, EpochState, check_saved, length_of, saved_state, skipped
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
-from fabric.tree import flatten, map_tensors, to_device
 
-__all__ = ["FabricDataLoader", "OverlappedCopies"]
-
-_AHEAD = 2  # steps that are not computed yet; each keeps its batch in the device's memory
+__all__ = ["FabricDataLoader"]
 
 
 class FabricDataLoader:
@@ -140,7 +128,7 @@ class FabricDataLoader:
             # As torchdata's, which knows its own position, but not in an order that we shard.
             _has_own_state=hasattr(type(loader), "state_dict") and spec.indices is None,
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
-            _move=_mover(prepared, device, overlap_copies),
+            _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
             _on_epoch=on_epoch,
             _name=name,
@@ -306,86 +294,3 @@ class FabricDataLoader:
         for target, _ in self._targets:
             target.set_epoch(epoch)
         self._targets = [(target, getattr(target, "epoch", None)) for target, _ in self._targets]
-
-
-def _mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:
-    """What moves a batch; pins the memory of a loader that has workers, whose results torch pins in a thread."""
-    if device is None or device.type == "cpu":
-        return None
-    if device.type == "cuda" and overlap_copies:
-        # Without workers torch would refuse to pin what a dataset has on a device already.
-        pins = not loader.pin_memory and loader.num_workers == 0
-        loader.pin_memory = not pins
-        return OverlappedCopies(device, pins=pins)
-    return partial(to_device, device=device, non_blocking=bool(loader.pin_memory))
-
-
-class OverlappedCopies:
-    """Moves batches to a CUDA device on a side stream; see ``[Note: Overlapped copies]``.
-
-    A batch holds the values that ``tensor.to(device)`` would give, and is ready on the compute stream. As with every
-    tensor of CUDA, who uses one on a third stream has to wait for the compute stream and to call ``record_stream``.
-
-    A batch of which one part is on a device already, requires gradients, is not strided, or is an object that moves
-    itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream, since its
-    memory or its readiness cannot be followed. If we pin, and a part is pinned already, the CPU waits for the copy: it
-    may be a buffer that the next batch is put into.
-
-    The CPU waits where it is more than two steps ahead of the device, so that no more than three batches are in the
-    device's memory.
-
-    Args:
-        device: where batches go.
-        pins: whether tensors are put into pinned memory first, without which their copy is not asynchronous; a loader
-            may have done so already.
-        cuda: the module whose streams are used.
-
-    Attributes:
-        side: the side stream.
-    """
-
-    def __init__(self, device: torch.device, *, pins: bool, cuda: Any = torch.cuda) -> None:
-        self._device, self._pins, self._cuda = device, pins, cuda
-        self.side = cuda.Stream(device)
-        self._steps: deque[Any] = deque()
-
-    def __call__(self, batch: Any) -> Any:
-        """Move the tensors of a batch as :func:`fabric.tree.to_device` does; does not wait for the copies."""
-        parts = _parts(batch)
-        if not all(map(_can_be_followed, parts)):
-            return to_device(batch, self._device, non_blocking=True)
-        if self._pins:
-            if any(isinstance(part, Tensor) and part.is_pinned() for part in parts):
-                return to_device(batch, self._device)
-            batch = map_tensors(lambda tensor: tensor.pin_memory(), batch)
-        compute = self._cuda.current_stream(self._device)
-        self._steps.append(compute.record_event())
-        if len(self._steps) > _AHEAD:
-            self._steps.popleft().synchronize()
-        with self._cuda.stream(self.side):
-            moved = to_device(batch, self._device, non_blocking=True)
-        compute.wait_stream(self.side)
-        parts = _parts(moved)
-        if not all(hasattr(part, "record_stream") for part in parts):  # it has become something that hides its memory
-            return to_device(batch, self._device)
-        for part in parts:
-            if not isinstance(part, Tensor) or part.device.type == self._device.type:
-                part.record_stream(compute)
-        return moved
-
-
-def _parts(batch: Any) -> list[Any]:
-    """What holds memory in a batch: tensors and objects that move themselves, also in mappings that are leaves."""
-    parts: list[Any] = []
-    for leaf in flatten(batch)[0]:
-        if isinstance(leaf, Mapping):
-            parts += _parts(dict(leaf))
-        elif hasattr(leaf, "record_stream") or hasattr(leaf, "to"):
-            parts.append(leaf)
-    return parts
-
-
-def _can_be_followed(part: Any) -> bool:
-    if isinstance(part, Tensor):
-        return part.device.type == "cpu" and part.layout is torch.strided and not part.requires_grad
-    return hasattr(part, "record_stream")
