@@ -23,7 +23,7 @@ from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
 from fabric.clipping import clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.data import FabricDataLoader, gather_batch
+from fabric.data import FabricDataLoader, Windows, gather_batch
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
@@ -501,6 +501,10 @@ class Fabric:
         prepared = [model._fabric_prepared for model in models if not isinstance(model.module, BARE)]
         return without_sync(self.strategy, prepared, enabled)
 
+    def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:
+        """A loop of pairs ``(batch, last)``, in windows of ``steps``; see :class:`fabric.data.Windows`."""
+        return Windows(loader, steps)
+
     def ema(
         self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
     ) -> ExponentialMovingAverage:
@@ -622,16 +626,12 @@ class Fabric:
     def gather(self, obj: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
         """Collect one object or collection from each process on one of them. Collective.
 
-        Returns the list by rank, detached, on rank ``dst`` of the group, and None elsewhere. Shapes and kinds may
-        differ between processes.
+        Returns the list by rank, detached, on rank ``dst`` of the group, else None. Shapes and kinds may differ.
         """
         return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
 
     def send(self, obj: Any, dst: int, group: Group = None) -> None:
-        """Send any object or collection to rank ``dst`` of the group, which has to call :meth:`recv`.
-
-        Not a collective: the two processes call it. Several messages arrive in the order in which they were sent.
-        """
+        """Send any object to rank ``dst`` of the group, which has to call :meth:`recv`; in order, not a collective."""
         collectives.send(self._communicator("send", group), obj, dst)
 
     def recv(self, src: int, group: Group = None) -> Any:

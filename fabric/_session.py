@@ -18,7 +18,7 @@ from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
-from fabric.data import ActiveIterator, FabricDataLoader
+from fabric.data import ActiveIterator, FabricDataLoader, check_no_window
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import SetupChecks
@@ -166,6 +166,7 @@ class Session:
             from_rank0=self.runtime.store.from_rank0,
             name=str(next(self._loader_numbers)),
             active=self.active_iterators,
+            num_processes=self.runtime.communicator.size,
             on_epoch=None if self._uneven is None else self._uneven.on_epoch,
             **(self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
             **options,
@@ -240,6 +241,7 @@ class Session:
                 strategy.checkpoint_io or own_format(strategy.saves_shards),
                 Access(state, load, strategy.load_optimizer_state_dict, strategy.full_state),
                 self.scaler,
+                partial(check_no_window, self.active_iterators),
             )
 
     @contextmanager

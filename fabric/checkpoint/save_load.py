@@ -53,6 +53,7 @@ class CheckpointCoordinator:
         io: the format to save in. One of fabric's own also reads the other: on load, the path decides.
         access: how modules and optimizers are read and restored.
         scaler: the loss scaler of the job, or None.
+        check: raises where this is no time to save.
     """
 
     communicator: Communicator
@@ -60,6 +61,7 @@ class CheckpointCoordinator:
     io: CheckpointIO
     access: Access
     scaler: Any = None
+    check: Callable[[], object] = bool
 
     def save(
         self, path: Any, state: State, filter: Filter | None, trainable_only: bool, async_: bool
@@ -76,6 +78,7 @@ class CheckpointCoordinator:
         state = {"": state} if is_bare else state
 
         def read() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+            self.check()
             states = rank_states(state) if _has_metrics(state) else {}
             check_entries(own := {"metrics": states} if states else {})
             return locate(path), self.access.read(state), own

@@ -3,11 +3,13 @@
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabric.data.agreed import Upcoming, looked_ahead, number_of_batches
 from fabric.data.copies import mover
 from fabric.data.sharding import FromRank0, Uneven
 from fabric.data.sharding import shard as _shard
@@ -52,6 +54,7 @@ class FabricDataLoader:
         name: str = "0",
         seed_workers: bool = True,
         active: list[ActiveIterator] | None = None,
+        num_processes: int = 1,
         on_epoch: Callable[[str, EpochState, int | None, bool], None] | None = None,
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
@@ -89,6 +92,7 @@ class FabricDataLoader:
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
                 states.
             active: where the iterations over the loaders of a job that have begun and not ended are kept.
+            num_processes: of the job, which may get different numbers of batches where the data is not sharded here.
             on_epoch: called at the start of each iteration with the name, its state, and its number of batches, None
                 when that is not known.
 
@@ -130,6 +134,7 @@ class FabricDataLoader:
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
             _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
+            _num_processes=num_processes,
             _on_epoch=on_epoch,
             _name=name,
             _epoch=0,  # the number of the next one
@@ -139,6 +144,10 @@ class FabricDataLoader:
         )
 
     def __iter__(self) -> Iterator[Any]:
+        return self._begin()[1]
+
+    def _begin(self, ends: bool = False) -> tuple[EpochState, Iterator[Any]]:
+        """Begin an iteration; with ``ends`` its state says of each batch whether it is the last one."""
         self._follow_user_epoch()
         saved, self._saved, spec = self._saved, None, self._spec
         if saved is None:
@@ -146,6 +155,7 @@ class FabricDataLoader:
         else:
             state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
+        left = number_of_batches(spec, state, self.loader) if ends else None
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:
             spec.indices.epoch = state
@@ -166,7 +176,9 @@ class FabricDataLoader:
             _, batches = spec.base_seed.draw(lambda: iter(self.loader))
         else:
             batches = iter(self.loader)
-        return self._hand_out(state, batches if self._move is None else map(self._move, batches))
+        if ends:
+            batches = looked_ahead(Upcoming(batches, left, state, partial(self._own_state, state)), state)
+        return state, self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -223,13 +235,12 @@ class FabricDataLoader:
         state = EpochState(self._epoch) if self._latest is None or self._latest.finished else self._latest
         begun = state is self._latest
         if self._has_own_state:
-            own = self.loader.state_dict()  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
+            own = self._own_state(state)
             # The number that the sampler or dataset was given is not in it.
             return {"epoch": state.epoch, "loader": own} if self._targets else own
         if self._saved is not None:
             return {**self._saved, **self._spec.summary()}
-        dataset = self._spec.dataset.state_dict() if begun and self._keeps_dataset_state else None
-        return saved_state(self._spec, state, begun, dataset)
+        return saved_state(self._spec, state, begun, self._own_state(state) if begun else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position: the next ``iter()`` goes on where :meth:`state_dict` was called.
@@ -264,6 +275,13 @@ class FabricDataLoader:
             generator.set_state(saved)
         self._epoch, self._latest = state["epoch"], None
         self._saved = state if inside else None
+
+    def _own_state(self, state: EpochState) -> Any:
+        """What the loader or its dataset says of its position; None where fabric keeps it."""
+        if state.ahead is not None or not (self._has_own_state or self._keeps_dataset_state):
+            return state.ahead
+        owner: Any = self.loader if self._has_own_state else self._spec.dataset
+        return owner.state_dict()
 
     def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
         # Past __setattr__, which would be a Python call for every batch.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from fabric.collectives import all_gather, all_gather_ragged
 from fabric.communicators import Communicator
@@ -45,6 +45,10 @@ class EpochState:
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
         finished: whether the iteration has ended.
+        is_final: whether the batch that is out is known to be the last one.
+        window: while one of :class:`~fabric.data.windows.Windows` is open, the number of the micro-batch that is out,
+            from 1, and how many there are.
+        ahead: the own state of the loader or dataset before a batch was fetched ahead of the user; None when none was.
     """
 
     epoch: int
@@ -53,6 +57,9 @@ class EpochState:
     drawn: dict[str, State] = field(default_factory=dict)
     received: int = 0
     finished: bool = False
+    is_final: bool = False
+    window: tuple[int, int] | None = None
+    ahead: Any = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +98,12 @@ class LoaderSpec:
     def shard_length(self, state: EpochState) -> int | None:
         """Entries that this rank receives in an iteration; ``None`` when that is not known."""
         return None if self.indices is None or length_of(self.order) is None else self.indices.length(state.skip)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks get equally many batches, however many that are."""
+        sampler = self.order.sampler if type(self.order) is BatchSampler else self.order
+        return self.shards > 1 or getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
 
     @property
     def entries_per_batch(self) -> int:
