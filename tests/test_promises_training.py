@@ -381,8 +381,9 @@ def one_iteration_more(fabric: Fabric, where: str) -> str:
     return "fine"
 
 
-def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order() -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(strategy: str) -> None:
     for where in ("everywhere", "in order"):
-        assert run_in_ranks(one_iteration_more, where) == ["fine"] * 2
+        assert run_in_ranks(one_iteration_more, where, strategy=strategy) == ["fine"] * 2
     with pytest.raises(RankFailedError, match=r"in iteration \d over its loader and rank \d in iteration \d"):
-        run_in_ranks(one_iteration_more, "on rank 0")
+        run_in_ranks(one_iteration_more, "on rank 0", strategy=strategy)

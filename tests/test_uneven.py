@@ -19,8 +19,10 @@ from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import RankFailedError
 from fabric.launchers.base import node_worlds
 from fabric.store import JobStore
+from fabric.strategies import FSDPStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
+from tests.sampling import sampled
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,6 +76,103 @@ def test_a_rank_that_runs_out_of_batches_is_named_with_the_step(
     assert f"step {min(batches) + 1}, for which rank {1 - early} has a batch" in text
     assert 'uneven="drop"' in text
     assert "fabric.join(model)" in text
+
+
+# Loops, training or validation, with the batches of each rank.
+Loop = tuple[str, tuple[int, ...]]
+TRAIN: Loop = ("train", (2, 2))
+VALIDATE: Loop = ("validate", (2, 2))
+
+
+def sharded_loops(fabric: Fabric, loops: tuple[Loop, ...], known: bool, models: int, then: str) -> None:
+    pairs = [net(fabric, nn.Linear(4, 2)) for _ in range(models)]
+    for kind, batches in loops:
+        for x in loader(fabric, batches[fabric.global_rank], known):
+            for model, optimizer in pairs:
+                if kind == "train":
+                    train(fabric, model, optimizer, [x])
+                else:
+                    with torch.no_grad():
+                        model(x)
+    if then == "collective":
+        fabric.barrier()
+
+
+UNEVEN_LOOPS = [
+    ((*before, (kind, batches), *after), then)
+    for kind in ("train", "validate")
+    for batches in ((3, 5), (5, 3), (0, 2), (2, 1))
+    for before in ((), (TRAIN,), (VALIDATE,))
+    for after, then in (((), "end"), ((), "collective"), ((VALIDATE if kind == "train" else TRAIN,), "end"))
+]
+
+
+@pytest.mark.parametrize(
+    ("loops", "then", "known", "models"),
+    sampled(
+        [(loops, then, known, models) for loops, then in UNEVEN_LOOPS for known in (True, False) for models in (1, 2)],
+        quick=[
+            ((("train", (3, 5)),), "end", True, 1),
+            ((TRAIN, ("validate", (5, 3))), "collective", False, 1),
+            ((("train", (2, 1)), VALIDATE), "end", True, 2),
+            ((("validate", (0, 2)), TRAIN), "end", True, 1),
+        ],
+        slow=16,
+    ),
+)
+def test_under_fsdp_too_a_rank_that_runs_out_of_batches_is_named(
+    loops: tuple[Loop, ...], then: str, known: bool, models: int
+) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        run_in_ranks(sharded_loops, loops, known, models, then, strategy="fsdp")
+    number = next(number for number, (_, batches) in enumerate(loops) if len({*batches}) > 1)
+    batches = loops[number][1]
+    early, steps = batches.index(min(batches)), models * (2 * number + min(batches))
+    text = str(caught.value)
+    assert f"rank {early} ran out of batches: its loader ended after {min(batches)}" in text
+    assert f"step {steps + 1}, for which rank {1 - early} has a batch" in text
+    assert all(f'"{uneven}"' in text for uneven in ("pad", "drop", "shortest", "longest"))
+    assert "fabric.join" not in text
+
+
+def hybrid() -> FSDPStrategy:
+    return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("batches", "kind"),
+    [((1, 1, 2, 2), "train"), pytest.param((2, 2, 2, 1), "validate", marks=pytest.mark.slow)],
+)
+def test_under_hybrid_shard_the_ranks_that_wait_for_each_other_are_compared(batches: Any, kind: str) -> None:
+    with pytest.raises(RankFailedError, match="ran out of batches: its loader ended after 1"):
+        run_in_ranks(sharded_loops, ((kind, batches),), True, 1, "end", ranks=4, strategy=hybrid())
+
+
+def sharded_and_even(fabric: Fabric) -> str:
+    """Passes of which each is made by all ranks that gather together, from loaders of different lengths."""
+    (model, optimizer), plain, row = net(fabric, nn.Linear(4, 2)), Net(), fabric.global_rank // 2
+    batches = loader(fabric, 3 + 2 * row, known=fabric.world_size > 2)
+
+    def loops() -> None:
+        for _ in range(2):
+            train(fabric, model, optimizer, islice(batches, 3))
+            with torch.no_grad():
+                # The two rows of a hybrid mesh do not gather from each other.
+                for x in batches:
+                    model(x)
+                for x in loader(fabric, 4 * (fabric.global_rank == 0), known=True):
+                    plain(x)
+            fabric.barrier("validated")
+        with fabric.no_backward_sync(model):
+            fabric.backward(model(torch.ones(1, 4)).sum())
+        train(fabric, model, optimizer, islice(chain.from_iterable(repeat(batches)), 8))
+
+    return outcome(loops)
+
+
+def test_equal_passes_of_sharded_models_are_no_error() -> None:
+    assert run_in_ranks(sharded_and_even, strategy="fsdp") == ["fine"] * 2
+    assert run_in_ranks(sharded_and_even, ranks=4, strategy=hybrid()) == ["fine"] * 4
 
 
 def even_in_the_end(fabric: Fabric, known: bool) -> str:
@@ -268,7 +367,7 @@ def detectors(number: int) -> list[UnevenInputDetector]:
 
 
 def take_step(detector: UnevenInputDetector) -> None:
-    detector.on_forward(cast(Any, SimpleNamespace(prepares_sync=True)))
+    detector.on_forward(cast(Any, SimpleNamespace(peers=())), cast(Any, SimpleNamespace(prepares_sync=True)))
 
 
 @pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])

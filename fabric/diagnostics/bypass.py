@@ -59,6 +59,7 @@ class GradientContract:
         replicated: the parameters, by the user's names, that are to be equal on all ranks after a step.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
+        peers: the ranks that every forward pass gathers parameters from.
         casts: whether the prepared module casts inputs and outputs, so that nobody else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
@@ -77,6 +78,7 @@ class GradientContract:
     replicated: Callable[[], Mapping[str, Tensor]] = dict
     unreduced: Callable[[], Sequence[Tensor]] = list
     is_sharded: bool = False
+    peers: frozenset[int] = frozenset()
     casts: bool = False
     explain: Callable[[BaseException], object] = bool
     reshard: Callable[[], object] = bool
@@ -101,7 +103,8 @@ class BypassChecks:
         recorder: of this process, whose checks of phases are made around those of all ranks.
 
     Attributes:
-        on_forward: what is called at the start of each wrapped forward whose gradients need it.
+        on_forward: what is called at the start of each forward pass that gradients need, or parameters, to be gathered.
+        is_sharded: whether any module is, and then its ``peers``.
         structures: what each module was set up with, by the contracts of all.
     """
 
@@ -109,7 +112,8 @@ class BypassChecks:
         self.world, self._backward, self._recorder = world, backward, recorder
         if recorder is not None and recorder.phase_checks:
             backward.before.append(recorder.check_backward)
-        self.on_forward: list[Callable[[BypassGuard], None]] = []
+        self.on_forward: list[Callable[..., None]] = []
+        self.is_sharded, self.peers = False, frozenset[int]()
         self.structures: WeakKeyDictionary[GradientContract, _Structure] = WeakKeyDictionary()
         torchs = nn.modules.module
         hooks = (torchs.register_module_module_registration_hook, torchs.register_module_parameter_registration_hook)
@@ -175,6 +179,7 @@ class _Structure:
         parameters = {*contract.parameters().values()}
         self.synchronized = {each for each in parameters if each.requires_grad or not contract.needs_forward}
         self._others = set[Tensor]()
+        self.follow()
         if checks.world.world_size > 1:
             self.add(parameters - self.synchronized)
 
@@ -184,6 +189,13 @@ class _Structure:
         forward = self._forward()
         if self._others and forward is not None and self._check not in forward.before:
             forward.before.append(self._check)
+
+    def follow(self) -> None:
+        """Have the forward passes of a sharded module noted, once somebody wants to know of them."""
+        contract, forward = self._contract(), self._forward()
+        if contract is not None and forward is not None and contract.is_sharded:
+            self._checks.is_sharded, self._checks.peers = True, contract.peers
+            forward.before.extend(partial(call, contract) for call in self._checks.on_forward)
 
     def _check(self) -> None:
         contract, late = self._contract(), {each for each in self._others if each.requires_grad}
@@ -244,7 +256,7 @@ class BypassGuard:
         for hooks, number, _ in self._places:
             hooks.pop(number, None)
         for call in self._on_forward:
-            call(self)
+            call(self.contract, self)
 
     def after_forward(self, output: Any, error: BaseException | None) -> None:
         """Note that it is over."""

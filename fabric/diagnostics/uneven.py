@@ -1,9 +1,13 @@
 """Ranks with different numbers of batches: an error and not a hang, and the order of modules in ``fabric.join``.
 
-[Note: Uneven inputs] A *step* is a forward pass after which the ranks synchronize gradients; all ranks have to take the
-same steps and, in between, the same collectives. A rank that has run out of batches goes on to a collective or to the
-end of the job, while another takes one more step and waits. Each of the two publishes how far it is and then reads how
+[Note: Uneven inputs] A *step* is a forward pass after which the ranks synchronize gradients, or one of a sharded model,
+in which they gather parameters; all ranks have to take the same steps and, in between, the same collectives. A rank
+that has run out of batches goes on to a collective, to the end of the job or, under a strategy that shards, to a loop
+of other steps, while another takes one more step and waits. Each of the two publishes how far it is and then reads how
 far the other is: whoever is second sees that the orders differ. Nothing of this is a collective.
+
+Under ``HYBRID_SHARD`` a forward pass without synchronization is a step of those ranks alone that gather together. So
+there are two numbers of each: one for neighbors that gather with this rank, of all its steps, and one for the others.
 
 It is done where it can matter: after the end of an iteration over a prepared loader, if the loaders of neighboring
 ranks have different lengths, or lengths that nobody knows.
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.communicators import Collective
-from fabric.diagnostics.bypass import BypassChecks, BypassGuard
+from fabric.diagnostics.bypass import BypassChecks, BypassGuard, GradientContract
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.errors import UsageError
 from fabric.store import JobStore
@@ -57,8 +61,9 @@ class UnevenInputDetector:
         self._bypass, self._neighbors = bypass, bypass.world.neighbours
         self._joined: list[BypassGuard] = []
         self._begun: dict[str, int] = {}  # iterations over each loader
-        self.passes = 0
-        self._steps = self._counted = 0  # steps taken, and collectives of the job before the latest one
+        self.passes = self._ended = 0  # the latter: batches of the iteration before the latest
+        # Steps taken, and collectives of the job before the latest one; for neighbors that gather with us, and others.
+        self._steps, self._counted = [0, 0], [0, 0]
         self._lengths_differ = False
         # The iteration that began last, and the one whose batches the last step was for.
         self._latest: _Iteration | None = None
@@ -76,11 +81,12 @@ class UnevenInputDetector:
         self._begun[loader] = number = self._begun.get(loader, 0) + 1
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
         self._store.publish(f"batches/{loader}", [number, length])
+        self._ended = self._latest.progress.received if self._latest is not None else 0
         self._latest = _Iteration(loader, number, progress, length, list(self._neighbors), has_orders)
         self._watch()
 
-    def on_forward(self, guard: BypassGuard) -> None:
-        """Note that a wrapped forward begins: that of a step, if it prepares a synchronization.
+    def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
+        """Note that a forward pass begins, of a sharded module or of one with a guard: it may be a step.
 
         Raises:
             UsageError: another rank has run out of batches, and will not take it; or it is another joined module's
@@ -88,10 +94,19 @@ class UnevenInputDetector:
         """
         if guard in self._joined:
             self._check_order(guard)
-        if self._joined or not guard.prepares_sync:
+        if self._joined or not (guard is None or guard.prepares_sync):
             return
-        between, self._counted = self._recorder.counts[JOB] - self._counted, self._recorder.counts[JOB]
-        self._steps += 1
+        kind, neighbors, collectives = "", self._neighbors, self._recorder.counts[JOB]
+        if guard is None:
+            trains = torch.is_grad_enabled()
+            kind = contract.title + " without gradients" * (not trains)
+            if not (trains and contract.synchronizes()):
+                neighbors = tuple(filter(contract.peers.__contains__, neighbors))
+        is_of_all = neighbors == self._neighbors
+        between = collectives - self._counted[0], collectives - self._counted[1]
+        for scope in (0, 1)[: 1 + is_of_all]:
+            self._steps[scope] += 1
+            self._counted[scope] = collectives
         latest = self._latest
         if latest is None:
             return
@@ -104,12 +119,14 @@ class UnevenInputDetector:
             self._compare_lengths(self._trained)
         if not is_first and not self._lengths_differ:
             return
-        self._store.publish("step", [self._steps, between, latest.loader, latest.number])
-        if same_iteration:
-            self._check_numbers(latest)
-        for other, (steps, collectives, batches) in self._store.read("end", self._neighbors).items():
-            if steps == self._steps - 1 and between < collectives:
-                self._refuse(f"step {self._steps} of rank {self._rank}", other, batches, self._rank)
+        loop = [latest.loader, latest.number, kind, sum(self._begun.values()), self._ended]
+        self._store.publish("step", [self._steps if is_of_all else [self._steps[0], None], between, loop])
+        if same_iteration or kind:
+            self._check_loops(neighbors, loop, same_iteration)
+        for other, (taken, others, batches) in self._store.read("end", neighbors).items():
+            step = self._steps[scope := other not in self._bypass.peers]
+            if taken[scope] == step - 1 and between[scope] < others[scope]:
+                self._refuse(f"step {step} of rank {self._rank}", step, other, batches, self._rank)
 
     def check(self, entry: Entry, collective: Collective) -> None:
         """Compare before a collective over all ranks; a check of the flight recorder.
@@ -156,6 +173,8 @@ class UnevenInputDetector:
     def _watch(self) -> None:
         if not self._bypass.on_forward:
             self._bypass.on_forward.append(self.on_forward)
+            for structure in self._bypass.structures.values():
+                structure.follow()
             self._recorder.checks = (self.check, *self._recorder.checks)
 
     def _check_order(self, guard: BypassGuard) -> None:
@@ -182,12 +201,21 @@ class UnevenInputDetector:
             "model.module(x), or the end of the with block, for a pass without gradients",
         )
 
-    def _check_numbers(self, own: _Iteration) -> None:
-        for other, (steps, _, loader, number) in self._store.read("step", self._neighbors).items():
-            if steps == self._steps and loader == own.loader and number != own.number:
+    def _check_loops(self, neighbors: Sequence[int], own: Any, same_iteration: bool) -> None:
+        """Raise if a neighbor takes the same step in another loop, and it is of another kind or another order."""
+        for other, (steps, _, theirs) in self._store.read("step", neighbors).items():
+            step = self._steps[scope := other not in self._bypass.peers]
+            if steps[scope] != step or theirs[:2] == own[:2]:
+                continue
+            request = f"step {step} of rank {self._rank}"
+            if theirs[2] != own[2]:
+                # Whoever has begun more iterations is in the later loop.
+                (_, ended, early), (*_, late) = sorted([[*own[3:], self._rank], [*theirs[3:], other]], reverse=True)
+                self._refuse(request, step, early, ended, late)
+            if same_iteration and theirs[0] == own[0]:
                 raise UsageError(
-                    f"step {steps} of rank {self._rank}",
-                    f"it is in iteration {own.number} over its loader and rank {other} in iteration {number}: their "
+                    request,
+                    f"it is in iteration {own[1]} over its loader and rank {other} in iteration {theirs[1]}: their "
                     "batches are shares of different orders, so that samples are seen twice or never",
                     "iter(loader) equally often on all ranks",
                     "next(iter(loader.original)) for a look at a batch on one rank",
@@ -195,7 +223,7 @@ class UnevenInputDetector:
 
     def _check_ends(self, is_end: bool = False) -> None:
         """Compare for the iterations that have ended since; the end of the job counts as one more collective."""
-        collectives = self._recorder.counts[JOB] - self._counted + is_end
+        collectives = [self._recorder.counts[JOB] - before + is_end for before in self._counted]
         for iteration in (self._latest, self._trained):
             if iteration is None or iteration.is_checked or not iteration.progress.finished:
                 continue
@@ -206,10 +234,11 @@ class UnevenInputDetector:
                 continue
             batches = iteration.progress.received
             self._store.publish("end", [self._steps, collectives, batches])
-            for other, (steps, between, *_) in self._store.read("step", self._neighbors).items():
-                if steps == self._steps + 1 and between < collectives:
-                    request = f"a collective, or the end of the job, after step {self._steps} of rank {self._rank}"
-                    self._refuse(request, self._rank, batches, other)
+            for other, (steps, between, _) in self._store.read("step", self._neighbors).items():
+                step = self._steps[scope := other not in self._bypass.peers] + 1
+                if steps[scope] == step and between[scope] < collectives[scope]:
+                    request = f"a collective, or the end of the job, after step {step - 1} of rank {self._rank}"
+                    self._refuse(request, step, self._rank, batches, other)
 
     def _compare_lengths(self, iteration: _Iteration) -> None:
         self._lengths_differ |= iteration.length is None
@@ -219,12 +248,12 @@ class UnevenInputDetector:
                 # One that is further ended this iteration earlier, after nobody knows how many batches.
                 self._lengths_differ |= number > iteration.number or length != iteration.length
 
-    def _refuse(self, request: str, early: int, batches: int, late: int) -> NoReturn:
-        step = self._steps + (early == self._rank)
+    def _refuse(self, request: str, step: int, early: int, batches: int, late: int) -> NoReturn:
+        joined = "" if self._bypass.is_sharded else "; or with fabric.join(model): for batch in loader: ..."
         raise UsageError(
             request,
             f"rank {early} ran out of batches: its loader ended after {batches}, and it takes no part in step {step}, "
             f"for which rank {late} has a batch and would wait",
-            "equally many batches on all ranks, or a loop within fabric.join, which goes on with the others",
-            'setup_dataloaders(loader, uneven="drop") or "pad"; or with fabric.join(model): for batch in loader: ...',
+            "equally many batches on all ranks, or a loop in which the others go on",
+            f'setup_dataloaders(loader, uneven="drop") or "pad"; "shortest" or "longest" for other data{joined}',
         )

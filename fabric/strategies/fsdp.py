@@ -13,10 +13,12 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from operator import attrgetter
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
@@ -287,7 +289,8 @@ class FSDPStrategy(ParallelStrategy):
             title=type(root).__name__.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
-            synchronizes=lambda: forward.unsharded.synchronizes,
+            peers=frozenset(dist.get_process_group_ranks(self._mesh().get_group(-1))),
+            synchronizes=partial(attrgetter("synchronizes"), forward.unsharded),  # called in every step
             gradients_differ=True,
             replicated=lambda: {name: each for name, each in sharded.items() if each in forward.unsharded.parameters},
             unreduced=lambda: [*unreduced_parameters(root), *forward.unsharded.unreduced],
