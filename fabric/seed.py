@@ -17,7 +17,7 @@ import torch
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["Streams", "WorkerSeeding", "rng_state", "seed_everything", "set_rng_state"]
+__all__ = ["Streams", "WorkerSeeding", "rng_state", "sample_generator", "seed_everything", "set_rng_state"]
 
 _SEEDS = 2**32  # numpy's legacy generator takes no more than 32 bits
 
@@ -42,6 +42,23 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
         raise ConfigurationError(f"seed_everything({chosen})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it")
     _seed_streams(chosen, rank if per_rank else 0)
     return chosen
+
+
+def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
+    """A generator for one sample, whose stream depends on these numbers alone.
+
+    For ``Dataset.__getitem__``: what it draws is then the same on any number of processes and workers, and in a run
+    that was resumed. On the CPU torch uses 32 bits of a seed, so that one pair in four billion shares a stream.
+
+    Args:
+        seed: any integer; another one for each augmentation that is to be independent.
+        epoch: that of the dataset, which it learns by a method ``set_epoch``.
+        index: of the sample.
+
+    Returns:
+        A generator on the CPU. Its ``initial_seed()``, of 64 bits, is one for ``numpy.random.default_rng``.
+    """
+    return torch.Generator().manual_seed(_mixed("sample", *map(operator.index, (seed, epoch, index))))
 
 
 @dataclass(frozen=True)

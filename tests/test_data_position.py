@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from fabric.data import FabricDataLoader
 from fabric.errors import CheckpointError, ConfigurationError
-from fabric.seed import rng_state, set_rng_state
+from fabric.seed import rng_state, sample_generator, set_rng_state
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -325,6 +325,53 @@ def test_dataset_is_told_each_epoch_counting_from_where_the_user_says() -> None:
     loader.set_epoch(7)
     list(loader), list(loader)
     assert data.told == [0, 1, 7, 7, 8]
+
+
+class Augmented(Epochs):
+    """Has noise that belongs to the sample, and an epoch that workers see which stay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 24
+        self.shared = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.shared.fill_(epoch)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand((), generator=sample_generator(7, int(self.shared), index)).item()
+
+
+def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tuple[list[Any], Any]:
+    """The samples of all ranks in two epochs, in their order; and the position after ``stop`` batches."""
+    steps, state = [], None
+    for rank in range(ranks):
+        data = Augmented()
+        order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+        plain_loader = DataLoader(data, 12 // ranks, sampler=order, num_workers=workers, persistent_workers=workers > 0)
+        loader = prepare(plain_loader, rank, ranks)
+        if saved is not None:
+            loader.load_state_dict(saved["loader"])
+        received, state = train(loader, 2 - loader.state_dict()["epoch"], stop or None)
+        steps.append([list(zip(*batch, strict=True)) for batch, *_ in received])
+    rounds = (zip(*batches, strict=True) for batches in zip(*steps, strict=True))
+    return [sample for batches in rounds for entries in batches for sample in entries], state
+
+
+def test_augmentations_of_a_sample_generator_are_the_same_on_any_number_of_processes_and_workers() -> None:
+    whole, _ = augmented(1, 0)
+    assert len({*whole}) == 48  # of the second epoch others than of the first
+    for ranks, workers in ((1, 2), (2, 0), (2, 1), (3, 0), (4, 1)):
+        assert augmented(ranks, workers)[0] == whole
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [((1, 0), (2, 1)), ((4, 0), (3, 0)), ((2, 1), (1, 0))])
+def test_augmentations_go_on_after_a_resume_on_another_number_of_processes(saving: Any, resuming: Any) -> None:
+    for stop in (1, 3):
+        before, saved = augmented(*saving, stop=stop)
+        after, _ = augmented(*resuming, saved=saved)
+        assert before + after == augmented(1, 0)[0]
 
 
 def test_set_epoch_on_the_users_own_object_is_followed() -> None:

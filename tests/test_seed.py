@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fabric.errors import ConfigurationError
-from fabric.seed import Streams, WorkerSeeding, rng_state, seed_everything, set_rng_state
+from fabric.seed import Streams, WorkerSeeding, rng_state, sample_generator, seed_everything, set_rng_state
 
 
 def draw() -> tuple[float, float, float]:
@@ -114,6 +114,23 @@ def test_streams_that_differ_are_put_back_and_others_go_on() -> None:
     random.random()
     streams.restore_shared(own, unless=own)
     assert random.getstate() != own["python"]
+
+
+def test_the_stream_of_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
+    def first(*numbers: Any) -> float:
+        return torch.rand((), dtype=torch.float64, generator=sample_generator(*numbers)).item()
+
+    numbers = [
+        (seed, epoch, index) for seed in (-1, 0, 2**70) for epoch in range(5) for index in (-1, 0, 1, 11, 10**18)
+    ]
+    assert len({first(*each) for each in numbers}) == len(numbers)
+    seed_everything(1)
+    drawn, shared = first(3, 1, 4), draw()
+    seed_everything(1)
+    assert draw() == shared
+    assert first(numpy.int64(3), torch.tensor(1), 4) == drawn
+    with pytest.raises(TypeError):
+        sample_generator(0.5, 0, 0)  # pyright: ignore[reportArgumentType]
 
 
 def test_worker_seeding_mixes_in_the_rank_and_then_calls_the_users_function() -> None:
