@@ -23,7 +23,7 @@ from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
 from fabric.clipping import clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.data import FabricDataLoader, Windows, gather_batch
+from fabric.data import FabricDataLoader, Uneven, Windows, gather_batch, without_repeats
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
@@ -60,7 +60,7 @@ class _Options(TypedDict, total=False):
     use_distributed_sampler: bool
     move_to_device: bool
     overlap_copies: bool
-    uneven: Literal["pad", "drop"]
+    uneven: Uneven
 
 
 class Fabric:
@@ -341,7 +341,7 @@ class Fabric:
         use_distributed_sampler: bool = True,
         move_to_device: bool = True,
         overlap_copies: bool = True,
-        uneven: Literal["pad", "drop"] = "pad",
+        uneven: Uneven = "pad",
     ) -> Any:
         """Shard the data of loaders over the processes, and move batches; a :class:`FabricDataLoader`, or a list.
 
@@ -352,21 +352,18 @@ class Fabric:
             overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
                 computes the step before. The host's memory of a batch must not be written to then, and worker processes
                 must return CPU tensors.
-            uneven: when samples do not divide by the number of processes: ``"pad"`` repeats some from the start,
-                ``"drop"`` leaves some out.
+            uneven: ``"pad"`` repeats samples where some processes would have fewer, ``"drop"`` leaves some out. For
+                other data ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
         """
         session = self._running("setup_dataloaders")
         prepared = [
             session.setup_loader(
-                each,
-                shard=use_distributed_sampler,
+                each, shard=use_distributed_sampler, overlap_copies=overlap_copies, uneven=uneven,
                 device=session.runtime.device if move_to_device else None,
-                overlap_copies=overlap_copies,
-                uneven=uneven,
                 seed_workers=self._seed is None or self._seed["workers"],
             )
             for each in (loader, *more)
-        ]
+        ]  # fmt: skip
         return prepared if more else prepared[0]
 
     def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
@@ -426,6 +423,9 @@ class Fabric:
         if session is None:
             tensor.backward(*args, **kwargs)
             return
+        for spec, _ in session.active_iterators:
+            if spec.uneven == "longest":
+                without_repeats(session.active_iterators, tensor, None)
         if session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
         try:

@@ -18,7 +18,7 @@ from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
-from fabric.data import ActiveIterator, FabricDataLoader, check_no_window
+from fabric.data import ActiveIterator, Agreement, FabricDataLoader, check_no_window
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import SetupChecks
@@ -81,6 +81,8 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self.active_iterators: list[ActiveIterator] = []
+        agreement = Agreement(self.runtime.communicator.size, self.runtime.background, self.modules)
+        self._agreement = self._parts.enter_context(closing(agreement))
         self._loader_numbers = count()
         self._recorder = recorder = self.runtime.recorder
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
@@ -166,7 +168,7 @@ class Session:
             from_rank0=self.runtime.store.from_rank0,
             name=str(next(self._loader_numbers)),
             active=self.active_iterators,
-            num_processes=self.runtime.communicator.size,
+            agreement=self._agreement,
             on_epoch=None if self._uneven is None else self._uneven.on_epoch,
             **(self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
             **options,
@@ -235,14 +237,11 @@ class Session:
             strategy.load_module_state_dict(prepared, uncompiled_state(content, like), strict)
 
         with self.phase(phase):
-            yield CheckpointCoordinator(
-                self.runtime.communicator,
-                self._saves,
-                strategy.checkpoint_io or own_format(strategy.saves_shards),
-                Access(state, load, strategy.load_optimizer_state_dict, strategy.full_state),
-                self.scaler,
-                partial(check_no_window, self.active_iterators),
-            )
+            access = Access(state, load, strategy.load_optimizer_state_dict, strategy.full_state)
+            io = strategy.checkpoint_io or own_format(strategy.saves_shards)
+            is_inside = any(state.window for _, state in self.active_iterators)
+            check = partial(check_no_window, self.active_iterators) if is_inside else bool
+            yield CheckpointCoordinator(self.runtime.communicator, self._saves, io, access, self.scaler, check)
 
     @contextmanager
     def rank_zero_first(self, local: bool) -> Iterator[None]:

@@ -69,7 +69,7 @@ class Runtime:
         self.communicator: Communicator = LocalCommunicator(self.device)
         self.recorder: FlightRecorder | None = None
         self._is_started = False
-        self._background: Communicator | None = None
+        self._background: dict[str, Communicator] = {}
         self._closers = ExitStack()
         self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
@@ -124,28 +124,29 @@ class Runtime:
         ranks = dist.get_process_group_ranks(group)
         return RecordedCommunicator(inner, self.recorder, f"torch {group.group_name}", ranks)
 
-    def background(self) -> Communicator:
+    def background(self, purpose: str = "saves") -> Communicator:
         """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
 
-        Collective the first time that it is called.
+        Collective the first time that it is called for a purpose, each of which has its group.
         """
-        if self._background is None:
+        if purpose not in self._background:
             if self.connected and self.device.type != "cpu":
                 # Two collectives at a time on one device can wait for each other; and objects need none.
                 group = dist.new_group(timeout=self.timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
-                self._background = self.communicator_over(group)
+                made = self.communicator_over(group)
             else:
-                self._background = self.communicator.new_group(range(self.communicator.size)) or None
-        assert self._background is not None, "every rank is a member"
-        return self._background
+                made = self.communicator.new_group(range(self.communicator.size))
+            assert made, "every rank is a member"
+            self._background[purpose] = made
+        return self._background[purpose]
 
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""
         if not self._is_started:
             return
-        if self._background is not None:
-            self._background.close()
+        for group in self._background.values():
+            group.close()
         if self._disconnect():
             dist.destroy_process_group()
             # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
@@ -181,7 +182,7 @@ class Runtime:
         owns_group = self in self._users
         self._users.discard(self)
         self._is_started = False
-        self._background = None
+        self._background.clear()
         self._meshes.clear()
         self.store.close()
         return owns_group and not self._users and dist.is_initialized()

@@ -168,8 +168,8 @@ def test_a_wrong_number_of_steps_or_loader_is_an_error_of_the_call(fabric: Fabri
     for steps, error in (
         (0, ConfigurationError),
         (-1, ConfigurationError),
-        (True, ArgumentTypeError),
-        (2.5, ArgumentTypeError),
+        (True, ConfigurationError),
+        (2.5, ConfigurationError),
     ):
         with pytest.raises(error, match="steps="):
             fabric.accumulate(loader, steps=steps)  # pyright: ignore[reportArgumentType]

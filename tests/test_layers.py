@@ -31,7 +31,7 @@ ORDER = {
     "checkpoint": "state storage file async_save stored sharded save_load",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
-    "data": "state sharding copies agreed loader windows",
+    "data": "state sharding copies agreed loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
     "launchers": "serialize base rank supervisor function script",
     "strategies": "init_module fsdp_state fsdp_options base parallel data_parallel ddp fsdp",

@@ -1,15 +1,33 @@
-"""Whether another batch follows: known while one is out, without a change of what the user's loader yields when."""
+"""What is known of the batches to come while one is out: whether another follows, here and on the other ranks.
+
+[Note: Uneven ranks] Where fabric does not shard the data, ranks may have different numbers of batches. Under
+``uneven="shortest"`` all stop when the first one has none left. Under ``"longest"`` they stop when nobody has any: a
+rank without one gets its last one again, a *repeat*, or another rank's first if it never had one. All ranks exchange a
+*flag*, whether they have another batch, one batch ahead: in a thread and a group of its own, while the loop computes.
+Where all ranks know how many batches they have, the numbers are exchanged once and no flags follow.
+
+A repeat is not part of the epoch. Its loss and weight count zero in ``fabric.backward``, it is in no position, and
+when the next batch is asked for, random streams and the buffers of modules are what they were before it.
+"""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext
+from itertools import count
 from typing import Any
 
+import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.state import EpochState, LoaderSpec, length_of
-from fabric.errors import UsageError
+from fabric.collectives import broadcast
+from fabric.communicators import Communicator
+from fabric.data.state import ActiveIterator, EpochState, LoaderSpec, length_of
+from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
+from fabric.seed import rng_state, set_rng_state
 
-__all__ = ["Upcoming", "looked_ahead", "number_of_batches"]
+__all__ = ["Agreement", "Upcoming", "Windows", "check_no_window", "number_of_batches", "without_repeats"]
 
 _END = object()
 
@@ -36,47 +54,205 @@ class Upcoming:
     """
 
     def __init__(
-        self, batches: Iterator[Any], left: int | None, state: EpochState, own_state: Callable[[], Any]
+        self, batches: Iterator[Any], left: int | None, state: EpochState, own_state: Callable[[EpochState], Any]
     ) -> None:
-        self.left, self._batches = left, batches
-        self._state, self._own_state = state, own_state
+        self.left, self.state, self._batches, self._own_state = left, state, batches, own_state
         self._fetched: list[Any] = []
 
     def has_next(self) -> bool:
         """Whether there is another one."""
-        if self.left is not None:
-            return self.left > 0
-        if not self._fetched:
-            self._state.ahead = None
-            self._state.ahead = copy.deepcopy(self._own_state())
-            self._fetched.append(next(self._batches, _END))
-        return self._fetched[0] is not _END
+        return self.peek() is not _END if self.left is None else self.left > 0
 
-    def take(self) -> Any:
-        """The next one."""
-        if self.left is None:
-            return self._fetched.pop()
-        self.left -= 1
-        return self._checked(next(self._batches, _END), is_end=False)
+    def peek(self) -> Any:
+        """The next one, which stays."""
+        if not self._fetched:
+            self.state.ahead = None
+            self.state.ahead = None if self.left is not None else copy.deepcopy(self._own_state(self.state))
+            self._fetched.append(next(self._batches, _END))
+        return self._fetched[0]
+
+    def take(self, is_end: bool = False) -> Any:
+        """The next one; with ``is_end`` none, for which the loader is asked all the same, so that its workers end."""
+        if (self.peek() is _END) is not is_end:
+            problem = f"its sampler yields {'more' if is_end else 'fewer'} batches than its length says"
+            raise UsageError("a loop whose end is known ahead", problem, "a sampler with the right length, or none")
+        self.left = None if self.left is None else self.left - 1
+        return self._fetched.pop()
+
+    def all(self) -> Iterator[Any]:
+        """All of them; while one is out, ``state.is_final`` says whether it is the last one."""
+        while self.has_next():
+            batch = self.take()
+            self.state.is_final = not self.has_next()
+            yield batch
+        self.take(is_end=True)
+
+
+class Agreement:
+    """The flags of a job; see ``[Note: Uneven ranks]``.
+
+    Args:
+        size: number of ranks.
+        connect: the collectives of all ranks, over the CPU, in a group for what is named. Collective.
+        modules: those that are set up.
+    """
+
+    def __init__(self, size: int = 1, connect: Callable[[str], Any] = str, modules: Iterable[nn.Module] = ()) -> None:
+        self.size, self._connect, self._modules = size, connect, modules
+        self._loops, self._thread = count(1), ThreadPoolExecutor(1, "fabric-batches")
+
+    def check_modules(self) -> None:
+        """Raise a UsageError where a repeat would be in statistics that ranks make together."""
+        if any(isinstance(part, nn.SyncBatchNorm) for model in self._modules for part in model.modules()):
+            problem = "a repeated batch would count in the statistics that SyncBatchNorm takes over all ranks"
+            raise UsageError('a loop under uneven="longest"', problem, 'uneven="shortest", or batch norms of each rank')
+
+    def batches(self, upcoming: Upcoming, pick: Callable[[Iterable[int]], int], ends: bool) -> Iterator[Any]:
+        """As many batches on all ranks: ``min`` or ``max`` picks whose number counts.
+
+        With ``ends``, ``state.is_final`` says of each whether it is the last one.
+        """
+        loop, number, batch = next(self._loops), 0, _END
+        numbers = self._ask(loop, 0, upcoming.has_next(), -1 if upcoming.left is None else upcoming.left).result()
+        has, left = zip(*numbers, strict=True)
+        total = None if -1 in left else pick(left)
+        goes_on = pick(has)
+        if goes_on and not all(has):
+            group, source = self._connect("batches"), has.index(1)
+            batch = broadcast(group, upcoming.peek() if source == group.rank else None, source, torch.device("cpu"))
+        while goes_on:
+            is_own, number = upcoming.has_next(), number + 1
+            batch = upcoming.take() if is_own else batch
+            flags = self._ask(loop, number, upcoming.has_next(), -1) if total is None else None
+
+            def follows(flags: Any = flags, left: int = (total or 0) - number) -> bool:
+                return left > 0 if flags is None else pick(has for has, _ in flags.result()) > 0
+
+            upcoming.state.is_final = ends and not follows()
+            with nullcontext() if is_own else self._repeating(upcoming.state):
+                yield batch
+            goes_on = follows()
+        if not upcoming.has_next():
+            upcoming.take(is_end=True)
 
     def close(self) -> None:
-        """Ask the loader once more, as a plain loop does, which ends its workers."""
-        if self.left is not None:
-            self._checked(next(self._batches, _END), is_end=True)
+        """Wait until the other ranks have answered, or are gone."""
+        self._thread.shutdown()
 
-    def _checked(self, batch: Any, is_end: bool) -> Any:
-        if (batch is _END) is is_end:
-            return batch
-        problem = f"its sampler has yielded {'more' if is_end else 'fewer'} batches than its length says"
-        raise UsageError(
-            "a loop over a loader that agrees on its end", problem, "a sampler with the right length, or none"
-        )
+    def _ask(self, *facts: int) -> Future[list[list[int]]]:
+        # In this thread, where the ranks make their groups in one order.
+        return self._thread.submit(_exchange, self._connect("batches"), facts)
+
+    @contextmanager
+    def _repeating(self, state: EpochState) -> Iterator[None]:
+        """Within, a repeat is out; afterwards random streams and buffers are what they were."""
+        parts = [part for model in self._modules for part in model.modules()]
+        buffers = [
+            (part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)
+        ]
+        streams, state.is_repeat = rng_state(), True
+        try:
+            yield
+        finally:
+            state.is_repeat = False
+            set_rng_state(streams)
+            for part, name, buffer, value in buffers:
+                part._buffers[name] = buffer
+                buffer.detach().copy_(value)
 
 
-def looked_ahead(upcoming: Upcoming, state: EpochState) -> Iterator[Any]:
-    """All batches; while one is out, ``state.is_final`` says whether it is the last one."""
-    while upcoming.has_next():
-        batch = upcoming.take()
-        state.is_final = not upcoming.has_next()
-        yield batch
-    upcoming.close()
+def _exchange(group: Communicator, facts: tuple[int, ...]) -> list[list[int]]:
+    """The flags of all ranks, which are at the same place."""
+    rows = group.all_gather(torch.tensor(facts)).tolist()
+    if any(row[:2] != rows[0][:2] for row in rows):
+        places = [f"rank {rank} behind batch {row[1]} of loop {row[0]}" for rank, row in enumerate(rows[:8])]
+        problem = f"the ranks are at different places of their loops: {', '.join(places)}"
+        raise UsageError("a loop that ends on all ranks together", problem, "breaks at the same batch on all ranks")
+    return [row[2:] for row in rows]
+
+
+def without_repeats(active: Sequence[ActiveIterator], loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
+    """The loss and weight of a backward pass: zero while a repeat is out.
+
+    Raises:
+        UsageError: there is no weight, in a loop that may have repeats.
+    """
+    for spec, state in active:
+        if spec.uneven == "longest" and weight is None:
+            problem = "a mean over the processes would count those that have no batch"
+            suggestion = "fabric.backward(losses.sum(), weight=len(losses))"
+            raise UsageError('fabric.backward(loss) in a loop under uneven="longest"', problem, suggestion=suggestion)
+        if state.is_repeat:
+            loss, weight = torch.where(loss.isfinite(), loss, 0) * 0, weight * 0
+    return loss, weight
+
+
+class Windows:
+    """A loop over a set-up loader in windows of ``steps`` micro-batches; ``fabric.accumulate`` returns it.
+
+    Each iteration over it is one over the loader, and yields pairs ``(batch, last)``. ``last`` says that a window ends
+    with this micro-batch, and is the same on all processes. The last window of an epoch may be shorter; a position that
+    was loaded begins a new one::
+
+        for batch, last in fabric.accumulate(loader, steps=4):
+            with fabric.no_backward_sync(model, enabled=not last):
+                fabric.backward(loss_sum(model, batch), weight=len(batch))
+            if last:
+                fabric.clip_gradients(model, optimizer, max_norm=1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    Nothing is fetched earlier than in a loop over the loader where the number of batches is known. Elsewhere one batch
+    is fetched ahead, which the loader's ``state_dict`` does not count. ``fabric.save`` inside a window raises a
+    :class:`fabric.errors.CheckpointError`: accumulated gradients are in no checkpoint.
+
+    Args:
+        loader: what ``setup_dataloaders`` returned.
+        steps: micro-batches in a window, 1 or more.
+
+    Raises:
+        ArgumentTypeError: another kind of loader.
+        ConfigurationError: ``steps`` is less than 1, or not an integer.
+        UsageError: processes may have different numbers of batches, and nothing says what happens then.
+    """
+
+    def __init__(self, loader: Any, steps: int) -> None:
+        request = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
+        spec: Any = getattr(loader, "_spec", None)
+        if not isinstance(spec, LoaderSpec):
+            raise ArgumentTypeError(request, "the loader is not set up", suggestion="fabric.setup_dataloaders(loader)")
+        if type(steps) is not int or steps < 1:
+            raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
+        if loader._agreement.size > 1 and not (spec.is_even or spec.agrees):
+            problem = (
+                "fabric does not shard this data: processes may have different numbers of batches, and wait for ever"
+            )
+            raise UsageError(request, problem, suggestion='fabric.setup_dataloaders(loader, uneven="shortest")')
+        self.loader, self.steps = loader, steps
+
+    def __len__(self) -> int:
+        """Micro-batches of an epoch."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[tuple[Any, bool]]:
+        return self._pairs(*self.loader._begin(ends=True))
+
+    def _pairs(self, state: EpochState, batches: Any) -> Iterator[tuple[Any, bool]]:
+        with closing(batches):
+            for number, batch in enumerate(batches):
+                micro_batch = number % self.steps + 1
+                last = micro_batch == self.steps or state.is_final
+                state.window = None if last else (micro_batch, self.steps)
+                yield batch, last
+
+
+def check_no_window(active: Sequence[ActiveIterator]) -> None:
+    """Raise a CheckpointError inside a window of one of these iterations."""
+    for _, state in active:
+        if state.window is not None:
+            place = "micro-batch {} of {} is out, at batch {} of epoch {}"
+            raise CheckpointError(
+                "fabric.save(...) inside a window of fabric.accumulate",
+                place.format(*state.window, state.received, state.epoch) + ": gradients so far are in no checkpoint",
+                suggestion="if last: optimizer.step(); optimizer.zero_grad(); fabric.save(...)",
+            )

@@ -3,13 +3,12 @@
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.agreed import Upcoming, looked_ahead, number_of_batches
+from fabric.data.agreed import Agreement, Upcoming, number_of_batches
 from fabric.data.copies import mover
 from fabric.data.sharding import FromRank0, Uneven
 from fabric.data.sharding import shard as _shard
@@ -18,6 +17,8 @@ from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 
 __all__ = ["FabricDataLoader"]
+
+_ALONE = Agreement()
 
 
 class FabricDataLoader:
@@ -54,7 +55,7 @@ class FabricDataLoader:
         name: str = "0",
         seed_workers: bool = True,
         active: list[ActiveIterator] | None = None,
-        num_processes: int = 1,
+        agreement: Agreement = _ALONE,
         on_epoch: Callable[[str, EpochState, int | None, bool], None] | None = None,
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
@@ -66,11 +67,11 @@ class FabricDataLoader:
         - A batch sampler that the user passed: whole batches are sharded.
         - A sampler that shards by itself (it has ``rank`` and ``num_replicas``, as torch's DistributedSampler): left
           alone.
-        - An iterable dataset: sharded in complete rounds (:class:`~fabric.data.sharding.InterleavedIterable`), whatever
-          ``uneven`` says, or left alone when it has a true attribute ``shards_itself``. All ranks have to iterate it in
-          the same order. Its worker processes have the same streams on every rank, from a base seed that is agreed on;
-          without workers only what its ``__iter__`` draws before it returns is agreed on, so it should shuffle by epoch
-          (``set_epoch``).
+        - An iterable dataset: sharded in rounds (:class:`~fabric.data.sharding.InterleavedIterable`), complete ones
+          unless ``uneven`` is ``"longest"``, or left alone when it has a true attribute ``shards_itself``. All ranks
+          have to iterate it in the same order. Its worker processes have the same streams on every rank, from a base
+          seed that is agreed on; without workers only what its ``__iter__`` draws before it returns is agreed on, so it
+          should shuffle by epoch (``set_epoch``).
         - Workers of map-style datasets have streams of their own on each rank, those of rank 0 exactly torch's, unless
           ``seed_workers`` is false.
 
@@ -81,7 +82,10 @@ class FabricDataLoader:
             device: where batches go; ``None`` leaves them as the loader made them.
             uneven: ``"pad"`` repeats samples from the start of the order until all ranks have equally many, as torch's
                 DistributedSampler does; ``"drop"`` leaves the incomplete last round out. A loader with ``drop_last``
-                leaves it out in any case, since the plain loop drops those samples.
+                leaves it out in any case, since the plain loop drops those samples. For what is not a map-style dataset
+                that is sharded here, ``"shortest"`` ends a loop on all ranks when the first has no batch, and
+                ``"longest"`` when none has: a rank without one gets its last one again, while :attr:`is_repeat` is
+                true. See ``[Note: Uneven ranks]``.
             shard: False gives every rank the whole data.
             overlap_copies: whether a CUDA device gets its batches from pinned memory, on a stream of their own; see
                 ``[Note: Overlapped copies]``. False: in turn with the computation, from memory as the loader pins it.
@@ -92,14 +96,14 @@ class FabricDataLoader:
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
                 states.
             active: where the iterations over the loaders of a job that have begun and not ended are kept.
-            num_processes: of the job, which may get different numbers of batches where the data is not sharded here.
+            agreement: by which the ranks agree on the end of a loop.
             on_epoch: called at the start of each iteration with the name, its state, and its number of batches, None
                 when that is not known.
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
-            ConfigurationError: it is set up already; ``uneven`` is something else; or its sampler shards by itself, but
-                for another rank or number of ranks.
+            ConfigurationError: it is set up already; ``uneven`` does not fit its data; or its sampler shards by itself,
+                but for another rank or number of ranks.
         """
         if isinstance(loader, FabricDataLoader):
             raise ConfigurationError(
@@ -113,8 +117,8 @@ class FabricDataLoader:
                 expected="a torch.utils.data.DataLoader, with batch_size=None for a dataset that makes whole batches",
                 suggestion="fabric.to_device(batch) in the loop over anything else",
             )
-        if uneven not in ("pad", "drop"):
-            raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected="'pad' or 'drop'")
+        if uneven not in get_args(Uneven):
+            raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected=f"one of {get_args(Uneven)}")
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         object.__setattr__(prepared, "_iterator", None)
@@ -134,7 +138,7 @@ class FabricDataLoader:
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
             _move=mover(prepared, device, overlap_copies),
             _active=[] if active is None else active,
-            _num_processes=num_processes,
+            _agreement=agreement,
             _on_epoch=on_epoch,
             _name=name,
             _epoch=0,  # the number of the next one
@@ -155,7 +159,10 @@ class FabricDataLoader:
         else:
             state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
-        left = number_of_batches(spec, state, self.loader) if ends else None
+        agreement, agrees = self._agreement, spec.agrees and self._agreement.size > 1
+        if spec.uneven == "longest":
+            agreement.check_modules()
+        left = number_of_batches(spec, state, self.loader) if ends or agrees else None
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:
             spec.indices.epoch = state
@@ -163,7 +170,7 @@ class FabricDataLoader:
             # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
             has_orders = spec.num_replicas > 1 and bool(spec.streams or self._targets)
-            self._on_epoch(self._name, state, length if spec.base_seed is None else 0, has_orders)
+            self._on_epoch(self._name, state, length if spec.base_seed is None and not agrees else 0, has_orders)
         if saved is not None:
             # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
             # again, that decides where the sampler's own generators go on.
@@ -176,8 +183,9 @@ class FabricDataLoader:
             _, batches = spec.base_seed.draw(lambda: iter(self.loader))
         else:
             batches = iter(self.loader)
-        if ends:
-            batches = looked_ahead(Upcoming(batches, left, state, partial(self._own_state, state)), state)
+        if ends or agrees:
+            upcoming, pick = Upcoming(batches, left, state, self._own_state), min if spec.uneven == "shortest" else max
+            batches = agreement.batches(upcoming, pick, ends) if agrees else upcoming.all()
         return state, self._hand_out(state, batches if self._move is None else map(self._move, batches))
 
     def __len__(self) -> int:
@@ -194,6 +202,11 @@ class FabricDataLoader:
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
+
+    @property
+    def is_repeat(self) -> bool:
+        """Whether the batch that is out was handed out before, since this rank has no more; see ``uneven``."""
+        return self._latest is not None and self._latest.is_repeat
 
     def __repr__(self) -> str:
         return f"FabricDataLoader({self.loader!r})"
@@ -288,7 +301,8 @@ class FabricDataLoader:
         attributes, active, entry = vars(self), self._active, (self._spec, state)
         try:
             for batch in batches:
-                state.received += 1
+                state.received += not state.is_repeat
+                state.repeats += state.is_repeat
                 attributes["_latest"] = state
                 if not active or active[-1] is not entry:
                     if entry in active:
@@ -296,6 +310,8 @@ class FabricDataLoader:
                     active.append(entry)
                 yield batch
             state.finished = True
+            if self._has_own_state and self._spec.agrees:
+                object.__setattr__(self.loader, "_iterator", None)  # else its own state may be inside the epoch
         finally:
             if entry in active:
                 active.remove(entry)

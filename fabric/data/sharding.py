@@ -5,8 +5,8 @@ import inspect
 import pickle
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, count, islice
-from operator import itemgetter
+from itertools import chain, count, islice, zip_longest
+from operator import is_not, itemgetter
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -19,11 +19,12 @@ from fabric.seed import Streams
 
 __all__ = ["AgreedStreams", "InterleavedIterable", "ShardedSampler", "shard"]
 
-Uneven = Literal["pad", "drop"]
+Uneven = Literal["pad", "drop", "shortest", "longest"]
 Place = tuple[int, int]  # rank and number of replicas
 FromRank0 = Callable[[str, bytes], bytes]
 _T = TypeVar("_T")
 _RANDOM_SAMPLERS = (data.RandomSampler, data.SubsetRandomSampler, data.WeightedRandomSampler)
+_NO_SAMPLE = object()
 _DRAW = "draw"  # the phase in which the first entry is drawn
 
 
@@ -50,7 +51,7 @@ def shard(
         order, streams = dataset, Streams()
         unit = "samples" if loader.batch_size is not None else "single samples"
         if replicas > 1 and not getattr(dataset, "shards_itself", False):
-            object.__setattr__(loader, "dataset", InterleavedIterable(dataset, rank, replicas))
+            object.__setattr__(loader, "dataset", InterleavedIterable(dataset, rank, replicas, uneven == "longest"))
             base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
     else:
         order, unit, batches = _find_order(loader)
@@ -62,6 +63,11 @@ def shard(
                 "a sampler for this rank, or one that does not shard at all: fabric shards what it yields",
                 f"DataLoader(dataset, shuffle=True), or the sampler with num_replicas={replicas}, rank={rank}",
             )
+        if enabled and own_place is None and uneven not in ("pad", "drop"):
+            request = f"setup_dataloaders(uneven={uneven!r}) for a {type(dataset).__name__}"
+            problem = "fabric shards this data itself, so that all ranks get equally many batches"
+            suggestion = 'uneven="pad" or "drop"; or use_distributed_sampler=False for data that you shard'
+            raise ConfigurationError(request, problem, suggestion=suggestion)
         shards = replicas if own_place is None else 1
         if replicas > 1 or not hasattr(type(loader), "state_dict"):
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
@@ -71,7 +77,9 @@ def shard(
             if shards > 1 and batches is not None:
                 object.__setattr__(loader, "sampler", indices.samples(EpochState(0)))
     generators = tuple(dict.fromkeys((*streams.generators, *own)))
-    return LoaderSpec(dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed)
+    return LoaderSpec(
+        dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed, uneven
+    )
 
 
 def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
@@ -270,10 +278,10 @@ class InterleavedIterable(IterableDataset[Any]):
     """One rank's samples of an iterable dataset that every rank iterates.
 
     The samples are taken in rounds of ``num_replicas``; this rank keeps its own of each. Only complete rounds count, so
-    that all ranks get equally many: filling the last one would need samples from ahead. With worker processes each
-    worker shards what it iterates itself, so up to ``num_replicas - 1`` samples are left out per worker. Every rank has
-    to iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or with a generator of the
-    dataset's own.
+    that all ranks get equally many, unless ``incomplete``: filling the last one would need samples from ahead. With
+    worker processes each worker shards what it iterates itself, so up to ``num_replicas - 1`` samples are left out per
+    worker. Every rank has to iterate the same samples in the same order: shuffle by epoch (``set_epoch``), or with a
+    generator of the dataset's own.
 
     Attributes are read from and written to the dataset inside, so that a ``worker_init_fn`` that configures the copy
     in its worker (``get_worker_info().dataset.start = ...``) reaches it.
@@ -282,18 +290,22 @@ class InterleavedIterable(IterableDataset[Any]):
         dataset: the user's dataset.
         rank: ``0 <= rank < num_replicas``.
         num_replicas: number of ranks that the samples are sharded over.
+        incomplete: whether the last round counts too, of which some ranks have a sample.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], rank: int, num_replicas: int) -> None:
-        vars(self).update(_dataset=dataset, _rank=rank, _num_replicas=num_replicas)
+    def __init__(self, dataset: IterableDataset[Any], rank: int, num_replicas: int, incomplete: bool = False) -> None:
+        vars(self).update(_dataset=dataset, _rank=rank, _num_replicas=num_replicas, _incomplete=incomplete)
 
     def __iter__(self) -> Iterator[Any]:
         # The dataset is asked for its iterator when torch asks: some draw their order there.
-        rounds = zip(*[iter(self._dataset)] * self._num_replicas, strict=False)
-        return map(itemgetter(self._rank), rounds)
+        together = partial(zip_longest, fillvalue=_NO_SAMPLE) if self._incomplete else zip
+        rounds = together(*[iter(self._dataset)] * self._num_replicas)
+        return filter(partial(is_not, _NO_SAMPLE), map(itemgetter(self._rank), rounds))
 
     def __len__(self) -> int:
-        return len(self._dataset) // self._num_replicas
+        # The last sample of a round that counts is this rank's, or that of the last rank.
+        end = self._rank if self._incomplete else self._num_replicas - 1
+        return len(range(end, len(self._dataset), self._num_replicas))
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling ask for special methods: ours count. While being unpickled there is no dataset yet.

@@ -44,9 +44,11 @@ class EpochState:
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
+        repeats: those that were received again since this rank had no more; see ``[Note: Uneven ranks]``.
+        is_repeat: whether such a one is out.
         finished: whether the iteration has ended.
         is_final: whether the batch that is out is known to be the last one.
-        window: while one of :class:`~fabric.data.windows.Windows` is open, the number of the micro-batch that is out,
+        window: while one of :class:`~fabric.data.agreed.Windows` is open, the number of the micro-batch that is out,
             from 1, and how many there are.
         ahead: the own state of the loader or dataset before a batch was fetched ahead of the user; None when none was.
     """
@@ -56,6 +58,8 @@ class EpochState:
     replay: Mapping[str, State] = field(default_factory=dict)
     drawn: dict[str, State] = field(default_factory=dict)
     received: int = 0
+    repeats: int = 0
+    is_repeat: bool = False
     finished: bool = False
     is_final: bool = False
     window: tuple[int, int] | None = None
@@ -78,6 +82,7 @@ class LoaderSpec:
             the indices: an iterable dataset, a loader that keeps its own state.
         base_seed: the :class:`~fabric.data.sharding.AgreedStreams` that the base seed of the workers is drawn
             from, for an iterable dataset that fabric shards.
+        uneven: what happens where ranks cannot get equally many samples or batches.
     """
 
     dataset: Any
@@ -89,6 +94,12 @@ class LoaderSpec:
     generators: tuple[torch.Generator, ...]
     indices: Any = None
     base_seed: Any = None
+    uneven: str = "pad"
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks agree on the end of a loop; see ``[Note: Uneven ranks]``."""
+        return self.uneven in ("shortest", "longest")
 
     @property
     def shards(self) -> int:
@@ -112,7 +123,9 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        entries, length = state.received * self.entries_per_batch, self.shard_length(state)
+        entries = (state.received + state.repeats) * self.entries_per_batch
+        # Where the ranks' lengths differ, the position of one is that of all.
+        length = None if self.agrees else self.shard_length(state)
         # The last batch may be short; what was repeated to fill the last round counts as received.
         entries = entries if length is None else min(entries, length)
         return (state.skip + entries * self.shards) * (self.num_replicas // self.shards)
@@ -243,10 +256,11 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
         suggestion = "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
         raise UsageError(request, "no loop over a set-up loader is active", expected, suggestion)
     spec, state = active[-1]
-    if spec.num_replicas != communicator.size:
+    if spec.num_replicas != communicator.size and not spec.agrees:
         problem = f"this loader gives each of {communicator.size} processes all of the data, or what you sharded"
         raise UsageError(request, problem, expected, "the values as they are; or fabric.all_gather(x, concat=True)")
-    unit, (kept, length) = spec.unit, _received(spec, state)
+    unit, by_rank = spec.unit, spec.agrees and not (spec.is_even and spec.base_seed is None)
+    kept, length = (None, None) if by_rank else _received(spec, state)
     leaves, structure = flatten(data)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
         fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
@@ -260,11 +274,16 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
                 f"tensors of shape ({length or 'n'}, ...), one entry for each sample of this batch",
                 "the values before any mean or sum; fabric.all_reduce(x) for a number for the whole batch",
             )
-    gathered = (all_gather_ragged if unit == "batches" else all_gather)(communicator, leaves)
+    for place, leaf in enumerate(leaves):
+        if by_rank and isinstance(leaf, Tensor):
+            whole = leaf[None] if unit == "single samples" else leaf
+            leaves[place] = whole[: 0 if state.is_repeat else None]
+    by_rank |= unit == "batches"
+    gathered = (all_gather_ragged if by_rank else all_gather)(communicator, leaves)
     for place, parts in enumerate(gathered):
         if isinstance(leaves[place], Tensor):
-            whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" else parts
-            leaves[place] = torch.cat(parts[:kept]) if unit == "batches" else whole[:kept].clone()
+            whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" and not by_rank else parts
+            leaves[place] = torch.cat(parts[:kept]) if by_rank else whole[:kept].clone()
     return unflatten(structure, leaves)
 
 
