@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from fabric import collectives
 from fabric._plan import resolve
-from fabric._session import BARE, Session, average_gradients, set_up_modules
+from fabric._session import BARE, Session, average_gradients, loss_weights, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -49,6 +49,8 @@ S = TypeVar("S")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
+_Weight = float | Tensor | None
+_Optimizers = Optimizer | Sequence[Optimizer] | None
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
 
 
@@ -206,10 +208,9 @@ class Fabric:
         """Start the processes of the job and connect them.
 
         On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started, and the
-        call may be left out: the first one that needs a device or other ranks connects the processes then. With the
-        start method ``popen`` the script is run again in every process: in the process that launches, this call does
-        not return but ends with the exit code of the ranks. With ``spawn``, ``fork`` and ``forkserver`` every process
-        runs ``function(fabric, *args, **kwargs)``.
+        call may be left out: the first that needs a device or other ranks connects the processes. With the start method
+        ``popen`` every process runs the script again: where it launches, this call does not return but ends with the
+        exit code of the ranks. With ``spawn``, ``fork`` and ``forkserver`` each runs ``function(fabric, ...)``.
 
         Args:
             function: what every process runs; under ``popen`` and where nothing is started it may be left out.
@@ -349,9 +350,8 @@ class Fabric:
             loader, *more: the loaders; they are left as they are, what is returned is built around copies.
             use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
             move_to_device: whether batches move to this process's device.
-            overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, while it
-                computes the step before. The host's memory of a batch must not be written to then, and worker processes
-                must return CPU tensors.
+            overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, during the
+                step before. A batch in host memory must not be written to then, and workers return CPU tensors.
             uneven: ``"pad"`` repeats samples where some processes would have fewer, ``"drop"`` leaves some out. For
                 other data ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
         """
@@ -379,8 +379,7 @@ class Fabric:
                 and code on other ranks cannot read large parameters. Collective on exiting the context.
 
         Raises:
-            ConfigurationError: another source.
-            UsageError: on entering and within, the scratch space is full.
+            ConfigurationError, UsageError: another source; the scratch space is full, on entering or within.
         """
         self._running("init_module")
         return self.strategy.module_init_context(empty_init, source)
@@ -413,20 +412,33 @@ class Fabric:
             return inner.module
         return obj.loader if isinstance(obj, FabricDataLoader) else obj
 
-    def backward(self, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: Tensor, *args: Any, weight: _Weight = None, optimizer: _Optimizers = None, **kwargs: Any
+    ) -> None:
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 
-        Collective where the strategy synchronizes gradients. Raises a :class:`fabric.errors.UsageError` where it could
-        not synchronize them, see :class:`fabric.module.FabricModule`.
+        Collective where gradients are synchronized; a weight adds one message to a step. Raises a
+        :class:`fabric.errors.UsageError` where they could not be, see :class:`fabric.module.FabricModule`, where passes
+        with and without a weight, or of different optimizers, meet in one gradient, or where a step has no weight.
+
+        Args:
+            weight: of how many terms the loss is the sum here, zero or more. By ``clip_gradients`` or ``step`` the
+                gradients become those of the sum of all losses over the sum of all weights, of all processes, since the
+                last step or ``zero_grad``. A tensor on a CUDA device is not waited for.
+            optimizer: the one that the loss is for, or several; None is for all that are set up.
         """
         session = self._session
-        if session is None:
+        active = () if session is None else session.active_iterators
+        for spec, _ in active:
+            if spec.uneven == "longest":
+                tensor, weight = without_repeats(active, tensor, weight)
+        if weight is not None or optimizer is not None or (session is not None and session.weights is not None):
+            session = self._running("backward")
+            tensor = loss_weights(session).scale_loss(tensor, weight, optimizer)
+        elif session is None:
             tensor.backward(*args, **kwargs)
             return
-        for spec, _ in session.active_iterators:
-            if spec.uneven == "longest":
-                without_repeats(session.active_iterators, tensor, None)
-        if session.scaler is not None:
+        elif session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
         try:
             for call in session.backward.before:
@@ -455,8 +467,7 @@ class Fabric:
     ) -> Tensor:
         """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
 
-        Collective where gradients are sharded. Under loss scaling they are unscaled first, and a norm that is not
-        finite is no error, since the step is skipped.
+        Collective where gradients are sharded or weighted. A loss scale is taken off first: no norm is an error then.
 
         Args:
             module: the set-up module that the parameters belong to, several, or a module around them.
@@ -471,6 +482,8 @@ class Fabric:
         session = self._running("clip_gradients")
         session.check_clipping(models, optimizer)
         average_gradients(self.strategy, session.modules, optimizer)
+        if session.weights is not None:
+            session.weights.divide(optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
         with session.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in models)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -492,8 +505,7 @@ class Fabric:
     ) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to hold both the forward and the backward pass of one set-up module or several, restores the state before
-        it at the end, and does nothing unless ``enabled``.
+        It has to hold the forward and the backward pass of one set-up module or several. Not ``enabled``, it is empty.
         """
         models = set_up_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
@@ -524,8 +536,7 @@ class Fabric:
         strategy that cannot do it, such as FSDP, whose shards every process has to gather.
 
         Args:
-            module: the set-up module that is trained, or several, whose forward and backward passes then follow each
-                other in that order for each batch.
+            module: the set-up module that is trained, or several, whose passes follow each other in that order.
             divide_by_initial_world_size: whether gradients are divided by the number of all processes, so that each
                 batch counts the same, or by the number of those that still have batches.
         """
@@ -540,17 +551,15 @@ class Fabric:
         Args:
             data, group: see [Note: Collectives].
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
-                ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans only ``"min"`` (all), ``"max"``
-                (any) and the bitwise ones.
+                ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans have min (all), max (any), bitwise.
         """
         return collectives.all_reduce(self._communicator("all_reduce", group), data, Reduce(reduce_op))
 
     def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
-        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
-        collection that is returned have the shape ``s``: row ``rank`` of what :meth:`all_reduce` returns. Sum and mean
-        are differentiable.
+        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes, those of the collection
+        that is returned ``s``: row ``rank`` of what :meth:`all_reduce` returns. Sum and mean are differentiable.
         """
         return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
@@ -580,8 +589,7 @@ class Fabric:
         that were repeated so that all processes get equally many (``uneven="pad"``) are removed again.
 
         Args:
-            data: any collection of tensors whose dim 0 counts the samples of this process's batch; each is one sample
-                without automatic batching (``batch_size=None``).
+            data: a collection of tensors whose dim 0 counts the samples of this batch; one under ``batch_size=None``.
 
         Returns:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
@@ -601,8 +609,7 @@ class Fabric:
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
-        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes. Those of the same
-        collection that is returned have it too, and their row j is from process j.
+        Tensors have the shape ``(size, *s)``, also in the same collection that is returned: row j is of process j.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
@@ -635,10 +642,7 @@ class Fabric:
         collectives.send(self._communicator("send", group), obj, dst)
 
     def recv(self, src: int, group: Group = None) -> Any:
-        """Wait for what rank ``src`` of the group sends with :meth:`send`, and return it.
-
-        Tensors in it are detached; those that were on an accelerator are on this process's device.
-        """
+        """Return what rank ``src`` of the group sends; tensors are detached, those of an accelerator on this one's."""
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
@@ -703,11 +707,9 @@ class Fabric:
             state: names and objects.
             filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
                 folder of shards, sharded values are DTensors.
-            trainable_only: leave out parameters of modules that do not require a gradient, and nothing else; load it
-                with ``strict=False``.
-            async_: return as soon as everything has been copied to memory of the host, which is kept for the next save;
-                training may go on. The next ``save``, ``load`` or ``teardown`` waits for the writing, as does the
-                :class:`fabric.checkpoint.PendingSave` that is returned.
+            trainable_only: leave out parameters without ``requires_grad`` alone; load it with ``strict=False``.
+            async_: return as soon as everything has been copied to host memory, kept for the next save. The next
+                ``save``, ``load`` or ``teardown`` waits for the writing; so does the ``PendingSave`` that is returned.
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
@@ -790,8 +792,7 @@ class Fabric:
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand metrics to every logger, on the first process only.
 
-        They are numbers and tensors of one element, which are read (that waits for the device). A ``step`` of None is
-        left to the logger.
+        They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
         """
         if not self._loggers or not self._is_first():
             return
@@ -802,8 +803,7 @@ class Fabric:
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Before the processes exist it is done in each of them at its start. The function ``fabric.seed_everything``
-        seeds this process alone.
+        Before the processes exist each does it at its start. ``fabric.seed_everything`` seeds this process alone.
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.

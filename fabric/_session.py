@@ -29,12 +29,13 @@ from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
+from fabric.weights import LossWeights
 from fabric.world import World
 
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["BARE", "Session", "average_gradients", "prepared_module", "set_up_modules"]
+__all__ = ["BARE", "Session", "average_gradients", "loss_weights", "prepared_module", "set_up_modules"]
 
 # Parameters without a forward pass, whose gradients are averaged before each step.
 BARE = nn.ParameterList | nn.ParameterDict
@@ -75,6 +76,7 @@ class Session:
         if (scale := plan.precision.loss_scale) is not None:
             agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None
             self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, scale, agree)))
+        self.weights: LossWeights | None = None  # made by the first weighted backward pass
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
@@ -227,6 +229,8 @@ class Session:
         from fabric.checkpoint.state import Access, uncompiled_state
 
         strategy = self.strategy
+        if self.weights is not None:
+            self.weights.check()
 
         def state(module: nn.Module) -> Mapping[str, Any]:
             return uncompiled_state(strategy.get_module_state_dict(prepared_module(module), sharded=True))
@@ -263,10 +267,7 @@ class Session:
 
     def describe(self) -> list[str]:
         """What was set up, a line each."""
-        lines = [
-            f"module       {type(model.module).__name__} in {type(model._fabric_prepared).__name__}"
-            for model in self.modules
-        ]
+        lines = [f"module       {type(m.module).__name__} in {type(m._fabric_prepared).__name__}" for m in self.modules]
         lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self.optimizers]
         lines += [f"loader       {loader!r}" for loader in self.loaders]
         if self.scaler is not None:
@@ -285,6 +286,15 @@ class Session:
             ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
             [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
         return self._node_group or communicator
+
+
+def loss_weights(session: Session) -> LossWeights:
+    """The weights of losses, which the first weighted backward pass makes."""
+    if session.weights is None:
+        contracts, parts = session._bypass.structures, session._parts
+        session.weights = LossWeights(session.runtime, session.scaler, session.optimizers, contracts, parts)
+        session.backward.after.append(session.weights.after_backward)
+    return session.weights
 
 
 def set_up_modules(method: str, modules: Any) -> list[FabricModule]:

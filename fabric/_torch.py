@@ -54,6 +54,9 @@ backoff_or_grow = torch._amp_update_scale_
 # operations under names with an underscore only.
 foreach_multiply = torch.ops.aten._foreach_mul_.Tensor
 
+# How often a tensor has been changed in place.
+version: Callable[[Tensor], int] = attrgetter("_version")
+
 
 # Close the default process group without waiting for its other ranks.
 abort_process_group = dist.distributed_c10d._abort_process_group

@@ -21,7 +21,7 @@ from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unsca
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import LossScale
 
-__all__ = ["LossScaler"]
+__all__ = ["LossScaler", "gradients", "holds_gradients"]
 
 
 @dataclass
@@ -77,8 +77,8 @@ class LossScaler:
         """Remove the hooks: the optimizers step as if they had never been watched."""
         self._hooks.close()
 
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, to be called once at the start of each backward pass, on its tensor.
+    def scale_loss(self, loss: Tensor, divisor: Tensor | None = None) -> Tensor:
+        """The loss times the scale, over a divisor, to be called once at the start of each backward pass.
 
         A float16 loss is returned as float32, which has room for the scale. Collective where ranks hold different
         gradients.
@@ -88,12 +88,13 @@ class LossScaler:
             self._pending = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
-                for grads in _gradients(optimizer):
+                for grads in gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
         if loss.dtype is torch.float16:
             loss = loss.float()
-        return loss * self._scale.to(loss.device, loss.dtype)
+        scale = self._scale if divisor is None else self._scale / divisor
+        return loss * scale.to(loss.device, loss.dtype)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Take the scale off an optimizer's gradients, once a step; further calls change nothing.
@@ -106,7 +107,7 @@ class LossScaler:
         state = self._states[optimizer]
         if not state.is_scaled:
             return bool(state.found_inf)
-        groups = _gradients(optimizer)
+        groups = gradients(optimizer)
         if any(grads[0].dtype is torch.float16 for grads in groups):
             raise ConfigurationError(
                 'precision="16-mixed" with float16 parameters',
@@ -172,14 +173,14 @@ class LossScaler:
         which waits for the device.
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
-        holds = any(bool(grad.any()) for optimizer in waiting for grads in _gradients(optimizer) for grad in grads)
+        holds = any(map(holds_gradients, waiting))
         if not waiting or self._max_over_ranks is None or not (self.gradients_differ or self.accumulates):
             return holds
         # Gradients of which this rank's part is zero may not be zero elsewhere.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
 
 
-def _gradients(optimizer: Optimizer) -> list[list[Tensor]]:
+def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
     """The local, dense values of all gradients of an optimizer, sharing their memory; by device and dtype."""
     grads: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
@@ -193,3 +194,8 @@ def _gradients(optimizer: Optimizer) -> list[list[Tensor]]:
                 grad = grad._values()
             grads[grad.device, grad.dtype].append(local_tensor(grad))
     return list(grads.values())
+
+
+def holds_gradients(optimizer: Optimizer) -> bool:
+    """Whether any gradient of an optimizer on this rank is not zero; waits for the device where there are gradients."""
+    return any(bool(grad.any()) for grads in gradients(optimizer) for grad in grads)

@@ -20,7 +20,7 @@ LAYERS = [
     ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
-    ["module"],
+    ["module", "weights"],
     ["_session", "ema"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],

@@ -51,6 +51,14 @@ def test_loaders_that_are_iterated_over_are_found_while_they_are():
     assert found == [1, 1, 1, 0]
 
 
+def test_changes_in_place_are_counted():
+    x, seen = torch.ones(2), []
+    for change in (x.clone, x.zero_, lambda: x[0].add_(1)):
+        change()
+        seen.append(_torch.version(x))
+    assert seen == [0, 1, 2]
+
+
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
     seen = []
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)

@@ -139,7 +139,8 @@ class UnevenInputDetector:
             return
         if self._joined:
             request = f"a collective over all ranks inside of fabric.join on rank {self._rank}"
-            raise UsageError(request, "a rank without batches takes no part", suggestion="it after the with block")
+            suggestion = 'it after the with block; setup_dataloaders(loader, uneven="longest") for weights of losses'
+            raise UsageError(request, "a rank without batches takes no part", suggestion=suggestion)
         self._check_ends()
 
     def finish(self) -> None:
