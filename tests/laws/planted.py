@@ -3,7 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fabric import Fabric
 from fabric.tree import map_tensors
@@ -77,3 +78,37 @@ class ReusesItsBuffer(Broken):
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         reduced = self._fabric.all_reduce(data, group, reduce_op)
         return self._buffers.setdefault(reduced.shape, torch.empty_like(reduced)).copy_(reduced)
+
+
+class IgnoresAWeight(Broken):
+    """The last rank's micro-batches count as one term each."""
+
+    def backward(self, loss: Tensor, weight: Any) -> None:
+        is_last = self._fabric.global_rank == self._fabric.world_size - 1
+        self._fabric.backward(loss, weight=0 * weight + 1 if is_last else weight)
+
+
+class DividesByTheWorldTwice(Broken):
+    """Takes the sum over the ranks for their mean."""
+
+    def backward(self, loss: Tensor, weight: Any) -> None:
+        self._fabric.backward(loss / self._fabric.world_size, weight=weight)
+
+
+class DividesTheTailByAWholeWindow(Broken):
+    """By the configured number of micro-batches, also where the last window has fewer."""
+
+    def setup(self, module: nn.Module, optimizer: Optimizer) -> Any:
+        self._number = self._configured = 0
+        optimizer.register_step_pre_hook(self._scale)
+        return self._fabric.setup(module, optimizer)
+
+    def backward(self, loss: Tensor, weight: Any) -> None:
+        self._number += 1
+        self._fabric.backward(loss, weight=weight)
+
+    def _scale(self, optimizer: Optimizer, *_: Any) -> None:
+        self._configured = max(self._configured, self._number)
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(self._number / self._configured)
+        self._number = 0
