@@ -2,4 +2,4 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ("imports", "step", "ranks", "batch", "clip", "trees", "launch", "gpt", "init", "disk", "kit", "gpu")
+MODULES = ("imports", "step", "ranks", "batch", "clip", "trees", "launch", "gpt", "exact", "init", "disk", "kit", "gpu")

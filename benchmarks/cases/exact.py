@@ -1,0 +1,72 @@
+"""What exact updates cost on the GPT of the text example: weights, and an agreement of the ranks on each batch.
+
+Both contestants are fabric; "raw" is the step without them.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, IterableDataset
+
+from benchmarks.cases.gpt import BATCH, LENGTH, RANKS, VOCABULARY, adamw, build
+from benchmarks.framework import Case, Measure, Row
+from benchmarks.timing import seconds
+
+
+class Tokens(IterableDataset[Tensor]):
+    """The same batch without end; nobody knows that of an iterable dataset."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+        while True:
+            yield tokens
+
+
+def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
+    def prepare(quick: bool) -> Measure:
+        from fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp")
+        fabric.launch()
+        built = build(quick)
+        model, optimizer = fabric.setup(built, adamw(built))
+        loader = fabric.setup_dataloaders(DataLoader(Tokens(), None), use_distributed_sampler=False, **options)
+        batches = iter(loader)
+
+        def step() -> None:
+            tokens = next(batches)
+            outputs, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+            optimizer.zero_grad()
+            if weighted:
+                fabric.backward(cross_entropy(outputs, targets, reduction="sum"), weight=targets.numel())
+            else:
+                fabric.backward(cross_entropy(outputs, targets))
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        trained = RANKS * BATCH * LENGTH
+        return lambda: {"throughput": trained / seconds(step, 1 if quick else 3)}
+
+    return prepare
+
+
+def case(name: str, title: str, ours: Callable[[bool], Measure], budget: float) -> Case:
+    rows = {"throughput": Row("tokens/s", "ratio", budget)}
+    contestants = {"raw": preparing(weighted=False), "fabric": ours}
+    notes = dict.fromkeys(("lightning-fabric", "accelerate"), "a comparison of fabric with itself")
+    return Case(name, title, rows, contestants, RANKS, rounds=20, starts=2, notes=notes)
+
+
+CASES = [
+    case("weighted", "Weighted losses of a small GPT on two ranks; raw: fabric without weights", preparing(True), 0.99),
+    case(
+        "shortest",
+        'Batches under uneven="shortest" for a small GPT on two ranks; raw: fabric without it',
+        preparing(False, uneven="shortest"),
+        0.97,
+    ),
+]
