@@ -450,12 +450,60 @@ class Stateful(DataLoader[Any]):
         self.place = state["place"]
 
 
-def test_loader_with_its_own_state_keeps_it() -> None:
-    loader = prepare(Stateful(Counted(), 4))
+class Remembering(Counted):
+    """Has a state of its own beside the order."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"loaded": self.loaded}
+
+
+@pytest.mark.parametrize("data", [Remembering(), Stream()])
+def test_loader_with_its_own_state_keeps_it_where_it_knows_more_than_the_order(data: Any) -> None:
+    loader = prepare(Stateful(data, 4))
     loader.load_state_dict({"place": 3})
     assert loader.place == 3
     assert loader.state_dict() == {"place": 3}
-    assert len(list(loader)) == len(loader) == 6
+    assert len(list(loader)) == (3 if isinstance(data, Stream) else len(loader))
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (2, 3)])
+def test_the_state_of_a_loader_is_one_of_as_many_processes(saving: int, resuming: int) -> None:
+    state = prepare(Stateful(Stream(), 4), 0, saving).state_dict()
+    prepare(Stateful(Stream(), 4), saving - 1, saving).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=f"one of {saving} processes"):
+        prepare(Stateful(Stream(), 4), 0, resuming).load_state_dict(state)
+
+
+class OwnShard(ResumableStream):
+    shards_itself = True
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (2, 4), (2, 3)])
+def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(saving: int, resuming: int) -> None:
+    loader = prepare(DataLoader(OwnShard(), 2), 0, saving)
+    iterator = iter(loader)
+    next(iterator)
+    again, others = (prepare(DataLoader(OwnShard(), 2), 0, size) for size in (saving, resuming))
+    again.load_state_dict(loader.state_dict())
+    with pytest.raises(CheckpointError, match="OwnShard, which shards itself"):
+        others.load_state_dict(loader.state_dict())
+    assert next(iter(again)).tolist() == next(iterator).tolist() == [2, 3]
+    list(iterator)
+    others.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
+def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(saving: int, resuming: int) -> None:
+    loader = prepare(DataLoader(ResumableStream(), 1), 0, saving)
+    next(iter(loader))
+    parts = []
+    for rank in range(resuming):
+        resumed = prepare(DataLoader(ResumableStream(), 1), rank, resuming)
+        resumed.load_state_dict(stored(loader.state_dict()))
+        parts.append([batch.item() for batch in resumed])
+    found = [sample for round_ in zip(*parts, strict=True) for sample in round_]
+    left = 10 - saving
+    assert found == list(range(saving, 10 - left % resuming))
 
 
 REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {

@@ -25,6 +25,24 @@ class Unsized(Sampler[int]):
         yield from torch.randperm(N).tolist()
 
 
+class Stateful(DataLoader[Any]):
+    """Knows how many batches it has yielded and goes past them when resumed, as torchdata's StatefulDataLoader."""
+
+    yielded = behind = 0
+
+    def __iter__(self) -> Any:
+        behind, self.behind, self.yielded = self.behind, 0, self.behind
+        for batch in islice(super().__iter__(), behind, None):
+            self.yielded += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.behind = state["yielded"]
+
+
 LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "in order": lambda batch_size: DataLoader(range(N), batch_size),
     "shuffled": lambda batch_size: DataLoader(range(N), batch_size, shuffle=True),
@@ -33,6 +51,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     ),
     "without a length": lambda batch_size: DataLoader(range(N), batch_size, sampler=Unsized()),
     "single samples": lambda _: DataLoader(range(N), None, sampler=Unsized()),
+    "a loader with a state": lambda batch_size: Stateful(range(N), batch_size, shuffle=True),
 }
 
 
@@ -118,24 +137,6 @@ def test_c15_a_sampler_that_shards_by_itself_resumes_where_its_ranks_had_equally
         make(0, 5, state)
 
 
-class Stateful(DataLoader[Any]):
-    """Knows how many batches it has yielded and goes past them when resumed, as torchdata's StatefulDataLoader."""
-
-    yielded = behind = 0
-
-    def __iter__(self) -> Any:
-        behind, self.behind, self.yielded = self.behind, 0, self.behind
-        for batch in islice(super().__iter__(), behind, None):
-            self.yielded += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        return {"yielded": self.yielded}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.behind = state["yielded"]
-
-
 class Epochs(IterableDataset[int]):
     epoch = 0
 
@@ -178,9 +179,9 @@ def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
 
 
 def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
-    saved = prepare(Stateful(range(20), 2), 0, 2).state_dict()
-    with pytest.raises(CheckpointError, match="on one process the Stateful keeps its own"):
-        prepare(Stateful(range(20), 2), 0, 1, saved)
+    saved = prepare(DataLoader(Epochs(), 2), 0, 1).state_dict()
+    with pytest.raises(CheckpointError, match="the Stateful keeps its own position; this is fabric's"):
+        prepare(Stateful(Epochs(), 2), 0, 1, saved)
     assert "not what state_dict" in outcome(lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3}))
 
 

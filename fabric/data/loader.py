@@ -26,8 +26,8 @@ class FabricDataLoader:
 
     Made by ``fabric.setup_dataloaders``. It iterates as the user's own loader would, each ``iter()`` an epoch of its
     own. Attributes are read from and written to the prepared copy. A loader with a ``state_dict`` of its own
-    (torchdata's ``StatefulDataLoader``) keeps it on one process, and for an iterable dataset. Elsewhere the position is
-    fabric's.
+    (torchdata's ``StatefulDataLoader``) keeps it for an iterable dataset and, on one process, where the sampler or the
+    dataset has a state as well; such a position is one of as many processes. Elsewhere the position is fabric's.
 
     Batches go to the device one by one as they are asked for. A CUDA device gets them from pinned memory while it
     computes the step before, unless ``overlap_copies`` is false. On a CPU device they are handed out as the loader made
@@ -248,9 +248,9 @@ class FabricDataLoader:
         state = EpochState(self._epoch) if self._latest is None or self._latest.finished else self._latest
         begun = state is self._latest
         if self._has_own_state:
-            own = self._own_state(state)
-            # The number that the sampler or dataset was given is not in it.
-            return {"epoch": state.epoch, "loader": own} if self._targets else own
+            own, ranks = self._own_state(state), self._spec.num_replicas
+            # The numbers of the epoch and of the ranks are not in it.
+            return {"epoch": state.epoch, "num_replicas": ranks, "loader": own} if self._targets or ranks > 1 else own
         if self._saved is not None:
             return {**self._saved, **self._spec.summary()}
         return saved_state(self._spec, state, begun, self._own_state(state) if begun else None)
@@ -273,10 +273,13 @@ class FabricDataLoader:
                 without a state of its own, or workers yield batches out of order.
         """
         if self._has_own_state:
-            if isinstance(state, Mapping) and {"cursor", "drawn", "num_replicas"} <= state.keys():
-                problem = f"on one process the {type(self.loader).__name__} keeps its own position; this is fabric's"
+            found = state if isinstance(state, Mapping) else {}
+            ranks = found.get("num_replicas", 1)
+            if ranks != self._spec.num_replicas or "cursor" in found:
+                others = "fabric's" if "cursor" in found else f"one of {ranks} processes"
+                problem = f"the {type(self.loader).__name__} keeps its own position; this is {others}"
                 raise CheckpointError("loader.load_state_dict()", problem, "a plain DataLoader, or as many processes")
-            if isinstance(state, Mapping) and state.keys() == {"epoch", "loader"}:
+            if found.keys() >= {"epoch", "num_replicas", "loader"}:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             return

@@ -69,7 +69,9 @@ def shard(
             suggestion = 'uneven="pad" or "drop"; or use_distributed_sampler=False for data that you shard'
             raise ConfigurationError(request, problem, suggestion=suggestion)
         shards = replicas if own_place is None else 1
-        if replicas > 1 or not hasattr(type(loader), "state_dict"):
+        # Such a loader saves what its sampler and its dataset say of themselves: more than how to draw the order again.
+        has_more = hasattr(order, "state_dict") or hasattr(dataset, "state_dict")
+        if replicas > 1 or not (has_more and hasattr(type(loader), "state_dict")):
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
             pads = uneven == "pad" and not (batches is not None and loader.drop_last)
             indices = ShardedSampler(order, (rank % shards, shards), pads, agreed, batches)
@@ -217,7 +219,7 @@ class ShardedSampler:
         # without the loader, or twice, has no part in the loader's position.
         epoch = EpochState(self.epoch.epoch) if _DRAW in self.epoch.drawn else self.epoch
         if self._batches is not None:
-            return chain.from_iterable([self._batched(epoch)])
+            return iter(self._batched(epoch))
         shard, begin = self.samples(epoch), partial(iter, self.sampler)
         # Some draw their random numbers when asked for their iterator; a generator function does nothing until then.
         is_lazy = inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None))

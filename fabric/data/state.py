@@ -223,17 +223,21 @@ def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
     """:attr:`EpochState.skip` of an iteration that goes on at the saved position.
 
     Raises:
-        CheckpointError: the sampler or the dataset shards by itself, the cursor is not a multiple of its number of
-            ranks, and the order is not at its end.
+        CheckpointError: the sampler shards by itself, the cursor is not a multiple of its number of ranks, and the
+            order is not at its end; or an iterable dataset does, and the number of ranks is another one.
     """
     cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
     entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
+    # Only in one stream that all ranks read is the position of one rank also that of another number of them.
+    if is_own := spec.indices is None and getattr(spec.dataset, "shards_itself", False):
+        rest = cursor * (saved["num_replicas"] != spec.num_replicas)
     if not rest or (length is not None and entries >= length):
         return entries + bool(rest)
     raise CheckpointError(
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
-        f"ranks of a {type(spec.order).__name__}, which shards itself, cannot have had {cursor} {saved['unit']} evenly",
-        f"a number of ranks that divides {cursor}",
+        f"where each rank of a {type(spec.order).__name__}, which shards itself, was after {cursor} {saved['unit']} of "
+        "all ranks is not known",
+        f"as many ranks{'' if is_own else f', or a number that divides {cursor}'}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
 
