@@ -214,4 +214,5 @@ def _probe(optimizer: Optimizer) -> object:
     """What differs once gradients were cleared or changed: the first one, and how often that was changed."""
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     grad = next((each for each in grads if each is not None), None)
-    return None if grad is None else (id(grad), version(local_tensor(grad)))
+    # FSDP adds to the local part of a DTensor, and zero_grad(set_to_none=False) changes the DTensor.
+    return None if grad is None else (id(grad), version(grad), version(local_tensor(grad)))

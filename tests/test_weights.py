@@ -156,6 +156,15 @@ def test_a_window_whose_gradients_are_cleared_leaves_no_weight(fabric: Fabric, s
     assert moved(model, optimizer) == 0.0
 
 
+def test_gradients_of_shards_that_are_set_to_zero_leave_no_weight() -> None:
+    with Fabric(accelerator="cpu", devices=1, strategy="fsdp") as fabric:
+        model, optimizer = linear(fabric)
+        add(fabric, model, 6.0, 3)
+        optimizer.zero_grad(set_to_none=False)
+        add(fabric, model, 6.0, 2)
+        assert moved(model, optimizer) == 3.0
+
+
 @pytest.mark.filterwarnings("ignore:Using backward")  # with create_graph
 def test_each_backward_pass_of_a_loss_counts(fabric: Fabric) -> None:
     model, optimizer = linear(fabric)
