@@ -1,10 +1,13 @@
 """Loaders whose ranks have different numbers of batches: they stop together, or those without get a batch again."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
@@ -12,6 +15,7 @@ from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.seed import rng_state
 from fabric.testing import ThreadedWorld
+from tests.laws.base import profile
 from tests.ranks import outcome, run_in_ranks
 
 SPAN = 100  # samples of rank r are r * SPAN, r * SPAN + 1, ...
@@ -261,10 +265,7 @@ def train_and_validate(fabric: Fabric, every: Any) -> list[Any]:
         trained, seen = 0, []
         for _ in range(2):
             for x in loader:
-                if uneven == "shortest":
-                    fabric.backward(model(x.double()).sum())
-                else:
-                    model(x.double())
+                fabric.backward(model(x.double()).sum(), weight=len(x))
                 optimizer.step()
                 optimizer.zero_grad()
                 trained += not loader.is_repeat
@@ -325,3 +326,105 @@ def test_statistics_over_all_ranks_are_refused_under_longest() -> None:
         assert text.startswith("UsageError")
         assert "SyncBatchNorm" in text
         assert 'uneven="shortest"' in text
+
+
+# -- the whole promise, for any numbers of samples ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    samples: tuple[int, ...]
+    """Of each rank."""
+    uneven: Any
+    steps: int
+    """Micro-batches in a window."""
+
+    def batch(self, rank: int, number: int) -> list[int]:
+        """The samples of a batch, from 0; none where the rank has no such batch."""
+        first = rank * SPAN
+        return list(range(first + 2 * number, first + min(2 * number + 2, self.samples[rank])))
+
+    @property
+    def batches(self) -> int:
+        """Of each rank, in the end."""
+        pick = min if self.uneven == "shortest" else max
+        return -(-pick(self.samples) // 2)
+
+
+jobs = st.builds(
+    Job,
+    st.lists(st.integers(0, 10), min_size=2, max_size=3).map(tuple),
+    st.sampled_from(["shortest", "longest"]),
+    st.integers(1, 3),
+)
+
+
+def small() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def features(samples: Any) -> torch.Tensor:
+    """The inputs of these samples, of shape (n, 3)."""
+    x = torch.as_tensor(samples, dtype=torch.float64)
+    return torch.stack([x.sin(), x.cos(), (2 * x).sin()], dim=-1)
+
+
+def exactly(fabric: Fabric, job: Job) -> tuple[Any, ...]:
+    model, optimizer = fabric.setup(*small())
+    data = Own(fabric.global_rank, job.samples[fabric.global_rank])
+    loader = fabric.setup_dataloaders(DataLoader(data, 2), use_distributed_sampler=False, uneven=job.uneven)
+    trained: list[int] = []
+    for batch, last in fabric.accumulate(loader, job.steps):
+        with fabric.no_backward_sync(model, enabled=not last):
+            fabric.backward(model(features(batch)).square().sum(), weight=len(batch))
+        trained += [] if loader.is_repeat else batch.tolist()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = torch.cat([each.flatten() for each in fabric.get_state_dict(model).values()] or [torch.zeros(0)])
+    count, gathered = 0, []
+    with torch.no_grad():
+        for batch in loader:
+            model(features(batch))
+            count += 0 if loader.is_repeat else len(batch)
+            gathered.append(fabric.gather_for_metrics(batch).tolist())
+    return trained, weights, fabric.all_reduce(count, reduce_op="sum"), gathered
+
+
+def in_one_process(job: Job) -> torch.Tensor:
+    model, optimizer = small()
+    steps = range(job.batches)
+    for window in (steps[first : first + job.steps] for first in range(0, job.batches, job.steps)):
+        samples = [each for rank in range(len(job.samples)) for number in window for each in job.batch(rank, number)]
+        model(features(samples)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def check(job: Job, strategy: str) -> None:
+    results = run_in_ranks(exactly, job, ranks=len(job.samples), strategy=strategy)
+    ranks = range(len(job.samples))
+    gathered = [[each for rank in ranks for each in job.batch(rank, number)] for number in range(job.batches)]
+    for rank, (trained, _, count, found) in enumerate(results):
+        assert trained == [each for number in range(job.batches) for each in job.batch(rank, number)]
+        assert count == sum(map(len, gathered))
+        assert found == gathered
+    torch.testing.assert_close(results[0][1], in_one_process(job), rtol=1e-12, atol=1e-12)
+
+
+HOW_MANY = [3, pytest.param(25, marks=pytest.mark.slow), pytest.param(500, marks=[pytest.mark.slow, pytest.mark.soak])]
+
+
+@pytest.mark.parametrize("examples", HOW_MANY)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_training_is_that_of_one_process_with_the_samples_of_all(strategy: str, examples: int) -> None:
+    @example(Job((5, 0, 2), "longest", 2))
+    @profile(examples)
+    @given(jobs)
+    def holds(job: Job) -> None:
+        check(job, strategy)
+
+    holds()
