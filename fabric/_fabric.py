@@ -429,9 +429,9 @@ class Fabric:
         """
         session = self._session
         active = () if session is None else session.active_iterators
-        for spec, _ in active:
+        for spec, state in active:
             if spec.uneven == "longest":
-                tensor, weight = without_repeats(active, tensor, weight)
+                tensor, weight = without_repeats(state, tensor, weight)
         if weight is not None or optimizer is not None or (session is not None and session.weights is not None):
             session = self._running("backward")
             tensor = loss_weights(session).scale_loss(tensor, weight, optimizer)

@@ -428,3 +428,61 @@ def test_training_is_that_of_one_process_with_the_samples_of_all(strategy: str, 
         check(job, strategy)
 
     holds()
+
+
+# -- what a loop may and may not do -------------------------------------------------------------------------------
+
+
+def unweighted(fabric: Fabric) -> tuple[str, str]:
+    model = fabric.setup(nn.Linear(3, 1))
+    with_gradients = [outcome(lambda x=x: fabric.backward(model(x).sum())) for x in rows(fabric, (1, 1), "longest")]
+    after = outcome(lambda: fabric.backward(model(torch.ones(1, 3)).sum()))
+    return with_gradients[0], after
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_without_a_weight_is_refused_under_longest(ranks: int) -> None:
+    for inside, after in run_in_ranks(unweighted, ranks=ranks):
+        assert inside.startswith("UsageError")
+        assert "weight=len(losses)" in inside
+        assert after == "fine"
+
+
+def with_a_bad_repeat(fabric: Fabric) -> tuple[bool, list[bool]]:
+    model, optimizer = fabric.setup(*small())
+    loader, flags = rows(fabric, (1, 3), "longest"), []
+    for x in loader:
+        loss = model(x.double()).sum() + (float("inf") if loader.is_repeat else 0)
+        # On a repeat any weight counts as zero, of the same kind.
+        fabric.backward(loss, weight=torch.tensor(7.0 if loader.is_repeat else 2.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(flags) == 1:
+            break
+        flags.append(loader.is_repeat)
+    flags.append(loader.is_repeat)
+    return all(bool(each.isfinite().all()) for each in fabric.get_state_dict(model).values()), flags
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_repeat_counts_nothing_whatever_its_loss_and_weight(strategy: str) -> None:
+    assert run_in_ranks(with_a_bad_repeat, strategy=strategy) == [(True, [False, False])] * 2
+
+
+def late(fabric: Fabric) -> str:
+    loader = own(fabric, (3, 3), "shortest", known=False)
+
+    def loop() -> None:
+        for number, _ in enumerate(loader):
+            if number == 1 and fabric.global_rank == 1:
+                break
+        fabric.barrier()
+
+    return outcome(loop)
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_flag_of_another_is_named() -> None:
+    for text in run_in_ranks(late, timeout=4.0, watchdog=1.0):
+        assert "rank 0: in the next batch at" in text
+        assert "rank 1: in barrier" in text

@@ -85,12 +85,14 @@ class CallDescription(NamedTuple):
         text: all that has to agree, for a signature in the message (see ``[Note: Signatures]``); empty where this rank
             could not make its call, and None where the message carries none.
         reads: whether this rank waits for the values that it gets.
+        place: where the user called, of a call that another thread makes.
     """
 
     operation: str
     arguments: Callable[[], str] = str
     text: str | None = None
     reads: bool = False
+    place: object = None
 
 
 class Collective(NamedTuple):

@@ -11,6 +11,7 @@ when the next batch is asked for, random streams and the buffers of modules are 
 """
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from fabric.collectives import broadcast
-from fabric.communicators import Communicator
+from fabric.communicators import Collective, Communicator, Operation
+from fabric.communicators.base import CallDescription
 from fabric.data.state import ActiveIterator, EpochState, LoaderSpec, length_of
+from fabric.diagnostics.recorder import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 from fabric.seed import rng_state, set_rng_state
 
@@ -141,7 +144,8 @@ class Agreement:
 
     def _ask(self, *facts: int) -> Future[list[list[int]]]:
         # In this thread, where the ranks make their groups in one order.
-        return self._thread.submit(_exchange, self._connect("batches"), facts)
+        call = CallDescription("the next batch", place=user_call(sys._getframe(1)))
+        return self._thread.submit(_exchange, self._connect("batches"), facts, call)
 
     @contextmanager
     def _repeating(self, state: EpochState) -> Iterator[None]:
@@ -161,9 +165,9 @@ class Agreement:
                 buffer.detach().copy_(value)
 
 
-def _exchange(group: Communicator, facts: tuple[int, ...]) -> list[list[int]]:
+def _exchange(group: Communicator, facts: tuple[int, ...], call: CallDescription) -> list[list[int]]:
     """The flags of all ranks, which are at the same place."""
-    rows = group.all_gather(torch.tensor(facts)).tolist()
+    rows = group.run(Collective(Operation.ALL_GATHER, torch.tensor(facts), call=call)).tolist()
     if any(row[:2] != rows[0][:2] for row in rows):
         places = [f"rank {rank} behind batch {row[1]} of loop {row[0]}" for rank, row in enumerate(rows[:8])]
         problem = f"the ranks are at different places of their loops: {', '.join(places)}"
@@ -171,20 +175,17 @@ def _exchange(group: Communicator, facts: tuple[int, ...]) -> list[list[int]]:
     return [row[2:] for row in rows]
 
 
-def without_repeats(active: Sequence[ActiveIterator], loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
-    """The loss and weight of a backward pass: zero while a repeat is out.
+def without_repeats(state: EpochState, loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
+    """The loss and weight of a backward pass in a loop under ``"longest"``: zero while a repeat is out.
 
     Raises:
-        UsageError: there is no weight, in a loop that may have repeats.
+        UsageError: there is no weight.
     """
-    for spec, state in active:
-        if spec.uneven == "longest" and weight is None:
-            problem = "a mean over the processes would count those that have no batch"
-            suggestion = "fabric.backward(losses.sum(), weight=len(losses))"
-            raise UsageError('fabric.backward(loss) in a loop under uneven="longest"', problem, suggestion=suggestion)
-        if state.is_repeat:
-            loss, weight = torch.where(loss.isfinite(), loss, 0) * 0, weight * 0
-    return loss, weight
+    if weight is None:
+        problem = "a mean over the processes would count those that have no batch"
+        suggestion = "fabric.backward(losses.sum(), weight=len(losses))"
+        raise UsageError('fabric.backward(loss) in a loop under uneven="longest"', problem, suggestion=suggestion)
+    return (torch.where(loss.isfinite(), loss, 0) * 0, weight * 0) if state.is_repeat else (loss, weight)
 
 
 class Windows:

@@ -295,7 +295,8 @@ class RecordedCommunicator(Communicator):
             pair = collective.message(self.rank)
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
-        place = user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
+        place = collective.call and collective.call.place
+        place = place or user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
         entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry
