@@ -152,16 +152,17 @@ class FabricDataLoader:
 
     def _begin(self, ends: bool = False) -> tuple[EpochState, Iterator[Any]]:
         """Begin an iteration; with ``ends`` its state says of each batch whether it is the last one."""
+        spec, agreement = self._spec, self._agreement
+        agrees = spec.agrees and agreement.size > 1
+        if spec.uneven == "longest":
+            agreement.check_modules()
         self._follow_user_epoch()
-        saved, self._saved, spec = self._saved, None, self._spec
+        saved, self._saved = self._saved, None
         if saved is None:
             state = EpochState(self._epoch)
         else:
             state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
-        agreement, agrees = self._agreement, spec.agrees and self._agreement.size > 1
-        if spec.uneven == "longest":
-            agreement.check_modules()
         left = number_of_batches(spec, state, self.loader) if ends or agrees else None
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:
