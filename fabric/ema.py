@@ -92,10 +92,11 @@ class ExponentialMovingAverage(nn.Module):
         ``torch.enable_grad()`` is for gradients of inputs. Not to be entered between a forward pass and its backward
         pass. Takes memory for another copy of what this process holds of the weights. Not a collective.
         """
-        before = [weight.detach().clone() for _, weight in self._pairs()]
+        # The tensors themselves: a forward pass within may register buffers, or put others in the places of some.
+        before = [(weight.detach().clone(), weight) for _, weight in self._pairs()]
         was_applied, self._is_applied = self._is_applied, True
         try:
-            self._write(average for average, _ in self._pairs())
+            self._write(self._pairs())
             with torch.no_grad():
                 yield
         finally:
@@ -120,11 +121,11 @@ class ExponentialMovingAverage(nn.Module):
         return [(local_tensor(owner[name]), local_tensor(weight)) for (owner, name), weight in places]
 
     @torch.no_grad()
-    def _write(self, values: Iterable[Tensor]) -> None:
+    def _write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         # What is gathered already would stay as it is in the next forward pass, and so would what autocast has cast.
         self._reshard()
         torch.clear_autocast_cache()
-        for (_, weight), value in zip(self._pairs(), values, strict=True):
+        for value, weight in pairs:
             weight.copy_(value)
 
 

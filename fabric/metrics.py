@@ -42,10 +42,11 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
         raise UsageError(request, problem, "states with a reduction, and the same metrics on all ranks")
     with ExitStack() as stack:
         for metric, own, *parts in zip(found, sent, *of_ranks, strict=True):
-            for name in ("dist_sync_fn", "distributed_available_fn"):
+            for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync"):
                 stack.callback(setattr, metric, name, getattr(metric, name))
             metric.dist_sync_fn = partial(_replay, request, zip(own, zip(*parts, strict=True), strict=True))
             metric.distributed_available_fn = lambda: True
+            metric._to_sync = True  # also with sync_on_compute=False
             metric._computed = None  # other ranks may have been updated since
         return metrics.compute()
 

@@ -285,6 +285,31 @@ def test_buffers_are_averaged_where_that_is_chosen(fabric: Fabric) -> None:
     assert "running_mean" not in without.state_dict()
 
 
+class Caching(nn.Linear):
+    """Keeps a table as long as the input, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("table", torch.zeros(1))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("table", torch.zeros(len(input)))
+        self.register_buffer("length", torch.tensor(len(input)))
+        return super().forward(input)
+
+
+def test_weights_are_put_back_beside_buffers_that_a_forward_pass_has_replaced(fabric: Fabric) -> None:
+    model = fabric.setup(Caching())
+    ema = fabric.ema(model, 0.5, buffers=True)
+    fill(model, 1.0)
+    with ema.applied():
+        model(torch.ones(3, 1))
+        assert model.weight != 1
+    assert model.weight == model.bias == 1
+    with pytest.raises(UsageError, match=r"added to the model.*length"):
+        ema.update()
+
+
 def test_weights_that_autocast_has_cast_before_are_not_used_again() -> None:
     with Fabric(accelerator="cpu", devices=1, precision="bf16-mixed") as fabric:
         model = fabric.setup(nn.Linear(2, 1))

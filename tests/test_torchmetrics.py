@@ -99,6 +99,9 @@ def without_samples_on_one_rank(fabric: Fabric) -> Any:
     stale = fabric.compute_metrics(metrics["sum"])
     if fabric.global_rank:
         metrics["sum"].update(1.0)
+    local = SumMetric(sync_on_compute=False)
+    local.update(fabric.global_rank + 1.0)
+    assert (fabric.compute_metrics(local), local._to_sync) == (3, False)
     return fabric.compute_metrics(metrics), fabric.compute_metrics(metrics["sum"]) - stale
 
 
