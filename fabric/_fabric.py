@@ -49,8 +49,7 @@ S = TypeVar("S")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
-_Weight = float | Tensor | None
-_Optimizers = Optimizer | Sequence[Optimizer] | None
+_Optims = Optimizer | Sequence[Optimizer] | None
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
 
 
@@ -413,7 +412,7 @@ class Fabric:
         return obj.loader if isinstance(obj, FabricDataLoader) else obj
 
     def backward(
-        self, tensor: Tensor, *args: Any, weight: _Weight = None, optimizer: _Optimizers = None, **kwargs: Any
+        self, tensor: Tensor, *args: Any, weight: float | Tensor | None = None, optimizer: _Optims = None, **kwargs: Any
     ) -> None:
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 

@@ -93,7 +93,7 @@ class LossScaler:
             state.is_scaled = True
         if loss.dtype is torch.float16:
             loss = loss.float()
-        scale = self._scale if divisor is None else self._scale / divisor
+        scale = self._scale if divisor is None else self._scale / divisor.to(self._scale)
         return loss * scale.to(loss.device, loss.dtype)
 
     def unscale(self, optimizer: Optimizer) -> bool:

@@ -21,8 +21,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fabric._torch import foreach_multiply, hook_place, local_tensor, unscale_and_check, version
+from fabric._torch import foreach_multiply, local_tensor, unscale_and_check, version
 from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.diagnostics.bypass import GradientContract
@@ -42,13 +43,7 @@ class _Window:
 
 
 _DIVIDED = _Window()  # that of an optimizer whose gradients have been multiplied, until its step
-
-
-@dataclass(eq=False)
-class _OptimizerState:
-    window: _Window | None = None
-    divisor: Tensor | None = None  # of the next window
-    probe: object = None
+_CLOSURE = "a closure computes gradients within the step, when they are not divided"
 
 
 class LossWeights:
@@ -58,7 +53,7 @@ class LossWeights:
         runtime: of this process; gradients are averaged over its ranks.
         scaler: of the loss, where there is one.
         optimizers, contracts: those that are set up, and those of the modules.
-        cleanup: removes the hooks of the optimizers.
+        cleanup: removes the hooks around the steps of all optimizers.
 
     Attributes:
         reads: whether weights are read, since that does not wait for a device; else a sum that is zero or not finite
@@ -70,11 +65,17 @@ class LossWeights:
         contracts: Collection[GradientContract], cleanup: ExitStack,
     ) -> None:  # fmt: skip
         self._ranks, self._device, self._scaler = runtime.communicator, runtime.device, scaler
-        self._optimizers, self._contracts, self._cleanup = optimizers, contracts, cleanup
-        self._copied = torch.cuda.Event() if runtime.device.type == "cuda" else None
+        self._optimizers, self._contracts = optimizers, contracts
+        # Before the hooks of each optimizer, so that those of users see divided gradients.
+        cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self.reads = runtime.device.type != "cuda"
         self._is_good: Tensor | bool = True  # the last sum, once it has been copied
-        self.reads = self._copied is None
-        self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
+        self._copied = torch.cpu.Event() if self.reads else torch.cuda.Event()
+        # By optimizer, of those that have had weighted losses: the divisor of the next window, and gradients seen last.
+        self._windows: WeakKeyDictionary[Optimizer, _Window | None] = WeakKeyDictionary()
+        self._divisors: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
+        self._probes: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
         self._pass: tuple[Sequence[Optimizer], _Window | None] = (), None
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
@@ -83,57 +84,49 @@ class LossWeights:
         targets = as_list(optimizer) or list(self._optimizers)
         if not targets or any(each not in self._optimizers for each in targets):
             self._refuse("an optimizer of this loss has not been set up")
-        for target in targets:
-            self._watch(target)
-        for each, state in self._states.items():
-            before, state.probe = state.probe, _probe(each)
-            if state.window and state.probe != before and not holds_gradients(each):
-                state.window = None
-        window, *others = {self._states[target].window for target in targets}
+        for each, window in self._windows.items():
+            before, self._probes[each] = self._probes[each], _probe(each)
+            if window and self._probes[each] != before and not holds_gradients(each):
+                self._windows[each] = None
+        window, *others = {self._windows.get(target) for target in targets}
         if others:
             self._refuse("the optimizers have had different losses with weights since their last steps")
-        if window is _DIVIDED:
-            self._refuse("clip_gradients has divided the gradients already, and there has been no step since")
+        if window is _DIVIDED or (window and weight is None):
+            self._refuse("it has no weight, as one before since the step has, or clip_gradients has divided already")
         if weight is not None:
-            divisor = self._first_divisor(targets, weight) if window is None else window.divisor
-            window = _Window(divisor, weight if window is None else window.weight + weight)
+            divisor = window.divisor if window else self._first_divisor(targets, weight)
+            window = _Window(divisor, window.weight + weight if window else weight)
             loss = loss.float() if loss.dtype is torch.float16 else loss
-        elif window is not None:
-            self._refuse("it has no weight, and another loss since the last step has one")
-        divisor = None if window is None else window.divisor
         self._pass = targets, window
         if self._scaler is not None:
-            return self._scaler.scale_loss(loss, divisor)
-        return loss if divisor is None else loss / divisor.to(loss.device, loss.dtype)
+            return self._scaler.scale_loss(loss, window and window.divisor)
+        return loss / window.divisor.to(loss.device, loss.dtype) if window else loss
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Note that a backward pass is over."""
-        (targets, window), self._pass = self._pass, ((), None)
-        for optimizer, state in list(self._states.items()) if error is None else ():
-            before, state.probe = state.probe, _probe(optimizer)
-            if optimizer in targets:
-                state.window = window
-            elif state.window not in (None, _DIVIDED) and state.probe != before:
-                self._refuse(f"it reached parameters of {type(optimizer).__name__}, which has weights of other losses")
+        (targets, new), self._pass = self._pass, ((), None)
+        for each, window in self._windows.items() if error is None else ():
+            if each not in targets and window not in (None, _DIVIDED) and _probe(each) != self._probes[each]:
+                self._refuse(f"it reached parameters of {type(each).__name__}, which has weights of other losses")
+        for each in targets if new and error is None else ():
+            self._windows[each], self._probes[each] = new, _probe(each)
 
     @torch.no_grad()
     def divide(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the weights of its window, once. Collective where it has one."""
-        state = self._states.get(optimizer)
-        if state is None or (window := state.window) in (None, _DIVIDED):
+        window = self._windows.get(optimizer)
+        if window is None or window is _DIVIDED:
             return
         if window.result is None:
             self.check()
-            mean, power = self._mean_over_ranks(window.weight)
-            is_good = power > 0
+            mean, next_divisor = self._mean_over_ranks(window.weight)
+            is_good = (mean > 0) & mean.isfinite()
             self._is_good = is_good.to("cpu", non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
-            elif self.reads:
+            self._copied.record()
+            if self.reads:
                 self.check()
-            next_divisor = torch.where(is_good, power, window.divisor)
             window.result = torch.where(is_good, window.divisor / mean, 0), next_divisor
-        factor, state.divisor = window.result
+        factor, self._divisors[optimizer] = window.result
         for grads in gradients(optimizer):
             factor = factor.to(grads[0].device)
             if grads[0].dtype in (torch.float16, torch.bfloat16):
@@ -141,17 +134,14 @@ class LossWeights:
                 unscale_and_check(grads, torch.zeros_like(factor.float()), factor.float())
             else:
                 foreach_multiply(grads, factor.to(grads[0].dtype))
-        state.window = _DIVIDED
+        self._windows[optimizer] = _DIVIDED
 
     def check(self) -> None:
         """Raise a UsageError if the weights of the last step had no sum to divide by."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         is_good, self._is_good = self._is_good, True
         if not is_good:
-            self._refuse(
-                "the weights of all ranks since the step before have a sum that is zero or not finite", "a step"
-            )
+            self._refuse("the weights of all ranks since the step before have a sum of zero, or none", "a step")
 
     def _checked(self, weight: Any) -> Any:
         """A weight as a number, or as a float64 tensor on a device that is not to be waited for."""
@@ -161,48 +151,35 @@ class LossWeights:
         number = weight.item() if is_scalar else weight
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
             request = f"fabric.backward(loss, {weight=}) on rank {self._ranks.rank}"
-            raise ConfigurationError(request, expected="a finite number >= 0 or a tensor of one, of shape ()")
+            raise ConfigurationError(request, expected="a finite number >= 0, or a tensor of one with shape ()")
         return number if self.reads else torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _first_divisor(self, targets: Sequence[Optimizer], weight: Any) -> Tensor:
         """The divisor of a window that is opened; raises where that cannot be."""
         if any(each.gradients_differ and not each.is_sharded for each in self._contracts):
             self._refuse("with model_averaging_period each rank steps by its own gradients")
+        own = [id(each) for target in targets for group in target.param_groups for each in group["params"]]
         unreduced = {id(each) for contract in self._contracts for each in contract.unreduced()}
-        for target in targets:
-            own = {id(parameter) for group in target.param_groups for parameter in group["params"]}
-            if own & unreduced or holds_gradients(target):
-                self._refuse(f"{type(target).__name__} has gradients of an earlier step, or of losses without a weight")
-        known = (self._states[target].divisor for target in targets)
-        divisor = next((each for each in known if each is not None), None)
-        return self._mean_over_ranks(weight)[1].nan_to_num(1.0) if divisor is None else divisor
+        if len(own) > len(set(own)) or unreduced.intersection(own) or any(map(holds_gradients, targets)):
+            names = ", ".join(type(target).__name__ for target in targets)
+            self._refuse(f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters")
+        known = [self._divisors[target] for target in targets if target in self._divisors]
+        return known[0] if known else self._mean_over_ranks(weight)[1]
 
     def _mean_over_ranks(self, weight: Any) -> tuple[Tensor, Tensor]:
-        """The mean, and the power of two above it: not a number if the mean is zero or not finite."""
-        size = self._ranks.size
-        total = all_reduce(self._ranks, weight, Reduce.SUM) if size > 1 else weight
-        mean = (total if isinstance(total, Tensor) else torch.tensor(float(total), dtype=torch.float64)) / size
-        return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100)
-
-    def _watch(self, optimizer: Optimizer) -> None:
-        if optimizer not in self._states:
-            self._states[optimizer] = _OptimizerState(probe=_probe(optimizer))
-            handle = optimizer.register_step_pre_hook(self._before_step)
-            self._cleanup.callback(handle.remove)
-            self._cleanup.callback(optimizer.register_step_post_hook(self._after_step).remove)
-            # First: hooks of users see divided gradients, from the first step on.
-            hooks, number, _ = hook_place(handle)
-            hooks.move_to_end(number, last=False)
+        """The mean, and the power of two above it: 1 if the mean is zero or not finite."""
+        total = all_reduce(self._ranks, weight, Reduce.SUM) if self._ranks.size > 1 else weight
+        mean = torch.as_tensor(total, dtype=torch.float64) / self._ranks.size
+        return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure") is not None or any(map(callable, args[1:])):
-            self._refuse("the closure computes gradients within the step, when they are not divided", "step(closure)")
+        if optimizer in self._probes and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
+            self._refuse(_CLOSURE, "step(closure)")
         self.divide(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        window, self._states[optimizer].window = self._states[optimizer].window, None
-        if window not in (None, _DIVIDED):
-            self._refuse("the closure computed gradients within the step, when they are not divided", "step(closure)")
+        if self._windows.pop(optimizer, None) not in (None, _DIVIDED):
+            self._refuse(_CLOSURE, "step(closure)")
 
     def _refuse(self, problem: str, call: str = "fabric.backward(loss, weight=...)") -> NoReturn:
         expected = "losses with weights, added to gradients that are cleared after a step, or in place of one"

@@ -139,8 +139,7 @@ class UnevenInputDetector:
             return
         if self._joined:
             request = f"a collective over all ranks inside of fabric.join on rank {self._rank}"
-            suggestion = 'it after the with block; setup_dataloaders(loader, uneven="longest") for weights of losses'
-            raise UsageError(request, "a rank without batches takes no part", suggestion=suggestion)
+            raise UsageError(request, "a rank without batches takes no part", 'it after the block; or uneven="longest"')
         self._check_ends()
 
     def finish(self) -> None:
