@@ -492,6 +492,21 @@ def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(sav
     others.load_state_dict(loader.state_dict())
 
 
+def test_data_that_ranks_shard_themselves_resumes_on_as_many_processes() -> None:
+    def own(rank: int, size: int) -> FabricDataLoader:
+        data = list(range(rank, 11, size))  # not equally many on all ranks
+        return prepare(DataLoader(data, 2), rank, size, shard=False, uneven="shortest")  # pyright: ignore[reportArgumentType]
+
+    loader = own(0, 2)
+    next(iter(loader))
+    resumed = own(1, 2)
+    resumed.load_state_dict(stored(loader.state_dict()))
+    assert [batch.tolist() for batch in resumed] == [[5, 7], [9]]
+    for size in (1, 3):
+        with pytest.raises(CheckpointError, match="saved with 2"):
+            own(0, size).load_state_dict(loader.state_dict())
+
+
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
 def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(saving: int, resuming: int) -> None:
     loader = prepare(DataLoader(ResumableStream(), 1), 0, saving)

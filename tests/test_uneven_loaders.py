@@ -88,7 +88,8 @@ def expected_pass(counts: Any, rank: int, uneven: str, steps: int) -> list[Any]:
         last = None if not steps else (i + 1) % steps == 0 or i + 1 == total
         is_repeat = i >= counts[rank]
         batch = spare[0] if not counts[rank] else rank * SPAN + min(i, counts[rank] - 1)
-        found.append((batch, is_repeat, last, i + 1, [r * SPAN + i for r, count in enumerate(counts) if i < count]))
+        gathered = [r * SPAN + i for r, count in enumerate(counts) if i < count]
+        found.append((batch, is_repeat, last, (i + 1) * len(counts), gathered))
     return found
 
 

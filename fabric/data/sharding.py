@@ -79,8 +79,11 @@ def shard(
             if shards > 1 and batches is not None:
                 object.__setattr__(loader, "sampler", indices.samples(EpochState(0)))
     generators = tuple(dict.fromkeys((*streams.generators, *own)))
+    is_own = base_seed is None and getattr(dataset, "shards_itself", False)
+    if not enabled and uneven not in ("pad", "drop"):  # whoever needs that shards
+        replicas, is_own = place[1], _place_of(order) is None
     return LoaderSpec(
-        dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed, uneven
+        dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed, uneven, is_own
     )
 
 

@@ -83,6 +83,7 @@ class LoaderSpec:
         base_seed: the :class:`~fabric.data.sharding.AgreedStreams` that the base seed of the workers is drawn
             from, for an iterable dataset that fabric shards.
         uneven: what happens where ranks cannot get equally many samples or batches.
+        is_own: whether the ranks shard the data themselves, in a way that is not known here.
     """
 
     dataset: Any
@@ -95,6 +96,7 @@ class LoaderSpec:
     indices: Any = None
     base_seed: Any = None
     uneven: str = "pad"
+    is_own: bool = False
 
     @property
     def agrees(self) -> bool:
@@ -137,7 +139,7 @@ class LoaderSpec:
             "num_replicas": self.num_replicas,
             "batch_size": getattr(self.order, "batch_size", None) if self.unit == "batches" else self.batch_size,
             # A dataset need not have a length when its sampler knows one.
-            "dataset_length": None if self.indices is None else length_of(self.dataset),
+            "dataset_length": None if self.indices is None or self.is_own else length_of(self.dataset),
             "sampler": type(self.order).__name__,
         }
 
@@ -224,12 +226,12 @@ def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
 
     Raises:
         CheckpointError: the sampler shards by itself, the cursor is not a multiple of its number of ranks, and the
-            order is not at its end; or an iterable dataset does, and the number of ranks is another one.
+            order is not at its end; or it is not known how ranks shard, and the number of them is another one.
     """
     cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
     entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
     # Only in one stream that all ranks read is the position of one rank also that of another number of them.
-    if is_own := spec.indices is None and getattr(spec.dataset, "shards_itself", False):
+    if spec.is_own:
         rest = cursor * (saved["num_replicas"] != spec.num_replicas)
     if not rest or (length is not None and entries >= length):
         return entries + bool(rest)
@@ -237,7 +239,7 @@ def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
         f"loader.load_state_dict() with {spec.num_replicas} ranks, saved with {saved['num_replicas']}",
         f"where each rank of a {type(spec.order).__name__}, which shards itself, was after {cursor} {saved['unit']} of "
         "all ranks is not known",
-        f"as many ranks{'' if is_own else f', or a number that divides {cursor}'}",
+        f"as many ranks{'' if spec.is_own else f', or a number that divides {cursor}'}",
         f"devices={saved['num_replicas']}, or save at the end of an epoch",
     )
 
