@@ -172,6 +172,63 @@ def interrupted(fabric: Fabric) -> dict[str, bool]:
     return found
 
 
+class Files(IterableDataset[str]):
+    """The files of one rank, of different lengths; its position names the file."""
+
+    def __init__(self, rank: int, shards_itself: bool) -> None:
+        self.rank, self.shards_itself = rank, shards_itself
+        self.file, self.line = 0, 0
+
+    def __iter__(self) -> Iterator[str]:
+        while self.file < 4:
+            while self.line < 2 + self.rank:
+                self.line += 1
+                yield f"{self.rank}/{self.file}/{self.line}"
+            self.file, self.line = self.file + 1, 0
+        self.file = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": f"{self.rank}/{self.file}", "line": self.line}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        rank, self.file = map(int, state["name"].split("/"))
+        assert rank == self.rank, "the file of another rank"
+        self.line = state["line"]
+
+
+def own_data(fabric: Fabric, kind: str) -> Any:
+    if kind == "lists":  # of different lengths
+        return fabric.setup_dataloaders(DataLoader(range(9 + fabric.global_rank)), use_distributed_sampler=False)
+    loader = DataLoader(Files(fabric.global_rank, kind == "shards itself"), 1)
+    return fabric.setup_dataloaders(loader, use_distributed_sampler=kind == "shards itself")
+
+
+def resumed_data(fabric: Fabric, folder: Path) -> dict[str, bool]:
+    found = {}
+    for kind in ("shards itself", "sharded by the user", "lists"):
+        loader, again = own_data(fabric, kind), own_data(fabric, kind)
+        batches = iter(loader)
+        for _ in range(3 + fabric.global_rank):
+            next(batches)
+        fabric.save(folder / kind, {"loader": loader})
+        fabric.load(folder / kind, {"loader": again})
+        found[kind] = list(map(str, batches)) == list(map(str, again))
+    return found
+
+
+def load_own_data(fabric: Fabric, folder: Path) -> str:
+    return outcome(lambda: fabric.load(folder / "shards itself", {"loader": own_data(fabric, "shards itself")}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_c16_each_rank_goes_on_in_data_of_its_own(strategy: str, tmp_path: Path) -> None:
+    assert [each for found in run_in_ranks(resumed_data, tmp_path, strategy=strategy) for each in found.values()] == [
+        True
+    ] * 6
+    for text in run_in_ranks(load_own_data, tmp_path, ranks=1):
+        assert "Files, which shards itself" in text
+
+
 def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
     for found in run_in_ranks(interrupted):
         assert len(found) == 6

@@ -31,6 +31,7 @@ from fabric.checkpoint.state import (
     uncompiled_state,
 )
 from fabric.communicators import Communicator
+from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.metrics import load_rank_states, rank_states
 from fabric.seed import rng_state, set_rng_state
@@ -80,7 +81,10 @@ class CheckpointCoordinator:
         def read() -> tuple[Any, dict[str, Any], dict[str, Any]]:
             self.check()
             states = rank_states(state) if _has_metrics(state) else {}
-            check_entries(own := {"metrics": states} if states else {})
+            loaders = ((name, each) for name, each in state.items() if isinstance(each, FabricDataLoader))
+            positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders if each.differs_by_rank}
+            own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
+            check_entries(own)
             return locate(path), self.access.read(state), own
 
         target, contents, own = self._agreed(request, read)
@@ -163,6 +167,9 @@ class CheckpointCoordinator:
                 undo.callback(load_rank_states, modules, [rank_states(modules)], (1, 1), True)
             self.access.back_up(targets, content, undo)
             fill()
+            if "positions" in metadata and sizes[0] == sizes[1]:
+                own = metadata["positions"][self.communicator.rank]
+                content |= {name: own[name] for name in own.keys() & content.keys()}
             others = restore(content, targets, self.access, strict)
             if "metrics" in metadata:
                 states = [metadata["metrics"][rank] for rank in self._ranks_of(metadata)]

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from fabric.collectives import broadcast
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.communicators.base import CallDescription
-from fabric.data.state import ActiveIterator, EpochState, LoaderSpec, length_of
+from fabric.data.state import ActiveIterator, EpochState, LoaderSpec
 from fabric.diagnostics.recorder import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 from fabric.seed import rng_state, set_rng_state
@@ -39,9 +39,7 @@ def number_of_batches(spec: LoaderSpec, state: EpochState, loader: DataLoader[An
     """How many batches an iteration of this rank has; None when that is not known."""
     entries = spec.shard_length(state)
     if entries is None:
-        # As torchdata's, which may go on inside an epoch.
-        goes_on = isinstance(spec.dataset, IterableDataset) or spec.indices is not None
-        return None if goes_on or getattr(loader, "next_iter_state", loader) is not None else length_of(loader)
+        return None
     full, rest = divmod(entries, spec.entries_per_batch)
     return full + (rest > 0 and not loader.drop_last)
 

@@ -36,10 +36,12 @@ class FabricDataLoader:
     Attributes:
         loader: the prepared copy, a DataLoader of the user's class.
         original: the user's own object, unchanged.
+        differs_by_rank: whether each of several ranks has a position of its own, in data that fabric does not shard.
     """
 
     loader: DataLoader[Any]
     original: DataLoader[Any]
+    differs_by_rank: bool
 
     def __init__(
         self,
@@ -133,6 +135,7 @@ class FabricDataLoader:
             loader=prepared,
             original=loader,
             _spec=spec,
+            differs_by_rank=num_replicas > 1 and spec.shards == 1,
             # As torchdata's, which knows its own position, but not in an order that we shard.
             _has_own_state=hasattr(type(loader), "state_dict") and spec.indices is None,
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
