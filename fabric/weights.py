@@ -43,7 +43,7 @@ class _Window:
 
 
 _DIVIDED = _Window()  # that of an optimizer whose gradients have been multiplied, until its step
-_CLOSURE = "a closure computes gradients within the step, when they are not divided"
+_CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
 
 
 class LossWeights:
@@ -97,7 +97,7 @@ class LossWeights:
             divisor = window.divisor if window else self._first_divisor(targets, weight)
             window = _Window(divisor, window.weight + weight if window else weight)
             loss = loss.float() if loss.dtype is torch.float16 else loss
-        self._pass = targets, window
+        self._pass = targets if window else (), window
         if self._scaler is not None:
             return self._scaler.scale_loss(loss, window and window.divisor)
         return loss / window.divisor.to(loss.device, loss.dtype) if window else loss
@@ -108,7 +108,7 @@ class LossWeights:
         for each, window in self._windows.items() if error is None else ():
             if each not in targets and window not in (None, _DIVIDED) and _probe(each) != self._probes[each]:
                 self._refuse(f"it reached parameters of {type(each).__name__}, which has weights of other losses")
-        for each in targets if new and error is None else ():
+        for each in targets if error is None else ():
             self._windows[each], self._probes[each] = new, _probe(each)
 
     @torch.no_grad()
@@ -173,13 +173,14 @@ class LossWeights:
         return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._probes and (kwargs.get("closure") is not None or any(map(callable, args[1:]))):
-            self._refuse(_CLOSURE, "step(closure)")
+        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
+        if optimizer in self._pass[0] or (has_closure and optimizer in self._probes):
+            self._refuse(_CLOSURE, "step()")
         self.divide(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._windows.pop(optimizer, None) not in (None, _DIVIDED):
-            self._refuse(_CLOSURE, "step(closure)")
+            self._refuse(_CLOSURE, "step()")
 
     def _refuse(self, problem: str, call: str = "fabric.backward(loss, weight=...)") -> NoReturn:
         expected = "losses with weights, added to gradients that are cleared after a step, or in place of one"

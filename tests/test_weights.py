@@ -257,6 +257,26 @@ def test_a_closure_with_weights_is_refused(fabric: Fabric) -> None:
         add(fabric, model, 1.0, 1, optimizer=torch.optim.SGD(model.parameters()))
 
 
+def test_a_step_within_a_backward_pass_is_refused(fabric: Fabric) -> None:
+    model, optimizer = linear(fabric)
+    handle = model.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(UsageError, match="within a backward pass"):
+        add(fabric, model, 1.0, 1)
+    handle.remove()
+    optimizer.zero_grad()
+    add(fabric, model, 6.0, 3)
+    assert moved(model, optimizer) == 2.0
+
+
+def test_a_backward_pass_that_raised_has_no_weight(fabric: Fabric) -> None:
+    model, optimizer = linear(fabric)
+    loss = model(torch.full((1, 1), 6.0)).sum()
+    fabric.backward(loss, weight=3)
+    with pytest.raises(RuntimeError, match="second time"):
+        fabric.backward(loss, weight=3)
+    assert moved(model, optimizer) == 2.0
+
+
 def test_optimizers_of_one_loss_share_its_weight(fabric: Fabric) -> None:
     (first, one), (second, two) = linear(fabric), linear(fabric)
     third = fabric.setup_optimizers(torch.optim.SGD(first.parameters()))
