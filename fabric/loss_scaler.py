@@ -77,8 +77,8 @@ class LossScaler:
         """Remove the hooks: the optimizers step as if they had never been watched."""
         self._hooks.close()
 
-    def scale_loss(self, loss: Tensor, divisor: Tensor | None = None) -> Tensor:
-        """The loss times the scale, over a divisor, to be called once at the start of each backward pass.
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, to be called once at the start of each backward pass, on its tensor.
 
         A float16 loss is returned as float32, which has room for the scale. Collective where ranks hold different
         gradients.
@@ -93,8 +93,7 @@ class LossScaler:
             state.is_scaled = True
         if loss.dtype is torch.float16:
             loss = loss.float()
-        scale = self._scale if divisor is None else self._scale / divisor.to(self._scale)
-        return loss * scale.to(loss.device, loss.dtype)
+        return loss * self._scale.to(loss.device, loss.dtype)
 
     def unscale(self, optimizer: Optimizer) -> bool:
         """Take the scale off an optimizer's gradients, once a step; further calls change nothing.

@@ -97,10 +97,9 @@ class LossWeights:
             divisor = window.divisor if window else self._first_divisor(targets, weight)
             window = _Window(divisor, window.weight + weight if window else weight)
             loss = loss.float() if loss.dtype is torch.float16 else loss
+            loss = loss / divisor.to(loss.device, loss.dtype)
         self._pass = targets if window else (), window
-        if self._scaler is not None:
-            return self._scaler.scale_loss(loss, window and window.divisor)
-        return loss / window.divisor.to(loss.device, loss.dtype) if window else loss
+        return loss if self._scaler is None else self._scaler.scale_loss(loss)
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Note that a backward pass is over."""
@@ -173,8 +172,7 @@ class LossWeights:
         return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_closure = kwargs.get("closure") is not None or any(map(callable, args[1:]))
-        if optimizer in self._pass[0] or (has_closure and optimizer in self._probes):
+        if optimizer in self._pass[0] or (kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes):
             self._refuse(_CLOSURE, "step()")
         self.divide(optimizer)
 
