@@ -1,7 +1,9 @@
 """Loaders whose ranks have different numbers of batches: they stop together, or those without get a batch again."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,7 +91,7 @@ def expected_pass(counts: Any, rank: int, uneven: str, steps: int) -> list[Any]:
         is_repeat = i >= counts[rank]
         batch = spare[0] if not counts[rank] else rank * SPAN + min(i, counts[rank] - 1)
         gathered = [r * SPAN + i for r, count in enumerate(counts) if i < count]
-        found.append((batch, is_repeat, last, (i + 1) * len(counts), gathered))
+        found.append((batch, is_repeat, last, min(i + 1, counts[rank]) * len(counts), gathered))
     return found
 
 
@@ -185,7 +187,7 @@ def test_a_loader_of_single_samples_counts_each_once() -> None:
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_a_position_is_that_of_all_ranks_also_where_one_has_run_out(known: bool) -> None:
+def test_a_repeat_is_not_in_a_position(known: bool) -> None:
     def loop(fabric: Fabric, stop: int) -> Any:
         def samples(loader: Any) -> list[int]:
             return [batch.item() for batch in loader if not loader.is_repeat]
@@ -205,6 +207,53 @@ def test_a_position_is_that_of_all_ranks_also_where_one_has_run_out(known: bool)
     for stop in range(1, 6):
         found = ThreadedWorld(2).run(loop, stop)
         assert found == [[0, 1], [100, 101, 102, 103, 104]] if known else [[0, 1][:stop], list(range(100, 100 + stop))]
+
+
+class Counting(Own):
+    """Knows how many samples it has yielded."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.n:
+            self.at += 1
+            yield self.first + self.at - 1
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
+    rank, found = fabric.global_rank, []
+
+    def make(known: bool, count: int) -> Any:
+        data: Any = range(rank * SPAN, rank * SPAN + count) if known else Counting(rank, count)
+        return fabric.setup_dataloaders(DataLoader(data), use_distributed_sampler=False, uneven="longest")
+
+    for known, counts, stop in itertools.product((False, True), ((2, 5), (5, 2)), (1, 4)):
+        loader, seen = make(known, counts[rank]), []
+        for number, batch in enumerate(loader, 1):
+            seen += [] if loader.is_repeat else [batch.item()]
+            if number == stop:
+                fabric.save(path := f"{folder}/{len(found)}", {"loader": loader})
+                break
+        resumed = make(known, counts[rank])
+        loaded = outcome(lambda: fabric.load(path, {"loader": resumed}))  # noqa: B023
+        if loaded == "fine":
+            seen += [batch.item() for batch in resumed if not resumed.is_repeat]
+        found.append((known, counts, stop, loaded, seen == list(range(rank * SPAN, rank * SPAN + counts[rank]))))
+    return found
+
+
+def test_a_checkpoint_has_the_positions_of_all_ranks_also_where_one_has_run_out(tmp_path: Path) -> None:
+    for found in run_in_ranks(saved_and_resumed, str(tmp_path)):
+        for known, counts, stop, loaded, is_whole in found:
+            assert loaded == "fine", (known, counts, stop)
+            assert is_whole, (known, counts, stop)
 
 
 def broken_off(fabric: Fabric, at: int | tuple[int, int]) -> list[int]:

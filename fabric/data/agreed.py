@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from fabric.collectives import broadcast
-from fabric.communicators import Collective, Communicator, Operation
-from fabric.communicators.base import CallDescription
+from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
 from fabric.data.state import ActiveIterator, EpochState, LoaderSpec
 from fabric.diagnostics.recorder import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
@@ -38,10 +37,8 @@ _END = object()
 def number_of_batches(spec: LoaderSpec, state: EpochState, loader: DataLoader[Any]) -> int | None:
     """How many batches an iteration of this rank has; None when that is not known."""
     entries = spec.shard_length(state)
-    if entries is None:
-        return None
-    full, rest = divmod(entries, spec.entries_per_batch)
-    return full + (rest > 0 and not loader.drop_last)
+    full, rest = divmod(entries or 0, spec.entries_per_batch)
+    return None if entries is None else full + (rest > 0 and not loader.drop_last)
 
 
 class Upcoming:
@@ -149,16 +146,14 @@ class Agreement:
     def _repeating(self, state: EpochState) -> Iterator[None]:
         """Within, a repeat is out; afterwards random streams and buffers are what they were."""
         parts = [part for model in self._modules for part in model.modules()]
-        buffers = [
-            (part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)
-        ]
+        kept = [(part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)]
         streams, state.is_repeat = rng_state(), True
         try:
             yield
         finally:
             state.is_repeat = False
             set_rng_state(streams)
-            for part, name, buffer, value in buffers:
+            for part, name, buffer, value in kept:
                 part._buffers[name] = buffer
                 buffer.detach().copy_(value)
 
@@ -223,9 +218,7 @@ class Windows:
         if type(steps) is not int or steps < 1:
             raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
         if loader._agreement.size > 1 and not (spec.is_even or spec.agrees):
-            problem = (
-                "fabric does not shard this data: processes may have different numbers of batches, and wait for ever"
-            )
+            problem = "fabric does not shard this data: processes with more batches would wait for ever"
             raise UsageError(request, problem, suggestion='fabric.setup_dataloaders(loader, uneven="shortest")')
         self.loader, self.steps = loader, steps
 

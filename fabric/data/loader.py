@@ -309,7 +309,6 @@ class FabricDataLoader:
         try:
             for batch in batches:
                 state.received += not state.is_repeat
-                state.repeats += state.is_repeat
                 attributes["_latest"] = state
                 if not active or active[-1] is not entry:
                     if entry in active:

@@ -44,8 +44,7 @@ class EpochState:
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
-        repeats: those that were received again since this rank had no more; see ``[Note: Uneven ranks]``.
-        is_repeat: whether such a one is out.
+        is_repeat: whether one is out that it had received before; see ``[Note: Uneven ranks]``.
         finished: whether the iteration has ended.
         is_final: whether the batch that is out is known to be the last one.
         window: while one of :class:`~fabric.data.agreed.Windows` is open, the number of the micro-batch that is out,
@@ -58,7 +57,6 @@ class EpochState:
     replay: Mapping[str, State] = field(default_factory=dict)
     drawn: dict[str, State] = field(default_factory=dict)
     received: int = 0
-    repeats: int = 0
     is_repeat: bool = False
     finished: bool = False
     is_final: bool = False
@@ -125,9 +123,7 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        entries = (state.received + state.repeats) * self.entries_per_batch
-        # Where the ranks' lengths differ, the position of one is that of all.
-        length = None if self.agrees else self.shard_length(state)
+        entries, length = state.received * self.entries_per_batch, self.shard_length(state)
         # The last batch may be short; what was repeated to fill the last round counts as received.
         entries = entries if length is None else min(entries, length)
         return (state.skip + entries * self.shards) * (self.num_replicas // self.shards)
@@ -282,8 +278,7 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
             )
     for place, leaf in enumerate(leaves):
         if by_rank and isinstance(leaf, Tensor):
-            whole = leaf[None] if unit == "single samples" else leaf
-            leaves[place] = whole[: 0 if state.is_repeat else None]
+            leaves[place] = (leaf[None] if unit == "single samples" else leaf)[: 0 if state.is_repeat else None]
     by_rank |= unit == "batches"
     gathered = (all_gather_ragged if by_rank else all_gather)(communicator, leaves)
     for place, parts in enumerate(gathered):
