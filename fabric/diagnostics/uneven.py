@@ -224,21 +224,20 @@ class UnevenInputDetector:
     def _check_ends(self, is_end: bool = False) -> None:
         """Compare for the iterations that have ended since; the end of the job counts as one more collective."""
         collectives = [self._recorder.counts[JOB] - before + is_end for before in self._counted]
-        for iteration in (self._latest, self._trained):
-            if iteration is None or iteration.is_checked or not iteration.progress.finished:
-                continue
+        found = [one for one in (self._latest, self._trained) if one and not one.is_checked and one.progress.finished]
+        for iteration in found:
             iteration.is_checked = True
             self._compare_lengths(iteration)
-            # A neighbor that has published nothing yet may find that it has more.
-            if not self._lengths_differ and not iteration.unseen:
-                continue
-            batches = iteration.progress.received
-            self._store.publish("end", [self._steps, collectives, batches])
-            for other, (steps, between, _) in self._store.read("step", self._neighbors).items():
-                step = self._steps[scope := other not in self._bypass.peers] + 1
-                if steps[scope] == step and between[scope] < collectives[scope]:
-                    request = f"a collective, or the end of the job, after step {step - 1} of rank {self._rank}"
-                    self._refuse(request, step, self._rank, batches, other)
+        # A neighbor that has published nothing yet may find that it has more.
+        if not found or not (self._lengths_differ or any(iteration.unseen for iteration in found)):
+            return
+        batches = found[0].progress.received
+        self._store.publish("end", [self._steps, collectives, batches])
+        for other, (steps, between, _) in self._store.read("step", self._neighbors).items():
+            step = self._steps[scope := other not in self._bypass.peers] + 1
+            if steps[scope] == step and between[scope] < collectives[scope]:
+                request = f"a collective, or the end of the job, after step {step - 1} of rank {self._rank}"
+                self._refuse(request, step, self._rank, batches, other)
 
     def _compare_lengths(self, iteration: _Iteration) -> None:
         self._lengths_differ |= iteration.length is None

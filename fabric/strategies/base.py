@@ -310,7 +310,7 @@ class Strategy(ABC):
             f"fabric.join(...) with {type(self).__name__} on rank {self.global_rank}",
             "a forward pass, a backward pass or a step needs all ranks, and one without batches makes none",
             'strategy="ddp" and modules with trainable parameters, without model_averaging_period and sync_batchnorm',
-            'fabric.setup_dataloaders(loader, uneven="drop") for equally many batches on all ranks',
+            'setup_dataloaders(loader, uneven="drop") or "pad"; "shortest" or "longest" for data fabric does not shard',
         )
 
     def block_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> AbstractContextManager[Any]:
