@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 from fabric.data.copies import OverlappedCopies
+from fabric.errors import UsageError
 from fabric.strategies import DDPStrategy
 from tests.loops import GLOBAL_BATCH, batches, make_model
 from tests.models import Net
@@ -224,3 +225,34 @@ def test_weights_kept_on_the_cpu_are_swapped_once_they_have_been_copied() -> Non
         assert all(torch.equal(each, owns[0]) for each in owns)
         assert all(torch.equal(each, averages[0]) for each in averages)
         assert not torch.equal(owns[0], averages[0])
+
+
+def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_device() -> None:
+    def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1).cuda()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    x = torch.randn(4, 3, device="cuda")
+    (reference, plain), weights = make(), [4, torch.tensor(4, device="cuda")]
+    with Fabric(accelerator="cuda", devices=1, check_training=False) as fabric:
+        model, optimizer = fabric.setup(*make())
+        for step in range(6):
+            (reference(x).square().sum() / 4).backward()
+            plain.step()
+            plain.zero_grad()
+            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+            try:
+                fabric.backward(model(x).square().sum(), weight=weights[step % 2])
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        torch.testing.assert_close(model.weight, reference.weight)
+        for weight in (0, 4):
+            before = model.weight.detach().clone()
+            fabric.backward(model(x).square().sum(), weight=weight)
+            with pytest.raises(UsageError, match="sum of zero") if weight else nullcontext():
+                optimizer.step()
+            assert torch.equal(model.weight, before)
+            optimizer.zero_grad()
