@@ -57,7 +57,7 @@ def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
 def case(name: str, title: str, ours: Callable[[bool], Measure], budget: float) -> Case:
     rows = {"throughput": Row("tokens/s", "ratio", budget)}
     contestants = {"raw": preparing(weighted=False), "fabric": ours}
-    notes = dict.fromkeys(("lightning-fabric", "accelerate"), "a comparison of fabric with itself")
+    notes: dict[str, str] = dict.fromkeys(("lightning-fabric", "accelerate"), "a comparison of fabric with itself")
     return Case(name, title, rows, contestants, RANKS, rounds=20, starts=2, notes=notes)
 
 
