@@ -43,6 +43,7 @@ class _Window:
 
 
 _DIVIDED = _Window()  # that of an optimizer whose gradients have been multiplied, until its step
+_OF_OTHERS = _Window()  # that of one with gradients of losses for others, until they are cleared
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
 
 
@@ -76,7 +77,7 @@ class LossWeights:
         self._windows: WeakKeyDictionary[Optimizer, _Window | None] = WeakKeyDictionary()
         self._divisors: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._probes: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
-        self._pass: tuple[Sequence[Optimizer], _Window | None] = (), None
+        self._pass: tuple[Sequence[Optimizer], _Window | None, dict[Optimizer, object]] = (), None, {}
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
         """The loss divided, and times the loss scale, at the start of each backward pass; see ``Fabric.backward``."""
@@ -88,25 +89,28 @@ class LossWeights:
             before, self._probes[each] = self._probes[each], _probe(each)
             if window and self._probes[each] != before and not holds_gradients(each):
                 self._windows[each] = None
-        window, *others = {self._windows.get(target) for target in targets}
-        if others:
+        window, *more = {self._windows.get(target) for target in targets}
+        if more:
             self._refuse("the optimizers have had different losses with weights since their last steps")
-        if window is _DIVIDED or (window and weight is None):
-            self._refuse("it has no weight, as one before since the step has, or clip_gradients has divided already")
+        if window in (_DIVIDED, _OF_OTHERS) or (window and weight is None):
+            self._refuse("it has no weight, as one before has; clip_gradients has divided; or gradients are of others")
         if weight is not None:
             divisor = window.divisor if window else self._first_divisor(targets, weight)
             window = _Window(divisor, window.weight + weight if window else weight)
             loss = loss.float() if loss.dtype is torch.float16 else loss
             loss = loss / divisor.to(loss.device, loss.dtype)
-        self._pass = targets if window else (), window
+        others = {each: _probe(each) for each in self._optimizers if each not in targets}
+        self._pass = targets if window else (), window, others
         return loss if self._scaler is None else self._scaler.scale_loss(loss)
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Note that a backward pass is over."""
-        (targets, new), self._pass = self._pass, ((), None)
-        for each, window in self._windows.items() if error is None else ():
-            if each not in targets and window not in (None, _DIVIDED) and _probe(each) != self._probes[each]:
+        (targets, new, others), self._pass = self._pass, ((), None, {})
+        for each in (each for each, before in others.items() if error is None and _probe(each) != before):
+            if self._windows.get(each) not in (None, _OF_OTHERS):
                 self._refuse(f"it reached parameters of {type(each).__name__}, which has weights of other losses")
+            if new:
+                self._windows[each], self._probes[each] = _OF_OTHERS, _probe(each)
         for each in targets if error is None else ():
             self._windows[each], self._probes[each] = new, _probe(each)
 
@@ -116,6 +120,8 @@ class LossWeights:
         window = self._windows.get(optimizer)
         if window is None or window is _DIVIDED:
             return
+        if window is _OF_OTHERS:
+            self._refuse("it has gradients of losses with weights for others", f"step of {type(optimizer).__name__}")
         if window.result is None:
             self.check()
             mean, next_divisor = self._mean_over_ranks(window.weight)

@@ -325,6 +325,19 @@ def test_losses_of_two_optimizers_in_turn_are_right_or_refused(fabric: Fabric) -
         fabric.backward(adversarial(), weight=2)
 
 
+def test_gradients_of_a_loss_for_another_optimizer_are_not_stepped_with(fabric: Fabric) -> None:
+    (first, one), (_, two) = linear(fabric), linear(fabric)
+    add(fabric, first, 6.0, 3, optimizer=two)
+    for refused in (one.step, lambda: fabric.clip_gradients(first, one, max_norm=1.0)):
+        with pytest.raises(UsageError, match="losses with weights for others"):
+            refused()
+    with pytest.raises(UsageError, match="are of others"):
+        add(fabric, first, 6.0, 3, optimizer=one)
+    one.zero_grad()
+    add(fabric, first, 6.0, 3, optimizer=one)
+    assert moved(first, one) == 2.0
+
+
 def test_weights_on_a_device_are_not_read_before_the_next_step(fabric: Fabric, tmp_path: Path) -> None:
     model, optimizer = linear(fabric)
     loss_weights(fabric._session).reads = False  # as on CUDA
