@@ -299,10 +299,13 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
 
 
 def _is_writer(tensor: Any, rank: int) -> bool:
-    """Whether this rank writes what it holds of a tensor: of replicas one does, of full tensors rank 0."""
+    """Whether this rank writes what it holds of a tensor: of replicas one does, of full tensors rank 0.
+
+    A tensor on a part of a mesh has a replica on each of the others like it.
+    """
     if not hasattr(tensor, "device_mesh"):
         return rank == 0
-    place = tensor.device_mesh.get_coordinate()
+    place = tensor.device_mesh.get_coordinate() if 0 in tensor.device_mesh.mesh else None
     return place is not None and not any(
         number for number, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()
     )
