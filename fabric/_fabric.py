@@ -78,7 +78,7 @@ class Fabric:
         accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
             ``fabric.accelerators``, an :class:`fabric.accelerators.Accelerator`, or ``"auto"`` for what is there.
         strategy: ``"ddp"`` and its variants (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
-            ``"single_device"``, the name of an entry point in the group ``fabric.strategies``, a
+            ``"single_device"``, ``"model_parallel"``, an entry point in the group ``fabric.strategies``, a
             :class:`fabric.strategies.Strategy`, or ``"auto"``: a single device for one process, DDP for several.
         devices: how many, or which; see :mod:`fabric.accelerators`. On the CPU it is the number of processes, or of
             replicas under ``"dp"``; ``"auto"`` is 1 there and all devices elsewhere.
@@ -155,6 +155,11 @@ class Fabric:
     def device(self) -> torch.device:
         """The device of this process."""
         return self._running("device").runtime.device
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of ``"model_parallel"``, a torch ``DeviceMesh``; that of ``"fsdp"`` after ``setup``; else None."""
+        return next(iter(self._running("device_mesh").runtime.meshes.values()), None)
 
     @property
     def global_rank(self) -> int:
@@ -552,7 +557,7 @@ class Fabric:
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans have min (all), max (any), bitwise.
         """
-        return collectives.all_reduce(self._communicator("all_reduce", group), data, Reduce(reduce_op))
+        return collectives.all_reduce(self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op)
 
     def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
@@ -584,26 +589,23 @@ class Fabric:
     def gather_for_metrics(self, data: Any) -> Any:
         """Collect what was computed from a batch from all processes, each sample once, in the order of the data.
 
-        Collective. Called in the body of a loop over a set-up loader. An evaluation over n samples counts n: samples
+        Collective, in the body of a loop over a set-up loader. Dim 0 of each tensor in ``data``, a collection, counts
+        the samples of this batch; each is one under ``batch_size=None``. An evaluation over n samples counts n: those
         that were repeated so that all processes get equally many (``uneven="pad"``) are removed again.
-
-        Args:
-            data: a collection of tensors whose dim 0 counts the samples of this batch; one under ``batch_size=None``.
 
         Returns:
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
         """
         session = self._running("gather_for_metrics")
-        return gather_batch(session.runtime.communicator, session.active_iterators, data)
+        return gather_batch(session.strategy._summing(is_batch=True), session.active_iterators, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
         """``metrics.compute()`` over the samples of all processes, in one exchange; the same on each. Collective.
 
-        Args:
-            metrics: a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
+        It is a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
         """
-        return compute_metrics(self._communicator("compute_metrics"), metrics)
+        return compute_metrics(self._running("compute_metrics").strategy._summing(), metrics)
 
     def all_to_all(self, data: Any, group: Group = None) -> Any:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
@@ -701,8 +703,7 @@ class Fabric:
         which every process writes its shards. The ``checkpoint_io`` of the strategy wins over both.
 
         Args:
-            path: the file or folder, new or one of the same kind, which is replaced; with a scheme such as ``s3://`` on
-                another file system.
+            path: the file or folder, new or one of the same kind, which is replaced; also as ``s3://...`` and the like.
             state: names and objects.
             filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
                 folder of shards, sharded values are DTensors.
@@ -712,8 +713,7 @@ class Fabric:
 
         Raises:
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
-            CheckpointError: this save, or an earlier one with ``async_``, failed on some process; or ``path`` is of the
-                other kind.
+            CheckpointError: this save, or one before with ``async_``, failed on a process; or another kind is there.
         """
         with self._running("save").checkpoints("save") as checkpoints:
             return checkpoints.save(path, state, filter, trainable_only, async_)
@@ -851,9 +851,9 @@ class Fabric:
         suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
         return UsageError(f"fabric.{call}", problem, expected, suggestion)
 
-    def _communicator(self, call: str, group: Group = None) -> Communicator:
+    def _communicator(self, call: str, group: Group = None, op: Reduce | None = None) -> Communicator:
         self._running(call)
-        return self.strategy.communicator(group)
+        return self.strategy.communicator(group, op)
 
     def _world(self, call: str) -> World:
         if self._plan.world is None:

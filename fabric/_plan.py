@@ -45,6 +45,7 @@ STRATEGIES: Mapping[str, Any] = {
     **_DDP,
     **{f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
     "fsdp": lambda **options: strategies.FSDPStrategy(**options),  # imported then
+    "model_parallel": lambda **options: strategies.ModelParallelStrategy(**options),
     "fsdp_cpu_offload": lambda **options: strategies.FSDPStrategy(cpu_offload=True, **options),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.

@@ -171,7 +171,7 @@ class Session:
             name=str(next(self._loader_numbers)),
             active=self.active_iterators,
             agreement=self._agreement,
-            on_epoch=None if self._uneven is None else self._uneven.on_epoch,
+            on_epoch=() if self._uneven is None else (self.strategy._agree_on_streams, self._uneven.on_epoch),
             **(self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
             **options,
         )
@@ -246,6 +246,7 @@ class Session:
             is_inside = any(state.window for _, state in self.active_iterators)
             check = partial(check_no_window, self.active_iterators) if is_inside else bool
             yield CheckpointCoordinator(self.runtime.communicator, self._saves, io, access, self.scaler, check)
+        strategy._agree_on_streams()  # those that were loaded may be of ranks on another mesh
 
     @contextmanager
     def rank_zero_first(self, local: bool) -> Iterator[None]:
@@ -270,6 +271,7 @@ class Session:
         lines = [f"module       {type(m.module).__name__} in {type(m._fabric_prepared).__name__}" for m in self.modules]
         lines += [f"optimizer    {type(optimizer).__name__}" for optimizer in self.optimizers]
         lines += [f"loader       {loader!r}" for loader in self.loaders]
+        lines += [f"mesh         {mesh}" for mesh in self.runtime.meshes.values()]
         if self.scaler is not None:
             lines.append(f"loss scale   {self.scaler.scale:g}")
         return lines

@@ -5,7 +5,7 @@ import os
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -117,10 +117,41 @@ def around_local(tensor: Any, local: Tensor) -> Tensor:
     return type(tensor)(local, tensor._spec, requires_grad=False)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Collective for a DTensor: the full (unsharded) tensor; any other tensor itself."""
-    whole = getattr(tensor, "full_tensor", None)
-    return tensor if whole is None else whole()
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    from torch.distributed.tensor import Replicate  # takes a second to import; here it has been
+
+    for number in range(1, tensor.device_mesh.ndim):
+        # One dimension of the mesh after the other, from the outermost: at once, torch warns of its own order.
+        tensor = tensor.redistribute(placements=[Replicate()] * number + [*tensor.placements[number:]])
+    return tensor.full_tensor()
+
+
+def joined_mesh(parts: Sequence[Any], timeout: timedelta) -> Any:
+    """Collective: a mesh of parts of another one, each of which is one dimension of it.
+
+    FSDP2 shards layers that are split already only along parts of the mesh that they are on, and torch has public names
+    only for parts of whole dimensions.
+    """
+    joined = [part._flatten() if part.ndim > 1 else part for part in parts]
+    for made in (each for each in joined if each not in parts):
+        set_group_timeout(made.get_group(), timeout)
+    return dist.DeviceMesh._concatenate(joined)
+
+
+def forget_meshes() -> None:
+    """Have DTensors look for the groups of a mesh anew.
+
+    What torch has planned for a mesh it takes for every mesh that is equal, even one with other groups: these are found
+    by names, which another job in the same process may have given to others.
+    """
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+        torch._C._clear_DTensor_sharding_propagator_cache()
+        tensor._redistribute._gen_transform_infos.cache_clear()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:

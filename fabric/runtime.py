@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from fabric._torch import abort_process_group, default_store, set_group_timeout
+from fabric._torch import abort_process_group, default_store, forget_meshes, set_group_timeout
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, announced_wait, second_connection
@@ -47,6 +47,7 @@ class Runtime:
         device: that of this process.
         communicator: the collectives over all processes of the job, from :meth:`start` on.
         store: values that the ranks share.
+        meshes: those of :meth:`mesh`, by their names and sizes.
         recorder: what this process is doing, where there are others that may wait for it; else None.
     """
 
@@ -71,7 +72,7 @@ class Runtime:
         self._is_started = False
         self._background: dict[str, Communicator] = {}
         self._closers = ExitStack()
-        self._meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
+        self.meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
         """Take the device and connect to the other processes.
@@ -167,14 +168,14 @@ class Runtime:
         Collective the first time that a mesh is asked for; the same object from then on.
         """
         key = tuple(sizes.items())
-        if key not in self._meshes:
+        if key not in self.meshes:
             mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for group in mesh.get_all_groups():
                 # That of all processes has its own, which a user may have given it.
                 if group is not dist.group.WORLD:
                     set_group_timeout(group, self.timeout)
-            self._meshes[key] = mesh
-        return self._meshes[key]
+            self.meshes[key] = mesh
+        return self.meshes[key]
 
     def _disconnect(self) -> bool:
         """Close all but the process group; whether that is still to be closed."""
@@ -183,7 +184,9 @@ class Runtime:
         self._users.discard(self)
         self._is_started = False
         self._background.clear()
-        self._meshes.clear()
+        if any(mesh.ndim > 1 for mesh in self.meshes.values()):  # else there is the group of all alone
+            forget_meshes()
+        self.meshes.clear()
         self.store.close()
         return owns_group and not self._users and dist.is_initialized()
 

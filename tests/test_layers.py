@@ -34,7 +34,7 @@ ORDER = {
     "data": "state sharding copies agreed loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
     "launchers": "serialize base rank supervisor function script",
-    "strategies": "init_module fsdp_state fsdp_options base parallel data_parallel ddp fsdp",
+    "strategies": "init_module fsdp_state fsdp_options base parallel data_parallel ddp fsdp tp_plan model_parallel",
     "testing": "oracles base generators threads pool conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -299,6 +299,23 @@ def test_a_module_that_was_joined_trains_as_one_that_never_was(group):
     assert wrapper.module.weight.grad.tolist() == [[2.0, 2.0]]
 
 
+def test_a_mesh_is_made_of_parts_of_another(group):
+    mesh = dist.init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("a", "b", "c"))
+    joined = _torch.joined_mesh([mesh["a"], mesh["b", "c"]], timedelta(seconds=5))
+    assert joined.mesh_dim_names == ("a", "b_c")
+    assert joined.mesh.tolist() == [[0]]
+
+
+def test_plans_for_a_mesh_are_forgotten(group):
+    from torch.distributed.tensor import Replicate, Shard, _redistribute, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    distribute_tensor(torch.ones(2), mesh, [Shard(0)]).redistribute(placements=[Replicate()]).add(1)
+    assert _redistribute._gen_transform_infos.cache_info().currsize
+    _torch.forget_meshes()
+    assert not _redistribute._gen_transform_infos.cache_info().currsize
+
+
 class Seen(_torch.DispatchMode):
     def __init__(self):
         super().__init__()

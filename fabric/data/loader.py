@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -58,7 +58,7 @@ class FabricDataLoader:
         seed_workers: bool = True,
         active: list[ActiveIterator] | None = None,
         agreement: Agreement = _ALONE,
-        on_epoch: Callable[[str, EpochState, int | None, bool], None] | None = None,
+        on_epoch: Sequence[Callable[[str, EpochState, int | None, bool], object]] = (),
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
 
@@ -99,8 +99,8 @@ class FabricDataLoader:
                 states.
             active: where the iterations over the loaders of a job that have begun and not ended are kept.
             agreement: by which the ranks agree on the end of a loop.
-            on_epoch: called at the start of each iteration with the name, its state, and its number of batches, None
-                when that is not known.
+            on_epoch: called in order at the start of each iteration, with the name, its state, its number of batches
+                (None when that is not known), and whether an order is drawn for all ranks.
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -170,11 +170,12 @@ class FabricDataLoader:
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:
             spec.indices.epoch = state
-        if self._on_epoch is not None:
+        if self._on_epoch:
             # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
             has_orders = spec.num_replicas > 1 and bool(spec.streams or self._targets)
-            self._on_epoch(self._name, state, length if spec.base_seed is None and not agrees else 0, has_orders)
+            for call in self._on_epoch:
+                call(self._name, state, length if spec.base_seed is None and not agrees else 0, has_orders)
         if saved is not None:
             # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
             # again, that decides where the sampler's own generators go on.

@@ -57,6 +57,7 @@ class GradientContract:
             a forward pass are right only if every parameter gets one.
         gradients_differ: whether ranks step with different gradients, as of shards or of replicas that drift.
         replicated: the parameters, by the user's names, that are to be equal on all ranks after a step.
+        scope: another text for each set of ranks that have different ``replicated`` parameters.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
         peers: the ranks that every forward pass gathers parameters from.
@@ -76,6 +77,7 @@ class GradientContract:
     expects_unused: bool = False
     gradients_differ: bool = False
     replicated: Callable[[], Mapping[str, Tensor]] = dict
+    scope: str = ""
     unreduced: Callable[[], Sequence[Tensor]] = list
     is_sharded: bool = False
     peers: frozenset[int] = frozenset()

@@ -178,7 +178,8 @@ class TrainingChecks:
                 self._compare(first)
 
     def _key(self, which: str) -> str:
-        return f"first steps/{self._name}/{self._steps}/{which}"
+        scope = "".join(each.scope for each in self._contracts)
+        return f"first steps{scope}/{self._name}/{self._steps}/{which}"
 
     def _compare(self, published: bytes | None) -> None:
         """Raise if this is another rank's fingerprint, and not that of this one."""

@@ -1,5 +1,6 @@
 """Strategies: how a module is prepared to train on the devices of a job."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fabric.strategies.base import SingleDeviceStrategy, Strategy
@@ -9,11 +10,13 @@ from fabric.strategies.parallel import ParallelStrategy
 
 if TYPE_CHECKING:
     from fabric.strategies.fsdp import FSDPStrategy
+    from fabric.strategies.model_parallel import ModelParallelStrategy
 
 __all__ = [
     "DDPStrategy",
     "DataParallelStrategy",
     "FSDPStrategy",
+    "ModelParallelStrategy",
     "ParallelStrategy",
     "SingleDeviceStrategy",
     "Strategy",
@@ -21,11 +24,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name != "FSDPStrategy":
+    files = {"FSDPStrategy": "fsdp", "ModelParallelStrategy": "model_parallel"}
+    if name not in files:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fabric.strategies.fsdp import FSDPStrategy  # with what it needs it takes a second
-
-    return FSDPStrategy
+    # With what they need they take a second.
+    return getattr(import_module(f"fabric.strategies.{files[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -203,7 +203,8 @@ class Strategy(ABC):
         """Which share of the data is this process's, as ``num_replicas`` and ``rank``; None for all of it."""
         if self.drives_all_devices or self.world_size == 1:
             return None
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        batches = self._summing(is_batch=True)
+        return {"num_replicas": batches.size, "rank": batches.rank}
 
     # -- modules and optimizers -----------------------------------------------------------------------------------
 
@@ -327,18 +328,11 @@ class Strategy(ABC):
     def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
         """Reduce every tensor of a collection over processes; numbers are returned unchanged.
 
-        Collective over the group. See :func:`fabric.collectives.all_reduce`.
-
-        Args:
-            collection: any collection; tensors of any shape.
-            group: the processes; None for all of the job.
-            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
-                ``"bxor"`` or a torch ``ReduceOp``.
-
-        Returns:
-            A new collection of the same structure, shapes and dtypes.
+        Collective over the group, None for all of the job. ``reduce_op`` is ``"mean"``/``"avg"``, ``"sum"``, ``"min"``,
+        ``"max"``, ``"product"``, ``"band"``, ``"bor"``, ``"bxor"`` or a torch ``ReduceOp``. Returns a new collection of
+        the same structure, shapes and dtypes. See :func:`fabric.collectives.all_reduce`.
         """
-        return all_reduce(self.communicator(group), collection, Reduce(reduce_op), numbers=False)
+        return all_reduce(self.communicator(group, op := Reduce(reduce_op)), collection, op, numbers=False)
 
     def reduce(self, tensor: Tensor, group: Group = None, reduce_op: Any = "mean") -> Tensor:
         """:meth:`all_reduce` of a single tensor."""
@@ -371,14 +365,16 @@ class Strategy(ABC):
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
         return all_reduce(self.communicator(), bool(decision), Reduce.MIN if all else Reduce.MAX)
 
-    def communicator(self, group: Group = None) -> Communicator:
+    def communicator(self, group: Group = None, op: Reduce | None = None) -> Communicator:
         """The collectives over a group: a communicator, a process group of torch, or None for all processes.
+
+        With an ``op`` those of a reduction: in a sum, what several ranks have of the same batch counts once.
 
         Raises:
             UsageError: it is no group, or this process is not a member.
         """
         if group is None:
-            return self._current_runtime.communicator
+            return self._summing() if op in (Reduce.SUM, Reduce.PRODUCT) else self._current_runtime.communicator
         if isinstance(group, Communicator):
             return group
         if isinstance(group, dist.ProcessGroup):
@@ -389,6 +385,13 @@ class Strategy(ABC):
             "what fabric.new_group(ranks) returned on its members, a torch ProcessGroup, or None for all processes",
             "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
         )
+
+    def _summing(self, is_batch: bool = False) -> Communicator:
+        """The ranks that have data of their own; with ``is_batch`` those with other batches, not parts of the same."""
+        return self.communicator()
+
+    def _agree_on_streams(self, *_: object) -> None:
+        """Have ranks that compute parts of the same go on with the same random streams. Collective among these."""
 
     def _own_runtime(self) -> Runtime:
         """The runtime of a strategy that is used without Fabric, not started."""

@@ -124,7 +124,7 @@ class FSDPStrategy(ParallelStrategy):
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-            check_passed_on("FSDPStrategy", fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
+            check_passed_on(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
         strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
         self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies)
         self._older = [*older, *({self.sharding_strategy} & options.OF_FIRST_FSDP.keys())]
@@ -213,13 +213,16 @@ class FSDPStrategy(ParallelStrategy):
             return
         root, error = uncompiled(module), None
         try:
-            options.check_shardable(root, self.is_global_zero, self._prepared)
-            options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
-            fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
-            options.check_dtypes(root, fsdp_modules, self._ignored, self.runtime.precision)
+            self._check_module(root)
         except FabricError as raised:
             error = raised
         options.check_same_model(self.runtime.communicator, root, error)
+
+    def _check_module(self, root: nn.Module) -> None:
+        """Raise for a model that cannot be sharded; no collective."""
+        options.check_shardable(root, self.is_global_zero, self._prepared)
+        options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
+        options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -227,7 +230,7 @@ class FSDPStrategy(ParallelStrategy):
         from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
 
         root, communicator = uncompiled(module), self.runtime.communicator
-        fsdp_modules = options.find_fsdp_modules(root, self.auto_wrap_policy)
+        fsdp_modules = self._fsdp_modules(root)
         recomputed = self.activation_checkpointing
         for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
             # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
@@ -247,11 +250,11 @@ class FSDPStrategy(ParallelStrategy):
         policy = self.mixed_precision or MixedPrecisionPolicy(*dtypes)
         for part in fsdp_modules:
             # The next FSDP module casts its inputs itself: only the whole model's outputs have a dtype of their own.
-            shards.shard_module(communicator, part, mp_policy=replace(policy, output_dtype=None), **arguments)
-        shards.shard_module(communicator, root, mp_policy=policy, **arguments)
+            self._shard(part, mp_policy=replace(policy, output_dtype=None), **arguments)
+        self._shard(root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
             options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        unsharded = shards.UnshardedState(root, communicator, replicated, self.broadcast_buffers)
+        unsharded = shards.UnshardedState(root, self._summing(), replicated, self.broadcast_buffers)
         self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         return module
 
@@ -305,15 +308,19 @@ class FSDPStrategy(ParallelStrategy):
             if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
                 exception.add_note(note)
 
+    def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
+        """The parts of a model that are sharded each by itself, inner before outer, without the root."""
+        return options.find_fsdp_modules(root, self.auto_wrap_policy)
+
+    def _shard(self, part: nn.Module, **arguments: Any) -> None:
+        """Make a part of a model, or the root, an FSDP module. Collective."""
+        shards.shard_module(self.runtime.communicator, part, {}, **arguments)
+
     def _mesh(self) -> DeviceMesh:
+        """The processes that parameters are sharded over, in the last dimension."""
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
-        world = self.runtime.world
-        own = (world.world_size, 1) if self.sharding_strategy == "NO_SHARD" else (world.world_size,)
-        if self.sharding_strategy == "HYBRID_SHARD":
-            own = world.num_nodes, world.local_world_size
-        sizes = self.device_mesh or own
-        return self.runtime.mesh(**dict(zip(("replicas", "shards")[-len(sizes) :], sizes, strict=True)))
+        return self.runtime.mesh(**options.mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world))
 
     @property
     @override

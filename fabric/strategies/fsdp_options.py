@@ -25,13 +25,14 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, Us
 from fabric.precision import Precision
 from fabric.strategies.fsdp_state import SHARD, stays_whole
 from fabric.strategies.init_module import EmptyParameter
+from fabric.world import World
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
     "EXPLANATIONS", "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers", "check_same_model",
-    "check_shardable", "choose_modules", "find_fsdp_modules", "parse_backward_prefetch", "parse_choice",
+    "check_shardable", "choose_modules", "find_fsdp_modules", "mesh_sizes", "parse_backward_prefetch", "parse_choice",
     "parse_cpu_offload", "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older",
     "prefetch_in_backward",
 ]  # fmt: skip
@@ -89,6 +90,15 @@ def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str
     if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
         request = f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} processes"
         raise ConfigurationError(request, expected=f"device_mesh={' or '.join(map(str, sizes))}, or such a DeviceMesh")
+
+
+def mesh_sizes(given: tuple[int, ...] | None, sharding_strategy: str, world: World) -> dict[str, int]:
+    """The dimensions of a mesh of the given sizes, or of those that a strategy has by itself."""
+    own = (world.world_size, 1) if sharding_strategy == "NO_SHARD" else (world.world_size,)
+    if sharding_strategy == "HYBRID_SHARD":
+        own = world.num_nodes, world.local_world_size
+    sizes = given or own
+    return dict(zip(("replicas", "shards")[-len(sizes) :], sizes, strict=True))
 
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":

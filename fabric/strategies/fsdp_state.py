@@ -37,13 +37,22 @@ SHARD = "_fabric_shard"
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
-def shard_module(communicator: Communicator, module: nn.Module, **arguments: Any) -> None:
-    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective."""
-    from torch.distributed.fsdp import fully_shard  # takes a second to import; here it has been
+def shard_module(communicator: Communicator, module: nn.Module, before: Mapping[str, Any], **arguments: Any) -> None:
+    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective.
 
-    before = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
-    receive_values(communicator, module, list(before.values()))
-    fully_shard(module, **arguments)
+    Args:
+        communicator: all ranks.
+        module: the module; one that is an FSDP module already stays as it is.
+        before: by name, what was in the place of parameters that are split over another dimension of the mesh.
+        **arguments: of ``fully_shard``.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import; here it has been
+
+    plain = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
+    before = {**plain, **before}
+    receive_values(communicator, module, list(plain.values()))
+    if not isinstance(module, FSDPModule):
+        fully_shard(module, **arguments)
     sharded = {each: before[name] for name, each in module.named_parameters() if name in before}
     for parameter, old in sharded.items():
         _replace(old, parameter)

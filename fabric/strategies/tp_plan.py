@@ -1,0 +1,184 @@
+"""Layers of a model that are split over ranks by a plan, and the random numbers of what is computed in parts.
+
+[Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output, one that is split
+``"rowwise"`` takes these for its input, and the sum over ranks is the same on all of them. What lies between the two,
+such as attention over some of the heads, is computed in parts. There each rank has random numbers of its own, drawn
+from the common stream, so that dropout differs between parts, and agrees everywhere else; where there are none, nothing
+is drawn. A parameter there that is not split itself, such as a norm of each head, would get the gradient of one part:
+the training checks see the difference.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+
+from fabric._torch import local_tensor
+from fabric.errors import ConfigurationError, UsageError
+
+__all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
+
+# The second name of each is that of newer libraries of models.
+_WHOLE_OUTPUT, _WHOLE_INPUT = ("colwise_rep", "colwise_gather_output"), ("rowwise_rep", "rowwise_split_input")
+_STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
+# By kind of layer and of style: the attribute with the length that is split, and what of the weight that is.
+_LENGTHS = {
+    nn.Linear: {"colwise": ("out_features", "rows"), "rowwise": ("in_features", "columns")},
+    nn.Embedding: {"colwise": ("embedding_dim", "columns"), "rowwise": ("num_embeddings", "rows")},
+}
+_HEADS = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?heads?")
+
+
+def check_styles(plan: Any) -> None:
+    """Raise a ConfigurationError for a plan with a style that there is not."""
+    for style in plan.values() if isinstance(plan, Mapping) else ():
+        if style not in _STYLES and (isinstance(style, str) or not hasattr(style, "_apply")):
+            expected = f"{', '.join(_STYLES)}, or a ParallelStyle of torch"
+            raise ConfigurationError(f"tp_plan={dict(plan)}", f"torch has no style {style!r}", expected)
+
+
+def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> dict[nn.Module, Any]:
+    """The layers that a plan splits, each with its style; see :class:`fabric.strategies.ModelParallelStrategy`.
+
+    Raises:
+        ConfigurationError: a pattern that fits nothing, or layers that cannot be split into so many parts.
+    """
+    request, is_own = f"tp_plan for {type(root).__name__}", plan == "auto"
+    patterns: Any = (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
+    if not patterns:
+        raise ConfigurationError(request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}')
+    check_styles(patterns)
+    names, layers = dict(root.named_modules()), dict[nn.Module, Any]()
+    for pattern, style in patterns.items():
+        fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
+        fitting = {names[name]: style for name in names if fits(name)}
+        if not (fitting or is_own):
+            known = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name))
+            raise ConfigurationError(request, f"no layer is called {pattern!r}", f"a pattern for {known}")
+        layers |= fitting
+    problems = [*_problems(root, layers, parts)] if layers else [f"no layer fits {', '.join(patterns)}"]
+    if problems:
+        raise ConfigurationError(request, "; ".join(problems))
+    return layers
+
+
+def count_heads(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[tuple[str, nn.Module, str, list[Any]]]:
+    """What counts heads in modules with layers that are split colwise: path, module, attribute, and these layers."""
+    for path, owner in root.named_modules():
+        own = [each for each in owner.children() if layers.get(each) == "colwise" and isinstance(each, nn.Linear)]
+        for attribute, value in vars(owner).items() if own else ():
+            if _HEADS.fullmatch(attribute) and type(value) is int:
+                yield path, owner, attribute, own
+
+
+def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
+    """The styles of torch, to be applied in this order, that one of a plan stands for."""
+    from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
+
+    if style == "sequence_parallel":
+        before = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
+        after = parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        return [before, parallel.SequenceParallel(), after]
+    if style == "colwise" or style in _WHOLE_OUTPUT:
+        return [parallel.ColwiseParallel(output_layouts=None if style == "colwise" else Replicate())]
+    if style == "rowwise" and not isinstance(layer, nn.Embedding):  # that has whole tokens
+        return [parallel.RowwiseParallel()]
+    return [parallel.RowwiseParallel(input_layouts=Replicate()) if isinstance(style, str) else style]
+
+
+def is_split(parameter: Any, dim: int | None = None) -> bool:
+    """Whether a parameter is split along ``tensor_parallel``, in its dimension ``dim`` if one is given."""
+    mesh = getattr(parameter, "device_mesh", None)
+    names = (mesh and mesh.mesh_dim_names) or ()
+    return "tensor_parallel" in names and parameter.placements[names.index("tensor_parallel")].is_shard(dim)
+
+
+class PartStreams:
+    """Hooks of a model by which what is computed in parts has random numbers of its own; see ``[Note: Split layers]``.
+
+    Args:
+        root: the model, with split layers.
+        mesh: that it is split on.
+        ends: whether what is computed in parts has to end in a layer that is split ``"rowwise"``.
+    """
+
+    def __init__(self, root: nn.Module, mesh: DeviceMesh, ends: bool) -> None:
+        self._part, self._ends = mesh.get_local_rank("tensor_parallel"), ends
+        # Within: the states before, those after the common draw, and those at the start.
+        self._saved: list[list[torch.Tensor]] = []
+        device: Any = torch.get_device_module(mesh.device_type)
+        own = [] if mesh.device_type == "cpu" else [device.default_generators[device.current_device()]]
+        self._generators = [torch.default_generator, *own]
+        disable: Any = torch.compiler.disable
+        enter, leave = disable(self._enter), disable(self._leave)
+        for layer in root.modules():
+            if isinstance(layer, nn.Linear) and is_split(layer.weight, 0):
+                layer.register_forward_hook(enter)
+            elif isinstance(layer, nn.Linear) and is_split(layer.weight):
+                layer.register_forward_pre_hook(leave, prepend=True)
+        root.register_forward_hook(disable(self._finish), always_call=True)
+
+    def _enter(self, layer: Any, args: Any, output: Any) -> None:
+        is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
+        if is_part and layer.training and not self._saved:
+            before, seed, after = self._states(), int(torch.randint(1 << 62, ())), self._states()
+            for generator in self._generators:
+                generator.manual_seed(seed + self._part)
+            self._saved = [before, after, self._states()]
+
+    def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
+        is_open = bool(self._saved)
+        self._leave()
+        if is_open and self._ends and output is not None:
+            problem = 'the output of a layer that is split "colwise" went into none that is split "rowwise"'
+            raise UsageError(f"{type(root).__name__}(...)", problem, suggestion='"colwise_rep" for the last layer')
+
+    def _leave(self, *_: Any) -> None:
+        if self._saved:
+            before, after, start = self._saved
+            # Without any random numbers within, as if there had been no draw.
+            is_same = all(map(torch.equal, start, self._states()))
+            for generator, state in zip(self._generators, before if is_same else after, strict=True):
+                generator.set_state(state)
+            self._saved = []
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+
+def _kind(style: Any) -> str:
+    """``"colwise"``, ``"rowwise"`` or another word."""
+    return style.split("_")[0] if isinstance(style, str) else type(style).__name__.removesuffix("Parallel").lower()
+
+
+def _split(layer: nn.Module, style: Any) -> tuple[str, str]:
+    """The attribute with the length of a layer that is split, and what of the weight that is; nothing if none is."""
+    found = (styles.get(_kind(style)) for kind, styles in _LENGTHS.items() if isinstance(layer, kind))
+    return next(found, None) or ("", "")
+
+
+def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> Iterator[str]:
+    """Why layers cannot be split, each by its name."""
+    ways: dict[nn.Parameter, dict[str, str]] = {}
+    for path, layer in root.named_modules():
+        style = layers.get(layer, "")
+        attribute, way = _split(layer, style)
+        for name, parameter in layer.named_parameters(path, recurse=False):
+            ways.setdefault(parameter, {})[name] = way
+        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(layer.children()):
+            yield f"{path}: a MultiheadAttention uses the weights of its parts itself: write separate layers for it"
+        if _kind(style) in ("colwise", "rowwise") and not attribute:
+            yield f"{path}: {style!r} splits Linear and Embedding, and it is a {type(layer).__name__}"
+        elif attribute and (rest := getattr(layer, attribute) % parts):
+            yield f"{path}: {attribute} {getattr(layer, attribute)} / {parts} parts leaves {rest}"
+    for path, owner, attribute, own in count_heads(root, layers):
+        if rest := getattr(owner, attribute) % parts:
+            yield f"{path}: {attribute} {getattr(owner, attribute)} / {parts} parts leaves {rest}"
+        elif len(own) == 1 and own[0].out_features > own[0].in_features:
+            yield f"{path}: one layer for queries, keys and values has no parts with some heads of each: write three"
+    for names in ways.values():
+        if len(set(names.values())) > 1:
+            yield f"{' and '.join(names)} are one tensor, and have to be split in one way"
