@@ -54,7 +54,7 @@ class Strategy:
         return Job(self, precision, size)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
     """A world of :class:`fabric.testing.World` for one strategy and precision, on processes that all examples share."""
 
