@@ -36,6 +36,7 @@ from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.seed import seed_everything
+from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies.base import Group, Strategy, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
@@ -479,8 +480,7 @@ class Fabric:
             clip_val: each value into ``[-clip_val, clip_val]``.
             max_norm: total norm at most this; exactly one of the two limits is given, and it is positive.
             norm_type: p of the p-norm, or ``"inf"``.
-            error_if_nonfinite: raise :class:`fabric.errors.NonFiniteGradientError`, before anything changes, when the
-                norm is infinite or not a number. Checking waits for the device.
+            error_if_nonfinite: raise a ``NonFiniteGradientError`` before any change if the norm is not finite; waits.
         """
         models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
@@ -521,6 +521,10 @@ class Fabric:
         """A loop of pairs ``(batch, last)``, in windows of ``steps``; see :class:`fabric.data.Windows`."""
         return Windows(loader, steps)
 
+    def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[Any]:
+        """This rank's part of a batch of sequences; see :func:`fabric.sequence_parallel.sequence_parallel`."""
+        return sequence_parallel(self._running("sequence_parallel").runtime, self.device_mesh, batch, dim)
+
     def ema(
         self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
     ) -> ExponentialMovingAverage:
@@ -535,9 +539,8 @@ class Fabric:
 
         Collective: every process enters it, and exits it once all have finished. A process without further batches
         answers the others' collectives with gradients of zero. Afterwards every process has the modules, their
-        optimizers and the loss scale of one that stepped last; schedulers are left as they are. Within, collectives of
-        the whole job and forward passes without gradients raise a :class:`fabric.errors.UsageError`, and so does a
-        strategy that cannot do it, such as FSDP, whose shards every process has to gather.
+        optimizers and the loss scale of one that stepped last; schedulers stay. Within, collectives of the whole job
+        and forward passes without gradients raise a ``UsageError``; so do strategies that cannot do it, such as FSDP.
 
         Args:
             module: the set-up module that is trained, or several, whose passes follow each other in that order.
@@ -729,9 +732,8 @@ class Fabric:
     ) -> dict[str, Any]:
         """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
 
-        Collective. Everything is checked before anything changes, and no code in the checkpoint is run. A file or a
-        folder of shards loads under any strategy and number of processes, whichever wrote it; from a folder each
-        process reads only what it will hold.
+        Collective. Everything is checked before anything changes, and no code in it is run. Whichever strategy and
+        number of processes wrote it, it loads under any other; from a folder each process reads only what it will hold.
 
         Args:
             path: the file or folder.
@@ -742,8 +744,7 @@ class Fabric:
                 a file whose writer you trust. None means True, as it does for torch. A folder never needs it.
 
         Returns:
-            The entries that ``state`` did not name; of a folder those without tensors: name an entry, with None, to get
-            its tensors whole.
+            The entries that ``state`` did not name, of a folder without tensors: name one, with None, to get its whole.
 
         Raises:
             CheckpointNotFoundError: there is no such file or folder.

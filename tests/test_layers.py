@@ -20,7 +20,7 @@ LAYERS = [
     ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
-    ["module", "weights"],
+    ["module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],
     ["cli", "legacy", "testing", "__init__"],

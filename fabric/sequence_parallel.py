@@ -1,0 +1,144 @@
+"""Sequences that are split over ranks, and attention over all of their tokens.
+
+[Note: Sequence parallelism] Each rank of the mesh's dimension ``sequence`` has a part of the tokens of each sequence,
+in their order; the first parts have one more where lengths do not divide. What a model does to each token it does to a
+part. Attention needs all tokens: where the heads can be divided by the ranks, an all-to-all gives each rank some heads
+of all tokens, and another brings their outputs back (Ulysses); else each gathers keys and values for its own queries.
+The gradients are those of the sum over ranks of each rank's loss, of which the strategy makes the mean.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.functional import multi_head_attention_forward, pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
+
+from fabric.collectives import all_gather, all_to_all
+from fabric.communicators import Communicator
+from fabric.errors import ConfigurationError, UsageError
+from fabric.runtime import Runtime
+from fabric.tree import flatten, leaf_paths, unflatten
+
+__all__ = ["sequence_parallel"]
+
+_BLOCK = "fabric.sequence_parallel(batch)"
+
+
+@contextmanager
+def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iterator[Any]:
+    """A context for the forward and the backward pass of a batch, whose sequences are split over ranks.
+
+    Collective over the ranks that have parts of the same sequences, see ``[Note: Sequence parallelism]``; all of them
+    pass the same batch, as set-up loaders give it. Within, each call of ``scaled_dot_product_attention`` is that over
+    the tokens of all of them, and random numbers differ from part to part. Without such ranks the batch is yielded as
+    it is, and nothing changes::
+
+        for batch in loader:  # a dict with "tokens", "labels" and "positions", of shape (batch, tokens)
+            with fabric.sequence_parallel(batch) as part:
+                logits = model(part["tokens"], part["positions"])
+                loss = cross_entropy(logits.flatten(0, 1), part["labels"].flatten(), reduction="sum")
+                fabric.backward(loss, weight=part["labels"].numel())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Args:
+        runtime: of this process.
+        mesh: the mesh of the processes, if there is one.
+        batch: any collection. Whatever depends on a token's position is a part of it, and labels are shifted already.
+        dim: along which the tensors that have this dimension are split; the others are kept.
+
+    Yields:
+        The same collection with this rank's tokens.
+
+    Raises:
+        CollectiveMismatchError: the ranks pass different batches.
+        ConfigurationError: tensors of different lengths, or of fewer tokens than ranks; within, attention to anything
+            but the tokens of the batch, or with a mask that is neither ``(..., tokens of this rank, all tokens)`` nor
+            of keys: ``(..., 1, all tokens)`` or ``(..., 1, tokens of this rank)``.
+        UsageError: no such attention was computed; or by ``nn.MultiheadAttention``, which computes it by itself.
+    """
+    if "sequence" not in (getattr(mesh, "mesh_dim_names", None) or ()):
+        yield batch
+        return
+    ranks = runtime.communicator_over(mesh.get_group("sequence"))
+    leaves, structure = flatten(batch)
+    tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    split = {place: leaf for place, leaf in tensors.items() if -leaf.dim() <= dim < leaf.dim()}
+    found = {leaf_paths(structure, "batch")[place]: leaf.shape[dim] for place, leaf in split.items()}
+    length = max(found.values(), default=0)
+    if length < ranks.size or {*found.values()} != {length}:
+        expected = f"one length of all tensors that have that dimension, of at least {ranks.size} tokens"
+        raise ConfigurationError(f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others")
+    # Parts of different batches would be taken for one.
+    sums = [int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu]
+    all_gather(ranks, {f"{_BLOCK} of {found} with sums of bytes {sums}": torch.zeros(1, device=ranks.device)})
+    lengths = [length // ranks.size + (rank < length % ranks.size) for rank in range(ranks.size)]
+    for place, leaf in split.items():
+        leaves[place] = leaf.split(lengths, dim)[ranks.rank].contiguous()
+    seed, devices = int(torch.randint(1 << 62, ())), [] if runtime.device.type == "cpu" else [runtime.device]
+    # After the block, the ranks have the same random numbers again.
+    with torch.random.fork_rng(devices, device_type=runtime.device.type), _Attention(ranks, lengths) as attention:
+        torch.manual_seed(seed + ranks.rank)
+        yield unflatten(structure, leaves)
+    if not attention.calls:
+        raise UsageError(_BLOCK, "scaled_dot_product_attention was not called: each rank has used its own tokens alone")
+
+
+class _Attention(TorchFunctionMode):
+    """Within, ``scaled_dot_product_attention`` is that over all tokens; the ranks have parts of these ``lengths``."""
+
+    def __init__(self, ranks: Communicator, lengths: list[int]) -> None:
+        super().__init__()
+        self._ranks, self._lengths, self.calls = ranks, lengths, 0
+        self._call = torch.compiler.disable(self._attend)
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is multi_head_attention_forward:
+            raise UsageError(_BLOCK, "nn.MultiheadAttention would compute attention over the tokens of this rank alone")
+        if func is Tensor.backward:
+            # Checkpointed modules compute again in it. Of an edge in the place of the loss, torch does not ask here.
+            with self:
+                return torch.autograd.backward(get_gradient_edge(args[0]), kwargs.pop("gradient"), **kwargs)
+        return (self._call if func is scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        self.calls += 1
+        ranks, lengths, inputs = self._ranks, self._lengths, [query, key, value]
+        own, end, total = lengths[ranks.rank], sum(lengths[: ranks.rank + 1]), sum(lengths)
+        counts, mask = [each.shape[-2] for each in inputs], [*getattr(attn_mask, "shape", ())][-2:]
+        if counts != [own] * 3 or mask not in ([], [own, total], [1, total], [1, own]):
+            request = (
+                f"scaled_dot_product_attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
+            )
+            problem = f"queries, keys and values have {counts} tokens, and the shape of the mask ends in {mask}"
+            expected = f"{own} of each, and a mask of shape (..., {own}, {total}), (..., 1, {total}) or (..., 1, {own})"
+            raise ConfigurationError(request, problem, expected, "other attention outside of the block")
+        options["dropout_p"] = dropout_p
+        if not mask and all(each.dim() > 2 and each.shape[-3] % ranks.size == 0 for each in inputs):
+            chunks = [self._pad(each).unflatten(-3, (ranks.size, -1)).movedim(-4, 0) for each in inputs]
+            query, key, value = map(self._join, all_to_all(ranks, chunks))
+            whole = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
+            heads = all_to_all(ranks, torch.stack([*map(self._pad, whole.split(lengths, -2))]))
+            return heads[..., :own, :].movedim(0, -4).flatten(-4, -3)
+        sent = [key, value] if mask != [1, own] else [key, value, attn_mask.mT]
+        key, value, *masks = map(self._join, all_gather(ranks, [*map(self._pad, sent)], sync_grads=True))
+        attn_mask = masks[0].mT if masks else attn_mask
+        if is_causal and attn_mask is None:
+            attn_mask = torch.ones(own, end, dtype=torch.bool, device=query.device).tril(end - own)
+            is_causal, key, value = False, key[..., :end, :], value[..., :end, :]
+        return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options)
+
+    def _pad(self, part: Tensor) -> Tensor:
+        return pad(part, (0, 0, 0, self._lengths[0] - part.shape[-2]))  # as long as the longest
+
+    def _join(self, parts: Tensor) -> Tensor:
+        return torch.cat([part[..., :n, :] for part, n in zip(parts, self._lengths, strict=True)], -2)
