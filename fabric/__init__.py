@@ -1,13 +1,15 @@
 """Grow a hand-written PyTorch loop from one device to many, with a handful of changed lines."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
+    from fabric.dry_run import plan
     from fabric.module import FabricModule
     from fabric.seed import seed_everything
 
-__all__ = ["Fabric", "FabricModule", "__version__", "seed_everything"]
+__all__ = ["Fabric", "FabricModule", "__version__", "plan", "seed_everything"]
 
 __version__ = "0.1.0.dev0"
 
@@ -16,9 +18,7 @@ def __getattr__(name: str) -> Any:
     # The command line and the launchers, which need no torch, start without waiting for it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fabric import _fabric
-
-    return getattr(_fabric, name)
+    return getattr(import_module("fabric.dry_run" if name == "plan" else "fabric._fabric"), name)
 
 
 def __dir__() -> list[str]:

@@ -4,16 +4,21 @@ import gc
 import os
 import sys
 import traceback
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from operator import attrgetter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.utils import _pytree as pytree
 from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,3 +274,57 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
 def allocates_outputs(operator: Any) -> bool:
     """Whether what an ATen operator returns lies in new memory: it declares which outputs share an input's."""
     return all(output.alias_info is None for output in operator._schema.returns)
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
+    """Within this context, the process is rank 0 of a job without other ranks; gives a mode of tensors without memory.
+
+    The process group is torch's "fake" one, which is for torch's own tests: a collective of it returns at once, and
+    writes nothing. The mode is that of torch.compile: operations compute shapes and dtypes alone. :func:`real_tensors`
+    is a context within which it is off.
+    """
+    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy of torch
+            yield FakeTensorMode(allow_non_fake_inputs=True)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What an ATen operator gives for fake tensors, where a value is asked for a one; called by a mode above it.
+
+    DDP's C++ code writes numbers of parameters into tensors of int32, and reads them: these are real. torch notes
+    tensors weakly, for which ``module.to`` would refuse them.
+    """
+    is_of_ddp = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
+    try:
+        with real_tensors() if is_of_ddp else nullcontext():
+            return func(*args, **kwargs)
+    except DataDependentOutputException:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            raise
+        with real_tensors():
+            return (torch.ones((), dtype=args[0].dtype) if isinstance(args[0], FakeTensor) else args[0]).item()
+    finally:
+        memo = mode.fake_tensor_converter.meta_converter
+        memo.tensor_memo.clear()
+        memo.describer.lookup_tensor.clear()
+
+
+def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """A communication hook of DDP that asks for no result, which collectives among :func:`fake_ranks` do not have."""
+    dist.all_reduce(bucket.buffer())
+    (done := torch.futures.Future[Tensor]()).set_result(bucket.buffer())
+    return done
+
+
+def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, dist.ProcessGroup] | None:
+    """The name of the collective that an operator issues, and its group; None for any other operator."""
+    if func.namespace == "c10d":
+        return func._opname, dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
+    names: list[Any] = [x for x in args if isinstance(x, str)] if func.namespace == "_c10d_functional" else []
+    return (func._opname, dist.distributed_c10d._resolve_process_group(names[-1])) if names else None

@@ -13,10 +13,12 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from fabric.errors import ConfigurationError, FabricError
@@ -93,6 +95,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--key", metavar="ENTRY", help="with weights: the entry to write (default: the only one that can be)")
     add("--max-shard-gb", metavar="GB", type=float, help="a folder for Hugging Face's libraries (default: DIR-weights)")
     command.set_defaults(command=_consolidate, parser=command)
+
+    about = "Print what memory a rank needs at most and the collectives of a step, and exit with 1 if that is too much."
+    command = commands.add_parser("plan", help="dry run of a training step", description=about, allow_abbrev=False)
+    add = command.add_argument
+    add("build", metavar="module:function", help="build(fabric), which gives a model and its optimizers")
+    add(
+        "--step", metavar="NAME", default="step", help="step(fabric, model, *optimizers) of that module (default: step)"
+    )
+    add("--world", metavar="W", type=_at_least(1), default=1, help="number of processes (default: 1)")
+    add("--num-nodes", metavar="N", type=_at_least(1), default=1, help="number of machines (default: 1)")
+    add("--strategy", metavar="S", default="auto", help="ddp, fsdp, ..., or the name of a strategy in that module")
+    add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
+    add("--accelerator", metavar="A", default="cuda", help="of the job (default: cuda)")
+    add("--memory", metavar="SIZE", help="of a device, such as 80GiB")
+    command.set_defaults(command=_plan, parser=command)
     return parser
 
 
@@ -112,6 +129,22 @@ def _consolidate(options: argparse.Namespace) -> int:
     output = consolidate(options.directory, options.output, options.key, options.max_shard_gb)
     print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
     return 0
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """``fabric plan``."""
+    from fabric.dry_run import plan
+
+    sys.path.insert(0, os.getcwd())
+    try:
+        build, module = resolve_name(options.build), import_module(options.build.partition(":")[0])
+        step = getattr(module, options.step)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigurationError(f"fabric plan {options.build} --step {options.step}", str(error)) from error
+    names = ("world", "num_nodes", "memory", "precision", "accelerator")
+    given = {name: getattr(options, name) for name in names}
+    print(found := plan(build, step, strategy=getattr(module, options.strategy, options.strategy), **given))
+    return int(not found.fits)
 
 
 def _run(options: argparse.Namespace) -> int:

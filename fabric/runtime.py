@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-from fabric._torch import abort_process_group, default_store, forget_meshes, set_group_timeout
+from fabric._torch import abort_process_group, default_store, forget_meshes, real_tensors, set_group_timeout
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, announced_wait, second_connection
@@ -169,7 +169,8 @@ class Runtime:
         """
         key = tuple(sizes.items())
         if key not in self.meshes:
-            mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+            with real_tensors():  # in a dry run, too
+                mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
             for group in mesh.get_all_groups():
                 # That of all processes has its own, which a user may have given it.
                 if group is not dist.group.WORLD:

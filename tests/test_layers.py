@@ -23,6 +23,7 @@ LAYERS = [
     ["module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],
+    ["dry_run"],
     ["cli", "legacy", "testing", "__init__"],
     ["__main__"],
 ]

@@ -331,3 +331,26 @@ def test_a_dispatch_mode_sees_operators_and_which_of_them_allocate():
         (torch.ones(2).add_(1)[:1] * 2).split(1)
     expected = {"ones.default": True, "add_.Tensor": False, "slice.Tensor": False, "mul.Tensor": True}
     assert seen.allocating == {f"aten.{name}": made for name, made in {**expected, "split.Tensor": False}.items()}
+
+
+def test_fake_ranks_and_tensors_go_through_what_real_ones_do():
+    seen = []
+
+    class Traced(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if found := _torch.collective_of(func, args):
+                seen.append((found[0].strip("_"), found[1].size()))
+            return _torch.run_fake(mode, func, args, kwargs or {})
+
+    with _torch.fake_ranks(3) as mode, mode, Traced():
+        layer = nn.Linear(4, 4)
+        assert layer.to("cpu") is layer, "nothing refers to its parameters weakly"
+        assert [layer.weight.sum().item(), bool(layer.weight.any())] == [1.0, True]
+        dist.all_reduce(layer.weight.detach())
+        with _torch.real_tensors():
+            assert torch.arange(2).tolist() == [0, 1]
+        numbers = torch.empty(2, dtype=torch.int32)
+    assert isinstance(layer.weight, _torch.FakeTensor)
+    assert not isinstance(numbers, _torch.FakeTensor)
+    assert seen == [("allreduce", 3)]
+    assert not dist.is_initialized()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from fabric._torch import all_gather_into, reduce_scatter_into
+from fabric._torch import all_gather_into, real_tensors, reduce_scatter_into
 from fabric.communicators.base import BITWISE, ORDERED, Collective, Communicator, Operation, Reduce, mismatch
 from fabric.errors import UsageError
 
@@ -67,10 +67,10 @@ class ProcessGroupCommunicator(Communicator):
                 dist.recv(buffer, group_src=peer, group=group)
             case Operation.BARRIER:
                 self._barrier(collective.name)
-            case Operation.BROADCAST_OBJECT:
-                return self._broadcast_bytes(buffer, peer)
-            case Operation.GATHER_OBJECTS:
-                return self._gather_bytes(buffer)
+            case Operation.BROADCAST_OBJECT | Operation.GATHER_OBJECTS:
+                gathers = collective.operation is Operation.GATHER_OBJECTS
+                with real_tensors():  # in a dry run, too
+                    return self._gather_bytes(buffer) if gathers else self._broadcast_bytes(buffer, peer)
             case Operation.NEW_GROUP:
                 return self._new_group(buffer)
         return buffer

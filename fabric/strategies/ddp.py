@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fabric._torch import leave_join, uncompiled
+from fabric._torch import FakeTensor, leave_join, reduce_at_once, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment
@@ -126,7 +126,12 @@ class DDPStrategy(ParallelStrategy):
                 vars(layer)["process_group"] = None
                 layer.__class__ = nn.SyncBatchNorm
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
-        wrapper = DistributedDataParallel(module, device_ids=device_ids, **self.ddp_kwargs)
+        # A dry run has no other ranks: what torch does by itself would read what they answer.
+        planned = isinstance(next(module.parameters()), FakeTensor)
+        options = {"init_sync": not planned, **self.ddp_kwargs}
+        wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
+        if planned:
+            wrapper.register_comm_hook(None, reduce_at_once)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_wrapper(self.ddp_comm_hook) if self.ddp_comm_wrapper else self.ddp_comm_hook
             wrapper.register_comm_hook(self._state_of_hook(), hook)

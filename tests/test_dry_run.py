@@ -1,0 +1,343 @@
+"""What ``fabric.plan`` says beside what real ranks take, and what it refuses."""
+
+import gc
+import sys
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fabric
+from fabric import Fabric
+from fabric.cli import main
+from fabric.dry_run import DryRun
+from fabric.strategies import DDPStrategy, FSDPStrategy, Strategy
+from fabric.tree import flatten
+from tests.ranks import outcome, run_in_ranks
+from tests.sampling import sampled
+
+
+class Residual(nn.Module):
+    """A block of a perceptron."""
+
+    def __init__(self, width: int, bias: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Attention(nn.Module):
+    """A block of a transformer."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
+        self.norm, self.mlp = nn.LayerNorm(width), Residual(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.mlp(x + self.out(mixed.transpose(1, 2).flatten(2)))
+
+
+class GPT(nn.Module):
+    """A language model; its head may be its embedding."""
+
+    def __init__(self, width: int = 32, depth: int = 3, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(96, width), nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(Attention(width, 4) for _ in range(depth))
+        self.head = nn.Linear(width, 96, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Convolutions(nn.Module):
+    """A small residual network with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1)
+        layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3)]
+        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class Mixture(nn.Module):
+    """Every word goes to all of a few experts, which are weighted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.gate = nn.Embedding(96, 32), nn.Linear(32, 3)
+        self.experts, self.head = nn.ModuleList(Residual(32) for _ in range(3)), nn.Linear(32, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        weights = self.gate(x).softmax(-1)
+        return self.head(sum(expert(x) * weights[..., n : n + 1] for n, expert in enumerate(self.experts)))
+
+
+class PartlyFrozen(nn.Module):
+    """Trained blocks behind frozen ones, and a scale without a dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual(40) for _ in range(4))
+        for block in self.blocks[:2]:
+            block.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def stacked(width: int, depth: int, bias: bool = True) -> nn.Module:
+    return nn.Sequential(*(Residual(width, bias) for _ in range(depth)))
+
+
+def words(batch: int = 4, length: int = 16) -> Tensor:
+    return torch.randint(0, 96, (batch, length))
+
+
+# A model, its inputs, and the block that is computed again.
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], type[nn.Module]]] = {
+    "deep": (lambda: stacked(32, 12), lambda: torch.randn(16, 32), Residual),
+    "wide": (lambda: stacked(96, 3), lambda: torch.randn(8, 96), Residual),
+    "uneven": (lambda: stacked(37, 4, bias=False), lambda: torch.randn(24, 37), Residual),
+    "long batches": (lambda: stacked(32, 4), lambda: torch.randn(512, 32), Residual),
+    "linear": (lambda: nn.Linear(64, 32), lambda: torch.randn(16, 64), nn.Linear),
+    "gpt": (GPT, words, Attention),
+    "tied gpt": (lambda: GPT(tied=True), words, Attention),
+    "wide gpt": (lambda: GPT(64, 2), lambda: words(2), Attention),
+    "convolutions": (Convolutions, lambda: torch.randn(4, 3, 16, 16), nn.Sequential),
+    "mixture": (Mixture, words, Residual),
+    "partly frozen": (PartlyFrozen, lambda: torch.randn(32, 40), Residual),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 3),
+        lambda: torch.randn(4, 12, 32),
+        nn.TransformerEncoderLayer,
+    ),
+}
+STRATEGIES: dict[str, Callable[[type[nn.Module]], Strategy]] = {
+    "ddp": lambda block: DDPStrategy(bucket_cap_mb=0.05),
+    "fsdp": lambda block: FSDPStrategy(),
+    "SHARD_GRAD_OP": lambda block: FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
+    "HSDP": lambda block: FSDPStrategy(sharding_strategy="HYBRID_SHARD"),
+    "recomputation": lambda block: FSDPStrategy(activation_checkpointing=block),
+}
+
+
+def build(fabric: Fabric, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = MODELS[name][0]()
+    return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+
+
+def step(fabric: Fabric, name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    fabric.backward(model(MODELS[name][1]()).float().pow(2).mean())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Measured(TorchDispatchMode):
+    """The live storages of real tensors, all of which are looked at after each operation; and the messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.peak = 0
+        self.messages = Counter[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "_local_tensor") or hasattr(kind, "elem") for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if type(each) in (Tensor, nn.Parameter):
+                self.storages.add(each.untyped_storage())
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
+        name = str(func).replace("_", "").removeprefix("c10d.").removeprefix("c10dfunctional.")
+        for operation, passed in (("allgather", 0), ("reducescatter", 1), ("allreduce", 0), ("broadcast", 0)):
+            if "c10d" in str(func) and name.startswith(operation):
+                self.messages[operation, "calls"] += 1
+                self.messages[operation, "bytes"] += sum(each.nbytes for each in flatten(args[passed])[0])
+        return made
+
+
+def measure(fabric: Fabric, name: str) -> tuple[int, Counter[Any]]:
+    with Measured() as measured:
+        model, optimizer = fabric.setup(*build(fabric, name))
+        for number in range(3):
+            measured.peak *= number > 1
+            measured.messages.clear()
+            gc.collect()  # what is in cycles goes at any time
+            step(fabric, name, model, optimizer)
+    return measured.peak, measured.messages
+
+
+def of_plan(found: DryRun) -> tuple[int, Counter[Any]]:
+    messages = Counter[Any]()
+    for each in found.traffic:
+        messages[each.operation.replace("_", ""), "calls"] += each.calls
+        messages[each.operation.replace("_", ""), "bytes"] += each.nbytes
+    return found.peak_bytes, messages
+
+
+def planned(name: str = "gpt", strategy: Strategy | str = "fsdp", ranks: int = 2, **options: Any) -> DryRun:
+    options = {"accelerator": "cpu", **options}
+    return fabric.plan(partial(build, name=name), partial(step_of, name), world=ranks, strategy=strategy, **options)
+
+
+def step_of(name: str, fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    step(fabric, name, model, optimizer)
+
+
+CASES = [(name, strategy, ranks) for name in MODELS for strategy in STRATEGIES for ranks in (2, 4)]
+
+
+@pytest.mark.filterwarnings("ignore:HYBRID_SHARD has one replica")
+@pytest.mark.parametrize(
+    ("name", "strategy", "ranks"),
+    sampled(CASES, slow=10, quick=[("gpt", "fsdp", 2), ("partly frozen", "ddp", 2)]),
+)
+def test_a_rank_takes_what_was_planned_and_issues_these_collectives(name, strategy, ranks):
+    made = [STRATEGIES[strategy](MODELS[name][2]) for _ in range(2)]
+    if strategy == "HSDP":
+        made = [FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, ranks // 2)) for _ in range(2)]
+    peak, messages = run_in_ranks(measure, name, ranks=ranks, strategy=made[0], check_training=False)[0]
+    expected, collectives = of_plan(planned(name, made[1], ranks))
+    assert peak == pytest.approx(expected, rel=0.05)
+    assert messages == collectives
+
+
+def test_what_fits_is_found_and_said():
+    needs = [planned("wide", strategy, 4).peak_bytes for strategy in ("ddp", "fsdp")]
+    found = planned("wide", "ddp", 4, memory=needs[1])
+    assert needs[1] < needs[0] == found.peak_bytes
+    assert not found.fits
+    assert [*found.alternatives] == ['FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")', "FSDPStrategy()"]
+    assert [other.fits for other in found.alternatives.values()] == [False, True]
+    assert "ddp, 32-true, 4 rank(s) on 1 node(s): 4.5 MiB a rank, more than" in str(found)
+    assert "FSDPStrategy(): " in str(found).splitlines()[-1]
+
+
+def test_all_is_tried_where_nothing_fits():
+    *_, last = planned("wide", memory="1KiB").alternatives
+    assert last == 'FSDPStrategy(activation_checkpointing=[Residual]), Fabric(precision="bf16-mixed")'
+
+
+def test_memory_is_told_by_kind_and_traffic_by_axis():
+    found = planned(strategy=FSDPStrategy(sharding_strategy="HYBRID_SHARD"), ranks=64, num_nodes=8)
+    assert {each.axis: each.ranks for each in found.traffic} == {"shards": 8, "replicas": 8}
+    parameters = sum(each.numel() for each in GPT().parameters()) * 4
+    assert found.peak["parameters"] == pytest.approx(parameters / 8, rel=0.05)
+    assert found.peak["optimizer state"] == pytest.approx(2 * found.peak["parameters"], rel=0.01)
+    assert sum(found.peak.values()) == found.peak_bytes
+
+
+SCRIPT = """
+from functools import partial
+from fabric.strategies import FSDPStrategy
+from tests.test_dry_run import build, step_of
+build, step = partial(build, name="gpt"), partial(step_of, "gpt")
+hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
+"""
+
+
+def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "planned_script.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    start, many = time.process_time(), ["--world", "4096", "--num-nodes", "512"]
+    assert main(["plan", "planned_script:build", *many, "--strategy", "hybrid", "--memory", "80GiB"]) == 0
+    assert time.process_time() - start < 5
+    assert "over 8 (shards)" in capsys.readouterr().out
+    assert main(["plan", "planned_script:build", "--memory", "1 kB"]) == 1
+    assert "more than" in capsys.readouterr().out
+    assert main(["plan", "planned_script:absent"]) == 2
+    assert "no attribute 'absent'" in capsys.readouterr().err
+
+
+def test_steps_read_values_skip_synchronization_and_build_as_in_a_job():
+    seen = []
+
+    def built(fabric: Fabric) -> Any:
+        seen.append((fabric.world_size, fabric.global_rank, fabric.device.type))
+        with fabric.init_module():
+            model = nn.Sequential(*(deepcopy(Residual(32)) for _ in range(2)))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def stepped(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        for last in (False, True):
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = model(torch.randn(2, 32)).mean()
+                fabric.backward(loss)
+        seen.append(fabric.all_reduce(loss.detach()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for strategy, precision in (("ddp", "16-mixed"), ("fsdp", "bf16-mixed"), ("fsdp", "64-true")):
+        found = fabric.plan(built, stepped, world=4, strategy=strategy, precision=precision)
+        reduced = [each.calls for each in found.traffic if each.operation == "reduce_scatter"]
+        assert reduced == ([] if strategy == "ddp" else [2])
+        assert seen == [(4, 0, "cpu"), 1, 1, 1]
+        seen.clear()
+
+
+def test_a_dry_run_changes_nothing_in_the_process():
+    before = torch.get_rng_state()
+    planned()
+    assert torch.equal(before, torch.get_rng_state())
+    assert run_in_ranks(sum_over_ranks, ranks=1, strategy="ddp") == [1.0]
+
+
+def sum_over_ranks(fabric: Fabric) -> float:
+    return float(fabric.all_reduce(torch.ones(()), reduce_op="sum"))
+
+
+def test_optimizers_of_gpus_take_more_memory():
+    wide = [planned("wide", "ddp", accelerator=kind).peak_bytes for kind in ("cpu", "cuda")]
+    assert wide[0] < wide[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": FSDPStrategy(cpu_offload=True)}, "cpu_offload"),
+        ({"strategy": DDPStrategy(ddp_comm_hook=print)}, "ddp_comm_hook"),
+        ({"strategy": "model_parallel"}, "does not cover model parallelism"),
+        ({"ranks": 3, "num_nodes": 2}, "equally many"),
+        ({"ranks": 0}, "contradict"),
+        ({"memory": "much"}, "80GiB"),
+        ({"strategy": "fspd"}, "no strategy"),
+        ({"strategy": "dp"}, "one process"),
+    ],
+    ids=["offload", "hook", "parallel", "nodes", "no ranks", "memory", "name", "dp"],
+)
+def test_what_cannot_be_planned_is_said(options, words):
+    assert words in outcome(lambda: planned(**options))
