@@ -248,7 +248,9 @@ def recomputed(fabric: Fabric, compiles: bool) -> float:
     expected: list[Any] = [each.grad for each in plain.parameters()]
     fabric.strategy.activation_checkpointing = None if compiles else (Block,)  # pyright: ignore[reportAttributeAccessIssue]
     again: Any = make(4, True)[0]
-    model = fabric.setup(torch.compile(again, backend="eager") if compiles else again)
+    if compiles:
+        again = torch.compile(again, backend="eager")
+    model = fabric.setup(again)
     with fabric.sequence_parallel(batch) as part:
         fabric.backward((model(part["x"], part["positions"]) - part["y"]).square().sum() * 2)
     parameters: list[Any] = list(model.parameters())
