@@ -154,9 +154,11 @@ def forget_meshes() -> None:
     """
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
-        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-        torch._C._clear_DTensor_sharding_propagator_cache()
-        tensor._redistribute._gen_transform_infos.cache_clear()
+        planned = tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+        # Not all of these are there in every release that is supported.
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", bool)()
+        for cache in (planned, tensor._redistribute._gen_transform_infos):
+            getattr(cache, "cache_clear", bool)()
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
