@@ -280,6 +280,22 @@ def test_a_gradient_of_one_part_is_found_out() -> None:
         on({"tensor_parallel_size": 2, "tp_plan": SPLIT, "devices": 2}, partial_gradient)
 
 
+def validate_unevenly(fabric: Fabric) -> None:
+    model = fabric.setup(Dropping())
+    samples: Any = torch.ones(3 - fabric.global_rank // 2, WIDTH)
+    loader = torch.utils.data.DataLoader(samples, batch_size=1)
+    model.eval()
+    for batch in fabric.setup_dataloaders(loader, use_distributed_sampler=False):
+        with torch.no_grad():
+            model(batch)
+    fabric.barrier()
+
+
+def test_ranks_that_run_out_of_batches_are_named() -> None:
+    with pytest.raises(RankFailedError, match="batches"):
+        on({"tensor_parallel_size": 2, "tp_plan": SPLIT}, validate_unevenly)
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 SIZES = {

@@ -60,7 +60,7 @@ class GradientContract:
         scope: another text for each set of ranks that have different ``replicated`` parameters.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
-        peers: the ranks that every forward pass gathers parameters from.
+        peers: those of the neighboring ranks that every forward pass needs.
         casts: whether the prepared module casts inputs and outputs, so that nobody else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.

@@ -170,8 +170,10 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        contract = super().gradient_contract(prepared)
-        if not 1 < self._parts > self.global_rank:
+        row, rank = self._shards.size(-1) * self._parts, self.global_rank
+        peers = frozenset(each for each in self.runtime.world.neighbours if each // row == rank // row)
+        contract = replace(super().gradient_contract(prepared), peers=peers)
+        if not 1 < self._parts > rank:
             return contract
         # One group of ranks is enough to see a mistake, and all would fill the store.
         same = {name: each for name, each in contract.parameters().items() if not is_split(each)}
