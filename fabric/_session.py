@@ -83,7 +83,7 @@ class Session:
         self.optimizers: WeakKeyDictionary[Optimizer, WeakSet[FabricModule]] = WeakKeyDictionary()
         self.loaders: WeakKeyDictionary[FabricDataLoader, None] = WeakKeyDictionary()
         self.active_iterators: list[ActiveIterator] = []
-        agreement = Agreement(self.runtime.communicator.size, self.runtime.background, self.modules)
+        agreement = Agreement(self.strategy._summing(is_batch=True).size, self.runtime.background, self.modules)
         self._agreement = self._parts.enter_context(closing(agreement))
         self._loader_numbers = count()
         self._recorder = recorder = self.runtime.recorder
