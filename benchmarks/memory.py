@@ -132,13 +132,18 @@ def train(fabric: Fabric, in_init_module: bool, layers: int, width: int) -> Iter
 
 
 def gpt() -> Any:
-    """The class ``GPT`` of the text example, whose folder is not on the path."""
-    spec = importlib.util.spec_from_file_location("benchmarks_gpt", ROOT / "examples" / "text" / "model.py")
+    """The class ``GPT`` of the text example."""
+    return example("text/model.py").GPT
+
+
+def example(path: str) -> Any:
+    """A file of the examples, whose folders are not on the path, as a module."""
+    spec = importlib.util.spec_from_file_location("benchmarks_gpt", ROOT / "examples" / path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.GPT
+    return module
 
 
 def reset_peak() -> int:

@@ -1,11 +1,11 @@
 """How cost grows with the number of processes, up to 4,096 of them on one machine.
 
-`python -m benchmarks.scaling` sets up a stack of blocks under ddp, fsdp and HYBRID_SHARD, by hand with raw torch and
-with fabric, in one process that poses as rank 0 of ever larger worlds: torch's `fake` backend answers every collective
-at once, with values that mean nothing. What is counted does not depend on them: the processor's time until all is set
-up, the collectives of a step and the bytes handed to them, the memory that Python holds after setup, and the keys that
-stay in the job's store. A second table has the bytes that ranks exchange while they save in shards. `--quick` takes two
-worlds and a smaller model; `--plot FILE` draws the figure of docs/scaling.md, with matplotlib.
+`python -m benchmarks.scaling` sets up a stack of blocks under ddp, fsdp, HYBRID_SHARD and model_parallel, by hand with
+raw torch and with fabric, in one process that poses as rank 0 of ever larger worlds: torch's `fake` backend answers
+every collective at once, with values that mean nothing. What is counted does not depend on them: the processor's time
+until all is set up, the collectives of a step and the bytes handed to them, the memory that Python holds after setup,
+and the keys that stay in the job's store. A second table has the bytes that ranks exchange while they save in shards.
+`--quick` takes two worlds and a smaller model; `--plot FILE` draws the figure of docs/scaling.md, with matplotlib.
 
 The exit code is 1 where a step of ours has other collectives or bytes than raw torch's, or where what we hold beyond
 raw torch, or leave in the store, grows with the world.
@@ -38,13 +38,13 @@ from typing_extensions import override
 from fabric import Fabric
 from fabric.checkpoint import ShardedCheckpoint
 from fabric.communicators import Collective, Communicator, Operation
-from fabric.strategies import DDPStrategy, FSDPStrategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from fabric.testing import ThreadedWorld
 
 __all__ = ["Cost", "broken", "exchanged_by_a_save", "main", "measure"]
 
 ROOT = Path(__file__).parents[1]
-KINDS = ("ddp", "fsdp", "HYBRID_SHARD")
+KINDS = ("ddp", "fsdp", "HYBRID_SHARD", "model_parallel")
 WORLDS, QUICK_WORLDS = (8, 64, 512, 4096), (8, 512)
 NODE = 8  # processes of a node
 LAYERS, QUICK_LAYERS, WIDTH = 12, 2, 64
@@ -213,6 +213,17 @@ def set_up_raw(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Calla
     if kind == "ddp":
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, average)
+    elif kind == "model_parallel":
+        from torch.distributed.fsdp import fully_shard  # takes a second to import
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        sizes = dist.get_world_size() // NODE, NODE
+        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))
+        for block in model.blocks:
+            plan: Any = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
+            parallelize_module(block, mesh["tensor_parallel"], plan)
+            fully_shard(block, mesh=mesh["data_parallel"])
+        fully_shard(model, mesh=mesh["data_parallel"])
     else:
         from torch.distributed.fsdp import fully_shard  # takes a second to import
 
@@ -232,6 +243,9 @@ def set_up_ours(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Call
         "fsdp": lambda: "fsdp",
         "HYBRID_SHARD": lambda: FSDPStrategy(
             sharding_strategy="HYBRID_SHARD", device_mesh=(dist.get_world_size() // NODE, NODE)
+        ),
+        "model_parallel": lambda: ModelParallelStrategy(
+            tensor_parallel_size=NODE, tp_plan={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
         ),
     }
     fabric = Fabric(accelerator="cpu", strategy=strategies[kind]())
@@ -358,7 +372,7 @@ def plot(results: Results, path: Path) -> None:
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     panels = figure.subplots(1, 3)
-    for kind, color in zip(KINDS, ("tab:blue", "tab:orange", "tab:green"), strict=True):
+    for kind, color in zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True):
         costs = [results[world][kind] for world in results]
         for axes, value in zip(panels[:2], (lambda cost: 1e3 * cost.seconds, per_step), strict=True):
             axes.plot(list(results), [value(cost["raw"]) for cost in costs], "o--", color=color, mfc="none")

@@ -2,4 +2,7 @@
 
 __all__ = ["MODULES"]
 
-MODULES = ("imports", "step", "ranks", "batch", "clip", "trees", "launch", "gpt", "exact", "init", "disk", "kit", "gpu")
+MODULES = (
+    "imports", "step", "ranks", "batch", "clip", "trees", "launch", "gpt", "mesh", "exact", "init", "disk",
+    "kit", "gpu",
+)  # fmt: skip

@@ -1,0 +1,101 @@
+"""Throughput and peak memory of the GPT of the mesh example, sharded over 2 ranks and split over 2."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from benchmarks.cases.gpt import adamw
+from benchmarks.framework import Case, Measure, Row
+from benchmarks.memory import example, peak, reset_peak
+from benchmarks.timing import seconds
+
+RANKS, PARTS = 4, 2
+VOCABULARY, LENGTH, BATCH = 96, 32, 16
+
+Prepared = tuple[Callable[[Tensor], Tensor], Any, Callable[[Tensor], Any]]
+
+
+def split(model: Any, mesh: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    columns = ("attention.query", "attention.key", "attention.value", "up")
+    plan: Any = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("attention.out", "down")}
+    for block in model.blocks:
+        block.attention.num_heads //= PARTS
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+        fully_shard(block, mesh=mesh["data_parallel"])
+    parallelize_module(model, mesh["tensor_parallel"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+def raw(model: nn.Module, plan: Any) -> Prepared:
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (RANKS // PARTS, PARTS), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    split(model, mesh)
+    return model, adamw(model), torch.Tensor.backward
+
+
+def ours(model: nn.Module, plan: Any) -> Prepared:
+    from fabric import Fabric
+    from fabric.strategies import ModelParallelStrategy
+
+    strategy = ModelParallelStrategy(tensor_parallel_size=PARTS, tp_plan=plan)
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric.launch()
+    return (*fabric.setup(model, adamw(model)), fabric.backward)
+
+
+def lightning(model: nn.Module, plan: Any) -> Prepared:
+    from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
+    from lightning_fabric.strategies import ModelParallelStrategy  # pyright: ignore[reportMissingImports]  # an extra
+
+    strategy = ModelParallelStrategy(split, data_parallel_size=RANKS // PARTS, tensor_parallel_size=PARTS)
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric.launch()
+    module = fabric.setup_module(model)
+    return module, fabric.setup_optimizers(adamw(module)), fabric.backward
+
+
+def preparing(set_up: Callable[[nn.Module, Any], Prepared]) -> Callable[[bool], Measure]:
+    def prepare(quick: bool) -> Measure:
+        gpt = example("mesh/gpt.py")
+        layers, width = (2, 32) if quick else (4, 256)
+        baseline = reset_peak()
+        torch.manual_seed(0)
+        model, optimizer, backward = set_up(gpt.GPT(layers=layers, width=width), gpt.PLAN)
+        torch.manual_seed(dist.get_rank() // PARTS)
+        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
+
+        def step() -> None:
+            loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+            optimizer.zero_grad()
+            backward(loss)
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        memory = (peak() - baseline) / 1e6
+        trained = RANKS // PARTS * BATCH * LENGTH
+        return lambda: {"throughput": trained / seconds(step, 1 if quick else 3), "peak memory": memory}
+
+    return prepare
+
+
+CASES = [
+    Case(
+        name="gpt-mesh",
+        title="A small GPT on 2 x 2 ranks, FSDP beside tensor parallelism",
+        rows={"throughput": Row("tokens/s", "ratio", 0.98), "peak memory": Row("MB", "ratio", 1.05)},
+        contestants={"raw": preparing(raw), "fabric": preparing(ours), "lightning-fabric": preparing(lightning)},
+        ranks=RANKS,
+        rounds=12,
+        notes={"accelerate": "its tensor parallelism is for models that transformers has loaded on a mesh"},
+    ),
+]
