@@ -168,6 +168,21 @@ def kill_at_step(step: int, *command: object) -> None:
 
 
 @pytest.mark.slow
+def test_any_mesh_prints_the_numbers_of_the_plain_loop_also_after_a_resume_on_another(tmp_path: Path) -> None:
+    mesh = [*PYTHON, EXAMPLES / "mesh" / "train.py", "--checkpoint", tmp_path / "mesh", "--layers", 1, "--width", 32]
+    plain = run(*PYTHON, EXAMPLES / "mesh" / "train_raw.py", "--layers", 1, "--width", 32, "--steps", 6)
+    parts = [
+        run(*mesh, "--steps", 2),
+        run(*mesh, "--resume", "--tensor", 4, "--steps", 4),
+        run(*mesh, "--resume", "--tensor", 1, "--devices", 2, "--steps", 5),
+        run(*mesh, "--resume", "--tensor", 1, "--devices", 1, "--steps", 6),
+    ]
+
+    assert "".join(parts) == plain
+    assert len(plain.splitlines()) == 6
+
+
+@pytest.mark.slow
 def test_longer_training_ends_with_text(tmp_path: Path) -> None:
     log = tmp_path / "losses.jsonl"
     options = ["--layers", 2, "--width", 64, "--steps", 60, "--checkpoint", tmp_path / "text.pt", "--losses", log]
