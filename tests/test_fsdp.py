@@ -237,6 +237,30 @@ def test_a_forward_pass_left_by_an_error_changes_no_later_gradient() -> None:
     assert in_ranks(after_an_error) == [[True, True]] * 2
 
 
+def without_its_backward(fabric: Fabric, drops: bool) -> Tensor:
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.arange(8.0).reshape(2, 4)
+    for _ in range(3):
+        fabric.backward(model(x).square().mean())
+        if drops:
+            model(x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model(x).detach()
+
+
+@pytest.mark.parametrize("sharding_strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_pass_whose_loss_is_dropped_before_a_step_leaves_no_old_weights(sharding_strategy: str) -> None:
+    for drops, expected in zip(
+        in_ranks(without_its_backward, True, sharding_strategy=sharding_strategy),
+        in_ranks(without_its_backward, False, sharding_strategy=sharding_strategy),
+        strict=True,
+    ):
+        assert torch.equal(drops, expected)
+
+
 def after_other_ends(fabric: Fabric) -> list[bool]:
     """Gradients after a backward pass that failed half way, and after a forward pass that Ctrl-C ended."""
     model, x = fabric.setup(Transformer()), torch.ones(2, 5, 4)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import backward_unfinished, hook_place, in_backward, uncompiled, unreduced_parameters
+from fabric._torch import backward_unfinished, hook_place, in_backward, uncompiled, unreduced_parameters, version
 from fabric.accelerators import Accelerator
 from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
 from fabric.environments import Environment
@@ -345,6 +345,7 @@ class ShardedForward:
         self._around: list[Any] = [torch.compiler.disable(each) for each in around]
         self._sharded: list[Any] = [*fsdp_modules, root]
         self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
+        self._shards, self._version = list(root.parameters()), 0
         for part in root.modules():
             # Those of now: a forward pass may leave gathered ones in their places.
             own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
@@ -387,8 +388,12 @@ class ShardedForward:
 
     def _enter(self, root: nn.Module, args: Any) -> None:
         is_compiling = torch.compiler.is_dynamo_compiling()
-        if not (self._depth or is_compiling) and self._unfinished() and not in_backward():
-            self._forget()
+        if not (self._depth or is_compiling):
+            if self._unfinished() and not in_backward():
+                self._forget()
+            before, self._version = self._version, sum(map(version, self._shards))
+            if self._version != before:
+                self.reshard()  # what a pass has gathered that no backward pass followed is out of date
         if not (self._finished or self._depth):
             raise UsageError(
                 f"model(...) on rank {self._rank} after a pass that raised",
