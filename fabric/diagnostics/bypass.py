@@ -60,7 +60,7 @@ class GradientContract:
         scope: another text for each set of ranks that have different ``replicated`` parameters.
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
-        peers: those of the neighboring ranks that every forward pass needs.
+        peers: those of the ranks that every forward pass needs.
         casts: whether the prepared module casts inputs and outputs, so that nobody else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
@@ -80,7 +80,7 @@ class GradientContract:
     scope: str = ""
     unreduced: Callable[[], Sequence[Tensor]] = list
     is_sharded: bool = False
-    peers: frozenset[int] = frozenset()
+    peers: Callable[[], Iterable[int]] = tuple
     casts: bool = False
     explain: Callable[[BaseException], object] = bool
     reshard: Callable[[], object] = bool
@@ -106,7 +106,7 @@ class BypassChecks:
 
     Attributes:
         on_forward: what is called at the start of each forward pass that gradients need, or parameters, to be gathered.
-        is_sharded: whether any module is, and then its ``peers``.
+        is_sharded: whether a module whose forward passes are noted is, and then its ``peers`` among the neighbors.
         structures: what each module was set up with, by the contracts of all.
     """
 
@@ -195,9 +195,10 @@ class _Structure:
     def follow(self) -> None:
         """Have the forward passes of a sharded module noted, once somebody wants to know of them."""
         contract, forward = self._contract(), self._forward()
-        if contract is not None and forward is not None and contract.is_sharded:
-            self._checks.is_sharded, self._checks.peers = True, contract.peers
-            forward.before.extend(partial(call, contract) for call in self._checks.on_forward)
+        checks = self._checks
+        if contract is not None and forward is not None and contract.is_sharded and checks.on_forward:
+            checks.is_sharded, checks.peers = True, frozenset(contract.peers()).intersection(checks.world.neighbours)
+            forward.before.extend(partial(call, contract) for call in checks.on_forward)
 
     def _check(self) -> None:
         contract, late = self._contract(), {each for each in self._others if each.requires_grad}

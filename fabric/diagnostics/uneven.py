@@ -101,7 +101,7 @@ class UnevenInputDetector:
             trains = torch.is_grad_enabled()
             kind = contract.title + " without gradients" * (not trains)
             if not (trains and contract.synchronizes()):
-                neighbors = tuple(filter(contract.peers.__contains__, neighbors))
+                neighbors = tuple(filter(self._bypass.peers.__contains__, neighbors))
         is_of_all = neighbors == self._neighbors
         between = collectives - self._counted[0], collectives - self._counted[1]
         for scope in (0, 1)[: 1 + is_of_all]:

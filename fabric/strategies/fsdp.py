@@ -286,13 +286,13 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
-        forward, sharded, world = self._forwards[id(root)], dict(root.named_parameters()), self.runtime.world
+        forward, sharded = self._forwards[id(root)], dict(root.named_parameters())
         return replace(
             super().gradient_contract(prepared),
             title=type(root).__name__.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
-            peers=frozenset(dist.get_process_group_ranks(self._mesh().get_group(-1))).intersection(world.neighbours),
+            peers=lambda: dist.get_process_group_ranks(self._mesh().get_group(-1)),
             synchronizes=partial(attrgetter("synchronizes"), forward.unsharded),  # called in every step
             gradients_differ=True,
             replicated=lambda: {name: each for name, each in sharded.items() if each in forward.unsharded.parameters},
