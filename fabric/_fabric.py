@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import collectives
+from fabric import bare, collectives
 from fabric._plan import resolve
-from fabric._session import BARE, Session, average_gradients, loss_weights, set_up_modules
+from fabric._session import Session, loss_weights, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
@@ -485,7 +485,7 @@ class Fabric:
         models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
         session.check_clipping(models, optimizer)
-        average_gradients(self.strategy, session.modules, optimizer)
+        bare.average_gradients(self.strategy, session.modules, optimizer)
         if session.weights is not None:
             session.weights.divide(optimizer)
         overflow = session.scaler is not None and session.scaler.unscale(optimizer)
@@ -514,7 +514,7 @@ class Fabric:
         models = set_up_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
             self._session.scaler.accumulates |= enabled
-        prepared = [model._fabric_prepared for model in models if not isinstance(model.module, BARE)]
+        prepared = [model._fabric_prepared for model in models if not isinstance(model.module, bare.BARE)]
         return without_sync(self.strategy, prepared, enabled)
 
     def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:

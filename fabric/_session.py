@@ -2,19 +2,18 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric._plan import Plan
 from fabric._torch import COMPILED_MODULE, uncompiled
+from fabric.bare import BARE, average_gradients, replicate
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
@@ -35,10 +34,7 @@ from fabric.world import World
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["BARE", "Session", "average_gradients", "loss_weights", "prepared_module", "set_up_modules"]
-
-# Parameters without a forward pass, whose gradients are averaged before each step.
-BARE = nn.ParameterList | nn.ParameterDict
+__all__ = ["Session", "loss_weights", "prepared_module", "set_up_modules"]
 
 
 class Session:
@@ -316,36 +312,11 @@ def _set_up_parts(module: Any) -> list[FabricModule]:
     return [part for child in children for part in _set_up_parts(child)]
 
 
-def average_gradients(strategy: Strategy, models: Iterable[FabricModule], optimizer: Optimizer, *_: object) -> None:
-    """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.
-
-    Collective where there are any. Averages stay as they are, and a gradient that no rank has stays away.
-
-    Args:
-        strategy: of the job.
-        models: all that are set up.
-        optimizer: the one.
-    """
-    bare = {id(each) for model in models if isinstance(model.module, BARE) for each in model.parameters()}
-    # Most often there are none, and an optimizer may have thousands.
-    own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare] if bare else []
-    if not own or not strategy.is_distributed:
-        return
-    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
-    *means, shares = strategy.all_reduce([*grads, grads[0].new_tensor([each.grad is not None for each in own])])
-    for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
-        parameter.grad = mean if share else None
-
-
 def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, GradientContract]:
-    """The prepared module and its contract; the same under every strategy for parameters without a forward pass."""
-    if not isinstance(module, BARE):
-        prepared = strategy.setup_module(module)
-        return prepared, strategy.gradient_contract(prepared)
-    for parameter in module.parameters():
-        parameter.data.copy_(strategy.broadcast(parameter.data))
-    contract = Strategy.gradient_contract(strategy, module)
-    return module, replace(contract, replicated=contract.parameters if strategy.is_distributed else dict)
+    if isinstance(module, BARE):
+        return module, replicate(strategy, module)
+    prepared = strategy.setup_module(module)
+    return prepared, strategy.gradient_contract(prepared)
 
 
 def prepared_module(module: nn.Module) -> nn.Module:

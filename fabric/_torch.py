@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
 from typing import Any
@@ -330,3 +330,12 @@ def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, dist.ProcessGr
         return func._opname, dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
     names: list[Any] = [x for x in args if isinstance(x, str)] if func.namespace == "_c10d_functional" else []
     return (func._opname, dist.distributed_c10d._resolve_process_group(names[-1])) if names else None
+
+
+@cache
+def leave_garbage_here() -> None:
+    """Let no process that this one forks, such as a DataLoader's worker, collect a process group of this one.
+
+    That waits for the group's threads, which only this process has: it would hang or crash.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)

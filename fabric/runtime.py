@@ -1,19 +1,23 @@
 """The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
-import gc
-import os
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import ClassVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 
-from fabric._torch import abort_process_group, default_store, forget_meshes, real_tensors, set_group_timeout
+from fabric._torch import (
+    abort_process_group,
+    default_store,
+    forget_meshes,
+    leave_garbage_here,
+    real_tensors,
+    set_group_timeout,
+)
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, announced_wait, second_connection
@@ -206,7 +210,7 @@ class Runtime:
             if self._users:
                 self._users.add(self)
             return store
-        _leave_garbage_here()
+        leave_garbage_here()
         dist.init_process_group(
             self.backend or self.accelerator.default_backend,
             store=dist.PrefixStore("group", store),
@@ -221,12 +225,3 @@ class Runtime:
             store.set("all connected", "yes")
         store.wait(["all connected"])
         return store
-
-
-@cache
-def _leave_garbage_here() -> None:
-    """Let no process that this one forks, such as a DataLoader's worker, collect a process group of this one.
-
-    That waits for the group's threads, which only this process has: it would hang or crash.
-    """
-    os.register_at_fork(after_in_child=gc.freeze)

@@ -20,7 +20,7 @@ LAYERS = [
     ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers"],
     ["_plan"],
-    ["module", "sequence_parallel", "weights"],
+    ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],
     ["dry_run"],

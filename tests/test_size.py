@@ -13,11 +13,11 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 81,
-    "code lines": 11_351,
-    "tokens": 117_428,
-    "code lines of the core": 2_960,
-    "tokens of the core": 28_900,
+    "files": 82,
+    "code lines": 11_373,
+    "tokens": 117_648,
+    "code lines of the core": 2_922,
+    "tokens of the core": 28_600,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method

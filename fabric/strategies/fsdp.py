@@ -13,7 +13,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import count
-from operator import attrgetter
+from operator import attrgetter, getitem, is_not
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -345,11 +345,13 @@ class ShardedForward:
         self._around: list[Any] = [torch.compiler.disable(each) for each in around]
         self._sharded: list[Any] = [*fsdp_modules, root]
         self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
-        self._shards, self._version = list(root.parameters()), 0
+        self._version, held = 0, list[tuple[Any, ...]]()
         for part in root.modules():
             # Those of now: a forward pass may leave gathered ones in their places.
             own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
+            held += [(part._parameters, name, shard) for name, shard in own.items()]
             part.register_load_state_dict_pre_hook(partial(shards.take_shards, own))
+        self._owners, self._names, self._shards = zip(*held, strict=True) if held else ((), (), ())
         root.register_forward_pre_hook(self._enter, prepend=True)
         root.register_forward_hook(self._finish)
         root.register_forward_hook(self._leave, always_call=True)
@@ -392,7 +394,7 @@ class ShardedForward:
             if self._unfinished() and not in_backward():
                 self._forget()
             before, self._version = self._version, sum(map(version, self._shards))
-            if self._version != before:
+            if self._version != before and any(map(is_not, map(getitem, self._owners, self._names), self._shards)):
                 self.reshard()  # what a pass has gathered that no backward pass followed is out of date
         if not (self._finished or self._depth):
             raise UsageError(
