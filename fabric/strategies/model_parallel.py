@@ -171,8 +171,8 @@ class ModelParallelStrategy(FSDPStrategy):
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         row, rank = self._shards.size(-1) * self._parts, self.global_rank
-        peers = frozenset(each for each in self.runtime.world.neighbours if each // row == rank // row)
-        contract = replace(super().gradient_contract(prepared), peers=peers)
+        ranks = range(rank // row * row, rank // row * row + row)
+        contract = replace(super().gradient_contract(prepared), peers=lambda: ranks)
         if not 1 < self._parts > rank:
             return contract
         # One group of ranks is enough to see a mistake, and all would fill the store.
