@@ -296,15 +296,21 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
         dist.destroy_process_group()
 
 
+# The dtypes of the ranks of a DeviceMesh, of where one is among them, and of whether a rank is there.
+_RANKS = (torch.int32, torch.int64, torch.bool)
+
+
 def run_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What an ATen operator gives for fake tensors, where a value is asked for a one; called by a mode above it.
 
-    DDP's C++ code writes numbers of parameters into tensors of int32, and reads them: these are real. torch notes
-    tensors weakly, for which ``module.to`` would refuse them.
+    DDP's C++ code writes numbers of parameters into tensors of int32, and reads them: these are real. So are ranks, of
+    which a DeviceMesh finds its own. torch notes tensors weakly, for which ``module.to`` would refuse them.
     """
     is_of_ddp = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    is_of_mesh = bool(tensors) and all(type(x) is Tensor and x.dtype in _RANKS for x in tensors)
     try:
-        with real_tensors() if is_of_ddp else nullcontext():
+        with real_tensors() if is_of_ddp or is_of_mesh else nullcontext():
             return func(*args, **kwargs)
     except DataDependentOutputException:
         if func is not torch.ops.aten._local_scalar_dense.default:

@@ -120,7 +120,7 @@ def plan(
 
     Raises:
         ConfigurationError: arguments that cannot work, or what a dry run does not cover: ``cpu_offload``,
-            ``ddp_comm_hook``, model parallelism, and a process with several devices.
+            ``ddp_comm_hook``, and a process with several devices.
         ValueError: this process belongs to a job.
     """
     if world % num_nodes:
@@ -130,8 +130,8 @@ def plan(
 
     def run(strategy: Strategy, precision: Any) -> DryRun:
         has = vars(strategy)
-        if "tp_plan" in has or has.get("cpu_offload") or has.get("ddp_comm_hook"):
-            problem = "a dry run does not cover model parallelism, cpu_offload and ddp_comm_hook yet"
+        if has.get("cpu_offload") or has.get("ddp_comm_hook"):
+            problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem)
         own = parse_precision(strategy.precision if precision is None else precision)
         options: Any = {"environment": SimpleNamespace(name="fabric plan", detect=lambda env: place), "watchdog": 0}
@@ -198,9 +198,12 @@ class _Trace(DispatchMode):
         self.calls: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        gathered = kwargs.get("out") if func.namespace == "fsdp" else [x for x in args if isinstance(x, nn.Parameter)]
+        self._gathered.update(each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED)
         if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor calls operators on what it has
-        if func is torch.ops.aten.new_empty.default and args[1] == [0] and "dtype" not in (kwargs or {}):
+        if func is torch.ops.aten.new_empty.default and args[1] == [0] and "dtype" not in kwargs:
             # Of which FSDP makes thousands for thousands of ranks.
             if args[0].dtype not in self._empty:
                 self._empty[args[0].dtype] = run_fake(self._fake, func, args, {})
@@ -208,9 +211,7 @@ class _Trace(DispatchMode):
         for storage in [*self._gathered]:
             if (memory := storage.ref()) is not None:
                 self._resize(storage, memory.nbytes())
-        self.see(made := run_fake(self._fake, func, args, kwargs := kwargs or {}))
-        gathered = kwargs.get("out") if func.namespace == "fsdp" else [x for x in args if isinstance(x, nn.Parameter)]
-        self._gathered.update(each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED)
+        self.see(made := run_fake(self._fake, func, args, kwargs))
         if found := collective_of(func, args):
             self._count(*found, (*args, made))
         if self._nbytes > self.peak:

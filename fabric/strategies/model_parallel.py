@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from typing_extensions import override
 
-from fabric._torch import joined_mesh, local_tensor, uncompiled
+from fabric._torch import joined_mesh, local_tensor, real_tensors, uncompiled
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
 from fabric.diagnostics.bypass import GradientContract
@@ -212,7 +212,8 @@ class ModelParallelStrategy(FSDPStrategy):
     @override
     def _agree_on_streams(self, *_: object) -> None:
         if self._groups[2].size > 1:
-            set_rng_state(self._groups[2].broadcast_object(rng_state(), 0))
+            with real_tensors():  # in a dry run, too
+                set_rng_state(self._groups[2].broadcast_object(rng_state(), 0))
 
     def _find_layers(self, root: nn.Module) -> dict[nn.Module, Any]:
         layers = {} if self.tp_plan is None else find_layers(root, self.tp_plan, self._parts)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed import DeviceMesh
 
-from fabric._torch import local_tensor
+from fabric._torch import local_tensor, real_tensors
 from fabric.errors import ConfigurationError, UsageError
 
 __all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
@@ -124,10 +124,11 @@ class PartStreams:
     def _enter(self, layer: Any, args: Any, output: Any) -> None:
         is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
         if is_part and layer.training and not self._saved:
-            before, seed, after = self._states(), int(torch.randint(1 << 62, ())), self._states()
-            for generator in self._generators:
-                generator.manual_seed(seed + self._part)
-            self._saved = [before, after, self._states()]
+            with real_tensors():  # in a dry run, too
+                before, seed, after = self._states(), int(torch.randint(1 << 62, ())), self._states()
+                for generator in self._generators:
+                    generator.manual_seed(seed + self._part)
+                self._saved = [before, after, self._states()]
 
     def _finish(self, root: nn.Module, args: Any, output: Any) -> None:
         is_open = bool(self._saved)
@@ -140,9 +141,10 @@ class PartStreams:
         if self._saved:
             before, after, start = self._saved
             # Without any random numbers within, as if there had been no draw.
-            is_same = all(map(torch.equal, start, self._states()))
-            for generator, state in zip(self._generators, before if is_same else after, strict=True):
-                generator.set_state(state)
+            with real_tensors():
+                is_same = all(map(torch.equal, start, self._states()))
+                for generator, state in zip(self._generators, before if is_same else after, strict=True):
+                    generator.set_state(state)
             self._saved = []
 
     def _states(self) -> list[torch.Tensor]:
