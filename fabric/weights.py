@@ -45,6 +45,8 @@ class _Window:
 _DIVIDED = _Window()  # that of an optimizer whose gradients have been multiplied, until its step
 _OF_OTHERS = _Window()  # that of one with gradients of losses for others, until they are cleared
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
+# What to write.
+_CLEAR, _WHOSE = "optimizer.zero_grad() after step()", "optimizer=... if the loss is not for all that are set up"
 
 
 class LossWeights:
@@ -84,16 +86,20 @@ class LossWeights:
         weight = None if weight is None else self._checked(weight)
         targets = as_list(optimizer) or list(self._optimizers)
         if not targets or any(each not in self._optimizers for each in targets):
-            self._refuse("an optimizer of this loss has not been set up")
+            self._refuse("an optimizer of this loss has not been set up", "fabric.setup(model, optimizer)")
         for each, window in self._windows.items():
             before, self._probes[each] = self._probes[each], _probe(each)
             if window and self._probes[each] != before and not holds_gradients(each):
                 self._windows[each] = None
         window, *more = {self._windows.get(target) for target in targets}
         if more:
-            self._refuse("the optimizers have had different losses with weights since their last steps")
-        if window in (_DIVIDED, _OF_OTHERS) or (window and weight is None):
-            self._refuse("it has no weight, as one before has; clip_gradients has divided; or gradients are of others")
+            self._refuse("the optimizers have had different losses with weights since their last steps", _WHOSE)
+        if window is _DIVIDED:
+            self._refuse("clip_gradients has divided the gradients that it would be added to", _CLEAR)
+        if window is _OF_OTHERS:
+            self._refuse("the gradients are of others: those of losses with weights for another optimizer", _CLEAR)
+        if window and weight is None:
+            self._refuse("it has no weight, and a loss since the last step has one", f"weight=...; or {_WHOSE}")
         if weight is not None:
             divisor = window.divisor if window else self._first_divisor(targets, weight)
             window = _Window(divisor, window.weight + weight if window else weight)
@@ -108,7 +114,8 @@ class LossWeights:
         (targets, new, others), self._pass = self._pass, ((), None, {})
         for each in (each for each, before in others.items() if error is None and _probe(each) != before):
             if self._windows.get(each) not in (None, _OF_OTHERS):
-                self._refuse(f"it reached parameters of {type(each).__name__}, which has weights of other losses")
+                problem = f"it reached parameters of {type(each).__name__}, which has weights of other losses"
+                self._refuse(problem, f"x.detach() where the loss enters it, or its step() before; {_WHOSE}")
             if new:
                 self._windows[each], self._probes[each] = _OF_OTHERS, _probe(each)
         for each in targets if error is None else ():
@@ -121,7 +128,7 @@ class LossWeights:
         if window is None or window is _DIVIDED:
             return
         if window is _OF_OTHERS:
-            self._refuse("it has gradients of losses with weights for others", f"step of {type(optimizer).__name__}")
+            self._refuse("it has gradients of losses with weights for others", _CLEAR, type(optimizer).__name__)
         if window.result is None:
             self.check()
             mean, next_divisor = self._mean_over_ranks(window.weight)
@@ -146,14 +153,16 @@ class LossWeights:
         self._copied.synchronize()
         is_good, self._is_good = self._is_good, True
         if not is_good:
-            self._refuse("the weights of all ranks since the step before have a sum of zero, or none", "a step")
+            problem = "the weights of all ranks since the step before have a sum of zero, or none"
+            self._refuse(problem, "optimizer.zero_grad() in place of such a step", "an optimizer")
 
     def _checked(self, weight: Any) -> Any:
         """A weight as a number, or as a float64 tensor on a device that is not to be waited for."""
         is_scalar = getattr(weight, "shape", None) == ()
-        if is_scalar and not self.reads and weight.device.type == self._device.type and weight.dtype is not torch.bool:
+        is_there = isinstance(weight, Tensor) and weight.device.type == self._device.type
+        if is_there and is_scalar and not self.reads and weight.dtype is not torch.bool:
             return torch.where(weight.detach() >= 0, weight.detach().double(), torch.nan)
-        number = weight.item() if is_scalar else weight
+        number: Any = weight.item() if is_scalar else weight
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
             request = f"fabric.backward(loss, {weight=}) on rank {self._ranks.rank}"
             raise ConfigurationError(request, expected="a finite number >= 0, or a tensor of one with shape ()")
@@ -162,12 +171,14 @@ class LossWeights:
     def _first_divisor(self, targets: Sequence[Optimizer], weight: Any) -> Tensor:
         """The divisor of a window that is opened; raises where that cannot be."""
         if any(each.gradients_differ and not each.is_sharded for each in self._contracts):
-            self._refuse("with model_averaging_period each rank steps by its own gradients")
+            problem = "with model_averaging_period each rank steps by its own gradients"
+            self._refuse(problem, "DDPStrategy() without it; or fabric.backward(loss / n)")
         own = [id(each) for target in targets for group in target.param_groups for each in group["params"]]
         unreduced = {id(each) for contract in self._contracts for each in contract.unreduced()}
         if len(own) > len(set(own)) or unreduced.intersection(own) or any(map(holds_gradients, targets)):
             names = ", ".join(type(target).__name__ for target in targets)
-            self._refuse(f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters")
+            problem = f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters"
+            self._refuse(problem, f"{_CLEAR}; {_WHOSE}")
         known = [self._divisors[target] for target in targets if target in self._divisors]
         return known[0] if known else self._mean_over_ranks(weight)[1]
 
@@ -179,17 +190,25 @@ class LossWeights:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer in self._pass[0] or (kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes):
-            self._refuse(_CLOSURE, "step()")
+            self._refuse(
+                _CLOSURE,
+                "fabric.backward(loss, weight=n), then optimizer.step() without a closure",
+                type(optimizer).__name__,
+            )
         self.divide(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._windows.pop(optimizer, None) not in (None, _DIVIDED):
-            self._refuse(_CLOSURE, "step()")
+            self._refuse(
+                _CLOSURE,
+                "fabric.backward(loss, weight=n), then optimizer.step() without a closure",
+                type(optimizer).__name__,
+            )
 
-    def _refuse(self, problem: str, call: str = "fabric.backward(loss, weight=...)") -> NoReturn:
-        expected = "losses with weights, added to gradients that are cleared after a step, or in place of one"
-        suggestion = "optimizer.zero_grad() after step(); optimizer=... if the loss is not for all that are set up"
-        raise UsageError(f"{call} on rank {self._ranks.rank}", problem, expected, suggestion)
+    def _refuse(self, problem: str, suggestion: str, stepping: str = "") -> NoReturn:
+        request = f"a step of {stepping} after weighted losses" if stepping else "fabric.backward(loss, weight=...)"
+        expected = "losses with weights, added to gradients that are cleared after each step"
+        raise UsageError(f"{request} on rank {self._ranks.rank}", problem, expected, suggestion)
 
 
 def _probe(optimizer: Optimizer) -> object:

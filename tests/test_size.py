@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 82,
-    "code lines": 11_380,
-    "tokens": 117_714,
+    "code lines": 11_398,
+    "tokens": 117_806,
     "code lines of the core": 2_922,
     "tokens of the core": 28_600,
     "raw lines of a file": 450,
