@@ -11,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fabric import Fabric
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, RankFailedError, UsageError
 from fabric.testing import ThreadedWorld
+from tests.datasets import ResumableStream
 from tests.ranks import outcome, run_in_ranks
 
 
@@ -31,25 +32,6 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.loaded += 1
         return index, random.random() + torch.rand(()).item()
-
-
-class Stream(IterableDataset[int]):
-    """An iterable dataset that knows where it is."""
-
-    def __init__(self, n: int) -> None:
-        self.n, self.at = n, 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < self.n:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 class Stateful(DataLoader[Any]):
@@ -89,7 +71,7 @@ def ends(fabric: Fabric, loader: DataLoader[Any], steps: int, **options: Any) ->
 def test_windows_have_as_many_micro_batches_as_asked_and_the_last_one_what_is_left(
     n: int, batch_size: int, steps: int, drop_last: bool, iterable: bool
 ) -> None:
-    data: Any = Stream(n) if iterable else range(n)
+    data: Any = ResumableStream(n) if iterable else range(n)
     loader = DataLoader(data, batch_size, drop_last=drop_last)
     count = len(list(loader))
     with Fabric(accelerator="cpu", devices=1) as fabric:
@@ -120,7 +102,7 @@ def test_a_loop_in_windows_draws_what_the_plain_loop_draws(fabric: Fabric, shuff
 @pytest.mark.parametrize("kind", ["map", "iterable", "own state", "no length"])
 def test_a_position_saved_in_the_loop_is_that_of_the_last_batch_handed_out(fabric: Fabric, kind: str) -> None:
     def make() -> Any:
-        data: Any = Stream(7) if kind == "iterable" else range(7)
+        data: Any = ResumableStream(7) if kind == "iterable" else range(7)
         sampler: Any = Unsized() if kind == "no length" else None
         made = Stateful(data, 2) if kind == "own state" else DataLoader(data, 2, sampler=sampler)
         return fabric.setup_dataloaders(made)
@@ -217,13 +199,13 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
     rank, world = fabric.global_rank, fabric.world_size
     # Loaders of different kinds, whose ranks have the same number of batches.
     sampler = DistributedSampler(range(9), world, rank)
-    kinds = [DataLoader(range(9), 2), DataLoader(Stream(9), 2), DataLoader(range(9), 2, sampler=sampler)]
+    kinds = [DataLoader(range(9), 2), DataLoader(ResumableStream(9), 2), DataLoader(range(9), 2, sampler=sampler)]
     kinds.append(DataLoader(range(9), sampler=Unsized()))
     lasts = [ends(fabric, each, 2) for each in kinds]
     # Of loaders that may have different ones nothing is fetched.
     refused = [
         outcome(lambda each=each: ends(fabric, each, 2, use_distributed_sampler=False))
-        for each in (DataLoader(range(3 + rank)), DataLoader(Stream(3 + rank)))
+        for each in (DataLoader(range(3 + rank)), DataLoader(ResumableStream(3 + rank)))
     ]
     model = nn.Linear(1, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from fabric.data import FabricDataLoader
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state, sample_generator, set_rng_state
+from tests.datasets import ResumableStream
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -397,23 +398,6 @@ class Stream(IterableDataset[int]):
         return iter(range(10))
 
 
-class ResumableStream(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 10:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def test_iterable_dataset_resumes_between_epochs_only() -> None:
     loader = prepare(DataLoader(Stream(), 2), 0, 2)
     iterator = iter(loader)
@@ -427,11 +411,11 @@ def test_iterable_dataset_resumes_between_epochs_only() -> None:
 
 
 def test_iterable_dataset_with_a_state_of_its_own_resumes_in_the_middle() -> None:
-    loader = prepare(DataLoader(ResumableStream(), 2), 1, 2)
+    loader = prepare(DataLoader(ResumableStream(10), 2), 1, 2)
     iterator = iter(loader)
     next(iterator)
     saved = stored(loader.state_dict())
-    resumed = prepare(DataLoader(ResumableStream(), 2), 1, 2)
+    resumed = prepare(DataLoader(ResumableStream(10), 2), 1, 2)
     resumed.load_state_dict(saved)
     rest = iter(resumed)
     assert next(rest).tolist() == next(iterator).tolist() == [5, 7]
@@ -480,10 +464,10 @@ class OwnShard(ResumableStream):
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (2, 4), (2, 3)])
 def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(saving: int, resuming: int) -> None:
-    loader = prepare(DataLoader(OwnShard(), 2), 0, saving)
+    loader = prepare(DataLoader(OwnShard(10), 2), 0, saving)
     iterator = iter(loader)
     next(iterator)
-    again, others = (prepare(DataLoader(OwnShard(), 2), 0, size) for size in (saving, resuming))
+    again, others = (prepare(DataLoader(OwnShard(10), 2), 0, size) for size in (saving, resuming))
     again.load_state_dict(loader.state_dict())
     with pytest.raises(CheckpointError, match="OwnShard, which shards itself"):
         others.load_state_dict(loader.state_dict())
@@ -509,11 +493,11 @@ def test_data_that_ranks_shard_themselves_resumes_on_as_many_processes() -> None
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
 def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(saving: int, resuming: int) -> None:
-    loader = prepare(DataLoader(ResumableStream(), 1), 0, saving)
+    loader = prepare(DataLoader(ResumableStream(10), 1), 0, saving)
     next(iter(loader))
     parts = []
     for rank in range(resuming):
-        resumed = prepare(DataLoader(ResumableStream(), 1), rank, resuming)
+        resumed = prepare(DataLoader(ResumableStream(10), 1), rank, resuming)
         resumed.load_state_dict(stored(loader.state_dict()))
         parts.append([batch.item() for batch in resumed])
     found = [sample for round_ in zip(*parts, strict=True) for sample in round_]

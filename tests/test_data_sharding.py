@@ -22,21 +22,9 @@ from torch.utils.data import (
 )
 
 from fabric.data import FabricDataLoader
+from tests.datasets import Eager
 
 laws = settings(max_examples=50, deadline=None, derandomize=True)
-
-
-class Eager(Sampler[int]):
-    """Draws its order when it is asked for an iterator, not at the first item."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(self.n).tolist())
 
 
 class Delegating(Eager):

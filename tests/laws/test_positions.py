@@ -31,23 +31,18 @@ from fabric import Fabric
 from fabric.data import FabricDataLoader
 from fabric.errors import RankFailedError
 from fabric.seed import rng_state, set_rng_state
+from tests import datasets
 from tests.laws.base import profile
 from tests.ranks import run_in_ranks
 
 EPOCHS = 2
 
 
-class Eager(Sampler[int]):
+class Eager(datasets.Eager):
     """Draws when it is asked for an iterator, from two streams."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
     def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.n).tolist()
+        order = list(super().__iter__())
         random.shuffle(order)
         return iter(order)
 
