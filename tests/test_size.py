@@ -13,13 +13,13 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 82,
-    "code lines": 11_398,
-    "tokens": 117_806,
-    "code lines of the core": 2_922,
-    "tokens of the core": 28_600,
+    "files": 91,
+    "code lines": 12_330,
+    "tokens": 128_000,
+    "code lines of the core": 2_965,
+    "tokens of the core": 29_100,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 900,
+    "raw lines of _fabric.py": 940,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
