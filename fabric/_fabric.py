@@ -2,12 +2,14 @@
 
 import atexit
 import functools
+import io
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from textwrap import indent
 from typing import Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
@@ -31,10 +33,11 @@ from fabric.errors import CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.rank import exit_with_late_error
-from fabric.loggers import metrics_as_floats
+from fabric.loggers import Loggers
 from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
+from fabric.progress import Metrics, Progress
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies.base import Group, Strategy, without_sync
@@ -47,6 +50,7 @@ __all__ = ["Fabric"]
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Os = TypeVarTuple("Os")
 S = TypeVar("S")
+T = TypeVar("T")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
@@ -125,7 +129,7 @@ class Fabric:
             environment=environment, launcher=launcher, check_collectives=check_collectives, timeout=timeout,
             watchdog=watchdog,
         )  # fmt: skip
-        self._callbacks, self._loggers = as_list(callbacks), as_list(loggers)
+        self._callbacks, self._loggers = as_list(callbacks), Loggers(as_list(loggers))
         self._check_training = check_training
         self._seed: dict[str, Any] | None = None
         self._session: Session | None = None
@@ -190,16 +194,19 @@ class Fabric:
     @property
     def logger(self) -> Any:
         """The first logger, or None."""
-        return self._loggers[0] if self._loggers else None
+        return next(iter(self._loggers.given), None)
 
     @property
     def loggers(self) -> list[Any]:
         """All loggers."""
-        return list(self._loggers)
+        return list(self._loggers.given)
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
         return "\n".join([*self._plan.describe(), *([] if self._session is None else self._session.describe())])
+
+    def __repr__(self) -> str:
+        return self.describe()
 
     def launch(
         self,
@@ -265,8 +272,9 @@ class Fabric:
         atexit.unregister(self._at_exit)
         # A stack, so that everything is closed even when one of them raises.
         with ExitStack() as stack:
-            for logger in reversed(self._loggers):
-                stack.callback(logger.close)
+            if self._is_first():
+                has_failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
+                stack.callback(self._loggers.close, "failed" if has_failed else "success")
             if self._session is not None:
                 stack.callback(self._session.close)
             self._session = None
@@ -773,10 +781,29 @@ class Fabric:
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """``print`` on the first process only."""
+    def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
+        """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
+
+        Collective with ``all_ranks``.
+        """
+        if all_ranks:
+            print(*args, **{**kwargs, "file": (text := io.StringIO()), "flush": False})
+            parts = self.gather(text.getvalue()) or []
+            args = ("".join(indent(part, f"[rank {rank}] ", bool) for rank, part in enumerate(parts)),)
+            kwargs |= {"end": ""}
         if self._is_first():
             print(*args, **kwargs)
+
+    def progress(self, batches: Iterable[T], desc: str = "", metrics: Metrics = None) -> Iterable[T]:
+        """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
+
+        The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
+        has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
+        memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
+        written, which waits for a tensor on a device.
+        """
+        ranks = (self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        return Progress(batches, desc, metrics, ranks, self._is_first())
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
@@ -787,18 +814,25 @@ class Fabric:
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
-        self.log_dict({name: value}, step)
+        if self._is_first():
+            self._loggers.log_metrics({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand metrics to every logger, on the first process only.
 
         They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
         """
-        if not self._loggers or not self._is_first():
-            return
-        values = metrics_as_floats(metrics)
-        for logger in self._loggers:
-            logger.log_metrics(values, step)
+        if self._is_first():
+            self._loggers.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Hand what the run was started with, a mapping or a namespace, to every logger that takes it, on rank 0."""
+        if self._is_first():
+            self._loggers.log_hyperparams(params)
+
+    def add_logger(self, logger: Any) -> None:
+        """Log to one more from now on: in every process of a launched job, or before it. See :mod:`fabric.loggers`."""
+        self._loggers.add(logger)
 
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.

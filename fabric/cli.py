@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--accelerator", metavar="A", default="cuda", help="of the job (default: cuda)")
     add("--memory", metavar="SIZE", help="of a device, such as 80GiB")
     command.set_defaults(command=_plan, parser=command)
+
+    about = "Draw the metrics that CSVLogger has written, a panel for each; needs matplotlib."
+    command = commands.add_parser("plot", help="draw the metrics of runs", description=about, allow_abbrev=False)
+    add = command.add_argument
+    add("folders", metavar="RUN", nargs="+", help="the folder of a run, or of several")
+    add("-o", "--output", metavar="FILE", default="metrics.png", help=".png, .svg or .pdf (default: metrics.png)")
+    command.set_defaults(command=_plot, parser=command)
     return parser
 
 
@@ -145,6 +152,15 @@ def _plan(options: argparse.Namespace) -> int:
     given = {name: getattr(options, name) for name in names}
     print(found := plan(build, step, strategy=getattr(module, options.strategy, options.strategy), **given))
     return int(not found.fits)
+
+
+def _plot(options: argparse.Namespace) -> int:
+    """``fabric plot``."""
+    from fabric.plotting import plot
+
+    plot(*options.folders, output=options.output)
+    print(f"fabric plot: wrote {options.output}", file=sys.stderr, flush=True)
+    return 0
 
 
 def _run(options: argparse.Namespace) -> int:

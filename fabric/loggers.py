@@ -6,8 +6,9 @@ import json
 import numbers
 import operator
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Protocol, final, runtime_checkable
@@ -16,12 +17,20 @@ import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, MissingDependencyError
 
-__all__ = ["CSVLogger", "Logger", "TensorBoardLogger", "metrics_as_floats"]
+__all__ = ["CSVLogger", "Logger", "Loggers", "TensorBoardLogger", "metrics_as_floats"]
 
 
 @runtime_checkable
 class Logger(Protocol):
-    """Any object with these methods is a logger; fabric calls them on global rank 0 alone."""
+    """Any object with this method is a logger; fabric calls it on global rank 0 alone.
+
+    Its ``log_hyperparams(params)``, ``finalize(status)`` with ``"success"`` or ``"failed"``, and ``close()``
+    are called where it has them. Runs of W&B and a ``SummaryWriter`` are loggers as they are. Others become one so::
+
+        class MyLogger:
+            def log_metrics(self, metrics, step=None):
+                tracker.track(metrics, step)
+    """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Record the values of some metrics.
@@ -31,11 +40,81 @@ class Logger(Protocol):
             step: the step of training that they belong to, or ``None``.
         """
 
-    def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Record what the run was started with."""
 
-    def close(self) -> None:
-        """Finish writing. Called once, at the end; may be called again."""
+class Loggers:
+    """The loggers of one ``Fabric``; used on global rank 0 alone, but for :meth:`add`."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        self.given: list[Any] = []  # as the user passed them
+        self._loggers: list[Any] = []
+        self._has_warned = False
+        for logger in given:
+            self.add(logger)
+
+    def add(self, logger: Any) -> None:
+        """Take one more.
+
+        Raises:
+            ArgumentTypeError: it is no :class:`Logger`, run of W&B or ``SummaryWriter``.
+        """
+        adapted = logger
+        if not callable(getattr(logger, "log_metrics", None)):
+            adapters = {"add_scalar": _SummaryWriter}
+            adapters |= {"log": _WandbRun} if type(logger).__module__.partition(".")[0] == "wandb" else {}
+            kinds = [kind for name, kind in adapters.items() if callable(getattr(logger, name, None))]
+            if not kinds:
+                problem = "it has no method log_metrics(metrics, step)"
+                expected = "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
+                suggestion = "class MyLogger, with def log_metrics(self, metrics, step=None): ... (three lines)"
+                raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)
+            adapted = kinds[0](logger)
+        self.given.append(logger)
+        self._loggers.append(adapted)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
+        """Hand metrics to each of them; see :func:`metrics_as_floats`. Without any of them: a warning, once."""
+        values = metrics_as_floats(metrics)
+        if not self._loggers and not self._has_warned:
+            self._has_warned = True
+            text = "fabric.log has no logger to write to. Write: Fabric(loggers=CSVLogger()), or fabric.add_logger(...)"
+            warnings.warn(text, stacklevel=3)
+        for logger in self._loggers:
+            logger.log_metrics(values, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Hand hyperparameters to each of them that takes them."""
+        for logger in self._loggers:
+            _call(logger, "log_hyperparams", params)
+
+    def close(self, status: str) -> None:
+        """Finish all of them, the last one first, also where one raises."""
+        with ExitStack() as stack:
+            for logger in self._loggers:
+                stack.callback(_call, logger, "close")
+                stack.callback(_call, logger, "finalize", status)
+
+
+def _call(logger: Any, name: str, *args: Any) -> None:
+    method = getattr(logger, name, None)
+    if method is not None:
+        method(*args)
+
+
+@final
+class _WandbRun:
+    """What ``wandb.init()`` returns, as a logger."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        self._run.config.update(_as_mapping(params), allow_val_change=True)
+
+    def finalize(self, status: str) -> None:
+        self._run.finish(exit_code=int(status != "success"))
 
 
 class _RunLogger:
@@ -112,19 +191,10 @@ class CSVLogger(_RunLogger):
         """Does nothing: every row is in the file already."""
 
 
-@final
-class TensorBoardLogger(_RunLogger):
-    """Writes TensorBoard's event files into ``root_dir/name/version_k``, for ``tensorboard --logdir root_dir``.
+class _EventFiles:
+    """Metrics and hyperparameters by torch's ``SummaryWriter``, or one with its methods."""
 
-    Needs the extra ``tensorboard``, which is imported at the first write. No file or folder is created before that.
-
-    Args:
-        root_dir: folder of all runs.
-        name: of the experiment.
-        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
-    """
-
-    _writer: Any = None  # torch's SummaryWriter
+    _writer: Any = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a scalar per metric, and hand them to the file before returning.
@@ -162,7 +232,30 @@ class TensorBoardLogger(_RunLogger):
         """Close the event file; a later write opens another one in the same folder."""
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
+
+    def _open(self) -> Any:
+        return self._writer
+
+
+@final
+class _SummaryWriter(_EventFiles):
+    """A writer of the user as a logger."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+
+@final
+class TensorBoardLogger(_EventFiles, _RunLogger):
+    """Writes TensorBoard's event files into ``root_dir/name/version_k``, for ``tensorboard --logdir root_dir``.
+
+    Needs the extra ``tensorboard``, which is imported at the first write. No file or folder is created before that.
+
+    Args:
+        root_dir: folder of all runs.
+        name: of the experiment.
+        version: ``k``, or a folder name; an existing run is continued. ``None`` takes the next free number.
+    """
 
     def _open(self) -> Any:
         if self._writer is None:
@@ -195,8 +288,12 @@ def metrics_as_floats(metrics: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
+def _as_mapping(params: Any) -> dict[str, Any]:
+    return dict(params if isinstance(params, Mapping) else vars(params))
+
+
 def _hyperparams_as_json(params: Any) -> str:
-    return json.dumps(dict(params if isinstance(params, Mapping) else vars(params)), indent=2, default=str)
+    return json.dumps(_as_mapping(params), indent=2, default=str)
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:

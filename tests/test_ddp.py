@@ -164,7 +164,6 @@ def power_sgd(fabric: Fabric) -> tuple[float, float]:
     return net.weight.sum().item(), fabric.all_reduce(net.weight.detach(), reduce_op="max").sum().item()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch's hook then waits for a stream, on the CPU as well")
 def test_power_sgd_keeps_replicas_equal() -> None:
     state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
     strategy = DDPStrategy(start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook)

@@ -133,12 +133,7 @@ class Loop(Fabric):
         return self.all_reduce(self.factor * number + plus, reduce_op="sum")
 
 
-FORK = pytest.param(
-    "ddp_fork", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a test before may have initialized CUDA")
-)
-
-
-@pytest.mark.parametrize("strategy", ["ddp_forkserver", FORK])
+@pytest.mark.parametrize("strategy", ["ddp_forkserver", "ddp_fork"])
 def test_run_of_a_subclass_launches_the_job_with_what_the_subclass_keeps(strategy: str) -> None:
     assert Loop(3, devices=2, strategy=strategy).run(4, plus=1) == 26
 

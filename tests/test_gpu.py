@@ -227,7 +227,6 @@ def test_weights_kept_on_the_cpu_are_swapped_once_they_have_been_copied() -> Non
         assert not torch.equal(owns[0], averages[0])
 
 
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_device() -> None:
     def make() -> tuple[nn.Linear, torch.optim.Optimizer]:
         torch.manual_seed(0)

@@ -192,7 +192,6 @@ def test_fork_after_a_parallel_operation_does_not_deadlock():
     assert result == [900.0, 900.0]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch refuses it where a backward pass has threads for devices")
 def test_fork_after_a_backward_can_run_a_backward():
     def gradient():
         weight = torch.ones(300, 300, requires_grad=True)

@@ -19,7 +19,7 @@ LAYERS = [
     ["diagnostics"],
     ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers"],
-    ["_plan"],
+    ["_plan", "progress", "plotting"],
     ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],

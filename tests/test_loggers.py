@@ -6,12 +6,14 @@ import json
 import math
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
 from fabric.loggers import CSVLogger, Logger, TensorBoardLogger
 
@@ -164,3 +166,95 @@ def test_a_missing_tensorboard_names_the_install_line(tmp_path, rank_pool):
     ):
         rank_pool(1).run(log_without_tensorboard, tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+class LightningLike:
+    """The methods that Lightning's loggers have, which know no ``close``."""
+
+    def __init__(self) -> None:
+        self.seen: list = []
+
+    def log_metrics(self, metrics, step=None):
+        self.seen.append((dict(metrics), step))
+
+    def log_hyperparams(self, params):
+        self.seen.append(params)
+
+    def finalize(self, status):
+        self.seen.append(status)
+
+
+class MetricsOnly:
+    def __init__(self) -> None:
+        self.seen: list = []
+
+    def log_metrics(self, metrics, step=None):
+        self.seen.append((dict(metrics), step))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_logger_needs_log_metrics_and_hears_the_rest_where_it_can(fails):
+    full, small = LightningLike(), MetricsOnly()
+    with nullcontext() if not fails else pytest.raises(KeyError), Fabric(accelerator="cpu", loggers=full) as fabric:
+        fabric.add_logger(small)
+        assert fabric.loggers == [full, small]
+        fabric.log_hyperparams({"lr": 0.1})
+        fabric.log("loss", torch.tensor(0.5), step=3)
+        if fails:
+            raise KeyError
+    assert full.seen == [{"lr": 0.1}, ({"loss": 0.5}, 3), "failed" if fails else "success"]
+    assert small.seen == [({"loss": 0.5}, 3)]
+
+
+def test_a_summary_writer_is_a_logger(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(tmp_path))
+    with Fabric(accelerator="cpu", loggers=writer) as fabric:
+        assert fabric.logger is writer
+        fabric.log_hyperparams({"lr": 0.1})
+        fabric.log("loss", 0.25, step=7)
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 0.25)]
+
+
+class Run:
+    """The part of a run of W&B that is used; the real one is tested where that package is."""
+
+    __module__ = "wandb.sdk.wandb_run"
+
+    def __init__(self):
+        self.seen, self.config = [], self
+
+    def log(self, metrics, step=None):
+        self.seen.append((metrics, step))
+
+    def update(self, params, allow_val_change):
+        self.seen.append((params, allow_val_change))
+
+    def finish(self, exit_code):
+        self.seen.append(exit_code)
+
+
+def test_a_run_of_wandb_is_a_logger():
+    run = Run()
+    with Fabric(accelerator="cpu", loggers=[run]) as fabric:
+        fabric.log_hyperparams(argparse.Namespace(lr=0.1))
+        fabric.log("loss", 0.5, step=1)
+    assert run.seen == [({"lr": 0.1}, True), ({"loss": 0.5}, 1), 0]
+
+
+def test_what_is_no_logger_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"no method log_metrics[\s\S]*def log_metrics\(self, metrics, step=None\)"):
+        Fabric(accelerator="cpu", loggers=[object()])
+    with Fabric(accelerator="cpu") as fabric, pytest.raises(TypeError, match="log_metrics"):
+        fabric.add_logger(print)
+
+
+def test_logging_without_a_logger_warns_once():
+    with Fabric(accelerator="cpu") as fabric:
+        with pytest.warns(UserWarning, match=r"Fabric\(loggers=CSVLogger\(\)\)") as caught:
+            fabric.log_dict({"loss": 1.0})
+        fabric.log("loss", 1.0)  # a second warning would be an error
+    assert [Path(warning.filename).name for warning in caught] == ["test_loggers.py"]

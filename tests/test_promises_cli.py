@@ -65,9 +65,7 @@ READS = """
 
 
 def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(run: Run) -> None:
-    job = run(
-        READS, "run", "--accelerator", "cpu", "--devices", "2", "train.py", "--devices", "2", "--precision", "mine"
-    )
+    job = run(READS, "run", "--devices", "2", "train.py", "--devices", "2", "--precision", "mine")
     assert (job.returncode, job.stdout) == (0, "32-true mine 2\n"), job.stderr
 
 
@@ -81,7 +79,7 @@ ALONE = """
 
 @pytest.mark.slow
 def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
-    job = run(ALONE, "run", "--accelerator", "cpu", "--devices", "2", "train.py")
+    job = run(ALONE, "run", "--devices", "2", "train.py")
     assert job.returncode == 1
     assert job.stderr.startswith("rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n")
 

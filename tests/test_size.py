@@ -2,7 +2,6 @@
 
 import ast
 import io
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +13,13 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 91,
-    "code lines": 12_330,
-    "tokens": 128_000,
-    "code lines of the core": 2_965,
+    "files": 93,
+    "code lines": 12_640,
+    "tokens": 131_200,
+    "code lines of the core": 3_000,
     "tokens of the core": 29_100,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 940,
+    "raw lines of _fabric.py": 970,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
@@ -100,8 +99,7 @@ def test_the_package_has_no_more_files() -> None:
 def test_neither_the_package_nor_its_core_grows(part: list[Path], suffix: str) -> None:
     lines, tokens = weigh(part)
     assert lines <= LIMITS[f"code lines{suffix}"]
-    if sys.version_info < (3, 12):  # from then on what is inside of an f-string counts as well
-        assert tokens <= LIMITS[f"tokens{suffix}"], "shorter, not denser"
+    assert tokens <= LIMITS[f"tokens{suffix}"], "shorter, not denser"
 
 
 def test_no_file_is_too_long() -> None:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from operator import attrgetter, getitem, is_not
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -137,7 +138,7 @@ class FSDPStrategy(ParallelStrategy):
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs, self.broadcast_buffers = fsdp_kwargs, broadcast_buffers
         self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
-        self._builds = 0
+        self._builds = count()
         # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
         self._forwards: MutableMapping[int, ShardedForward] = {}
 
@@ -178,8 +179,7 @@ class FSDPStrategy(ParallelStrategy):
         """
         before, from_rank0 = bytes(torch.get_rng_state().tolist()), source == "rank0" and not empty
         receives = from_rank0 and not self.is_global_zero
-        key, states = f"init_module/{self._builds}", b""
-        self._builds += 1
+        key, states = f"init_module/{next(self._builds)}", b""
         if empty or receives:
             memory = registered_on_meta(EmptyParameter if empty else nn.Parameter)
         else:
