@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import PathFinder
@@ -77,6 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
     add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="restarts, on one machine only (default: 0)")
+    add("--log-dir", metavar="DIR", type=Path, help="write the output of each rank to a file there, and no longer here")
+    add("--tee", action="store_true", help="with --log-dir: show it here too, each line behind its rank")
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", metavar="script.py", help="the script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -167,6 +170,7 @@ def _run(options: argparse.Namespace) -> int:
     """``fabric run``."""
     worlds = _worlds(options)
     from fabric._plan import LATE, RUN_OPTIONS
+    from fabric.launchers.logs import RankLogs
     from fabric.launchers.script import Script, run_script
 
     given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
@@ -178,7 +182,12 @@ def _run(options: argparse.Namespace) -> int:
     for attempt in range(options.max_restarts + 1):
         # Under the names that torch's own command gives them.
         counts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts)}
-        code, interrupted = run_script(script, worlds, variables | counts)
+        logs = options.log_dir and RankLogs(options.log_dir, attempt, tee=options.tee)
+        notes = [f"restart {attempt} of {options.max_restarts}"] if attempt else []
+        notes += [f"the ranks write to {logs.pattern.format('*')}"] if logs else []
+        for note in notes:
+            print("fabric run:", note, file=sys.stderr, flush=True)
+        code, interrupted = run_script(script, worlds, variables | counts, logs)
         if code == 0 or interrupted:
             break
     return code
@@ -211,6 +220,14 @@ def _worlds(options: argparse.Namespace) -> list[World]:
         error(f"--num-nodes {nodes} needs --main-address, the host name of machine 0, the same on every machine")
     if nodes > 1 and options.max_restarts:
         error("--max-restarts is for one machine: several would start again at different times")
+    if options.tee and not options.log_dir:
+        error("--tee shows here what --log-dir writes to files: it needs --log-dir")
+    try:
+        if options.log_dir:
+            options.log_dir.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=options.log_dir).close()
+    except OSError as problem:
+        error(f"--log-dir {options.log_dir}: {problem}")
     if nodes == 1 and options.main_address:
         print("fabric run: --main-address has no meaning on one machine and is ignored", file=sys.stderr)
 

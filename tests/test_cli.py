@@ -139,6 +139,51 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
     assert "ValueError: only once" in run.stderr
 
 
+def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_it_are_shown(tmp_path, fabric_run):
+    name = script(
+        tmp_path,
+        """
+        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        for number in range(200):
+            print("number", number)
+        sys.stderr.write("\\rprogress 1\\rprogress 2\\nto be ")
+        dist.barrier()
+        if first and rank == 0:
+            raise ValueError("only once")
+        if first:
+            os.kill(os.getpid(), 9)
+        os.write(1, b"continued")
+        dist.destroy_process_group()
+        """,
+    )
+    options = ("--devices", "2", "--accelerator", "cpu", "--max-restarts", "1", "--log-dir", "logs/a", "--tee")
+    run = fabric_run(*options, name)
+    assert run.returncode == 0, run.stderr
+    lines = [f"number {number}" for number in range(200)]
+    shown = run.stdout.splitlines()
+    for rank in (0, 1):
+        started = [*lines, "progress 2", "to be ", *lines, "progress 2", "to be continued"]
+        assert [line for line in shown if f"[rank{rank}]" in line] == [f"[rank{rank}]: {line}" for line in started]
+    logs = {path.name: path.read_text().splitlines() for path in (tmp_path / "logs" / "a").iterdir()}
+    assert logs.keys() == {"rank-0.log", "rank-1.log", "rank-0.restart-1.log", "rank-1.restart-1.log"}
+    assert all(log[:200] == lines for log in logs.values())
+    assert "ValueError: only once" in logs["rank-0.log"][-1]
+    assert "rank 1 was killed by SIGKILL" in logs["rank-1.log"][-1]
+    assert logs["rank-1.restart-1.log"][-1] == "to be continued"
+    assert "restart 1 of 1" in run.stderr
+
+
+@pytest.mark.slow
+def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(tmp_path, fabric_run):
+    name = script(tmp_path, "print('here', flush=True)\nraise ValueError('at last')")
+    for times in (1, 2):
+        run = fabric_run("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs", name)
+        assert (run.returncode, run.stdout) == (1, "")
+        assert run.stderr.startswith("fabric run: the ranks write to logs/rank-*.log\n")
+        assert run.stderr.count("ValueError: at last") == 1
+        assert (tmp_path / "logs" / "rank-0.log").read_text().count("here\n\nTraceback") == times
+
+
 # faults/test_parents.py sends the first two to a job that trains.
 SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGTERM)]
 
@@ -207,6 +252,8 @@ REFUSED = {
         ["run", "--num-nodes", "2", "--node-rank", "2", "--main-address", "h", "SCRIPT"],
         "has no machine --node-rank 2",
     ),
+    "tee": (["run", "--tee", "SCRIPT"], "--tee shows here what --log-dir writes"),
+    "folder for output": (["run", "--log-dir", "train.py/logs", "SCRIPT"], "Not a directory"),
     "main address": (["run", "--num-nodes", "2", "SCRIPT"], "--main-address"),
 }
 

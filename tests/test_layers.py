@@ -34,7 +34,7 @@ ORDER = {
     "communicators": "base process_group",
     "data": "state sharding copies agreed loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
-    "launchers": "serialize base rank supervisor function script",
+    "launchers": "serialize base rank supervisor logs function script",
     "strategies": "init_module fsdp_state fsdp_options base parallel data_parallel ddp fsdp tp_plan model_parallel",
     "testing": "oracles base generators threads pool conformance plugin",
 }

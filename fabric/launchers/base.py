@@ -99,7 +99,12 @@ def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> 
 
 
 def start_interpreter(
-    fn: Callable[[], None], fd: int, arguments: Sequence[str] = (), cwd: str | None = None, stdin: int | None = None
+    fn: Callable[[], None],
+    fd: int,
+    arguments: Sequence[str] = (),
+    cwd: str | None = None,
+    stdin: int | None = None,
+    output: int | None = None,
 ) -> "subprocess.Popen[bytes]":
     """Start an interpreter with the options of this one that calls a function.
 
@@ -111,6 +116,7 @@ def start_interpreter(
         arguments: shown in lists of processes.
         cwd: where it starts.
         stdin: its standard input.
+        output: its standard output and error; None for those of this process.
     """
     options = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] - as multiprocessing does
     if getattr(sys.__stdout__, "write_through", False):
@@ -119,7 +125,7 @@ def start_interpreter(
     # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
     statement = f"import sys; sys.path.append({_ROOT!r}); from {fn.__module__} import {name}; sys.path.pop(); {name}()"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
-    return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin)
+    return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output)
 
 
 def is_interactive() -> bool:

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NoReturn
 
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
+from fabric.launchers.logs import RankLogs
 from fabric.launchers.rank import RankConfig, main
 from fabric.launchers.supervisor import Started, Supervisor, exit_status
 from fabric.world import World
@@ -149,13 +150,16 @@ class ScriptLauncher(base.Launcher):
         raise SystemExit(code)
 
 
-def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, str] = {}) -> tuple[int, bool]:
+def run_script(
+    script: Script, worlds: Sequence[World], variables: Mapping[str, str] = {}, logs: RankLogs | None = None
+) -> tuple[int, bool]:
     """Run a script in one process for each of these places, and wait for them.
 
     Args:
         script: the script.
         worlds: the places of this machine's ranks. Without a port they connect through a store of this process.
         variables: what the ranks find in their environment besides that of this process and their place.
+        logs: where they write; None for the standard output and error of this process.
 
     Returns:
         The exit code for this process: 0 when all ranks ended with 0; that of the rank that failed first, 128 + n for
@@ -165,7 +169,8 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
     def start(control: Connection, config: RankConfig) -> Started:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
-        process = base.start_interpreter(main, control.fileno(), shown, script.directory, stdin)
+        output = logs and logs.open(config.world.rank)
+        process = base.start_interpreter(main, control.fileno(), shown, script.directory, stdin, output)
         return process.pid, process.poll
 
     job = Supervisor()
@@ -179,4 +184,7 @@ def run_script(script: Script, worlds: Sequence[World], variables: Mapping[str, 
         print(end="", flush=True)  # there may be no standard output
         print(f"\n{error}", file=sys.stderr, flush=True)
         return exit_status(error.exit_code), bool(job.signals)
+    finally:
+        if logs is not None:
+            logs.close(job.ranks)
     return 0, False

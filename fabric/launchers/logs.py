@@ -1,0 +1,84 @@
+"""Files for the output of the ranks of ``fabric run``, and its lines on the terminal."""
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO, final
+
+from fabric.launchers.supervisor import RankProcess, describe_exit
+
+__all__ = ["RankLogs"]
+
+_POLL = 0.1  # seconds between two looks at the files
+_MOST = 1 << 20  # bytes that are read at a time
+
+
+@final
+class RankLogs:
+    """A file for all that each rank of this machine writes, and with ``tee`` its lines on standard output.
+
+    The ranks write to their files themselves, so that nothing is lost whichever process is killed.
+
+    Args:
+        folder: where the files are; it exists. A file that is there is continued.
+        restart: how often the ranks have been restarted, which is in the names from the first time on.
+        tee: whether to show whole lines, behind the rank. A progress bar that returns to the start of its line shows
+            its last state there.
+    """
+
+    def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
+        self.pattern = str(folder / ("rank-{}" + (f".restart-{restart}" if restart else "") + ".log"))
+        self._files: dict[int, BinaryIO] = {}
+        self._shown: dict[int, tuple[int, bytes]] = {}  # bytes that have been read, and an unfinished line
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="fabric-tee", daemon=True)
+        if tee:
+            self._thread.start()
+
+    def open(self, rank: int) -> int:
+        """The open file of a rank."""
+        file = open(self.pattern.format(rank), "a+b", buffering=0)  # noqa: SIM115 - closed with the others
+        self._shown[rank] = os.fstat(file.fileno()).st_size, b""
+        self._files[rank] = file
+        return file.fileno()
+
+    def close(self, ranks: Iterable[RankProcess]) -> None:
+        """Show what is left, and add to each file why its rank failed: the ranks print no errors themselves."""
+        self._ended.set()
+        if self._thread.ident:
+            self._thread.join()
+        for each in ranks:
+            if each.exit_code:
+                failure = each.failure
+                text = failure.text if failure else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
+                self._files[each.rank].write(f"\n{text}".encode())
+        for file in self._files.values():
+            file.close()
+
+    def _follow(self) -> None:
+        with open(1, "wb", closefd=False) as terminal:
+            while not self._ended.wait(_POLL):
+                self._show(terminal)
+            while self._show(terminal):
+                pass
+            for rank, (_, rest) in self._shown.items():
+                terminal.write(_prefixed(rank, rest) if rest else b"")
+
+    def _show(self, terminal: BinaryIO) -> bool:
+        """Copy the lines that are new; whether there was anything."""
+        found = False
+        for rank, file in list(self._files.items()):
+            position, rest = self._shown[rank]
+            # At a position of our own: the rank's copy of the open file shares that of read().
+            new = os.pread(file.fileno(), _MOST, position)
+            *lines, rest = (rest + new).split(b"\n")
+            self._shown[rank] = position + len(new), rest[max(0, rest.rfind(b"\r")) :]
+            terminal.write(b"".join(_prefixed(rank, line) for line in lines))
+            found |= bool(new)
+        terminal.flush()
+        return found
+
+
+def _prefixed(rank: int, line: bytes) -> bytes:
+    return b"[rank%d]: %s\n" % (rank, line.rstrip(b"\r").rpartition(b"\r")[2])
