@@ -24,7 +24,7 @@ from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, annou
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.store import JobStore, find_store
+from fabric.store import JobStore, find_store, generation
 from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
@@ -203,8 +203,7 @@ class Runtime:
             raise ConfigurationError(request, problem, suggestion="dist.destroy_process_group() before launch()")
         shared = default_store() if is_connected else find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job: each has a part of the store.
-        generation = shared.add(f"fabric/runtime/{world.rank}", 1)
-        store = dist.PrefixStore(f"fabric/{generation}", shared)
+        store = dist.PrefixStore(f"fabric/{generation(shared, world)}", shared)
         store.set_timeout(self.timeout)
         if is_connected:
             if self._users:

@@ -1,6 +1,9 @@
 """The store of a job, through which ranks share values without a collective; the only wait is for rank 0."""
 
 import json
+import os
+import time
+import uuid
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -11,7 +14,9 @@ from torch.distributed.rendezvous import rendezvous
 from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["JobStore", "find_store"]
+__all__ = ["JobStore", "find_store", "generation"]
+
+_POLL = 0.005  # seconds
 
 
 class JobStore:
@@ -96,3 +101,33 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
         )
     host = f"[{world.address}]" if ":" in world.address else world.address
     return next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))[0]
+
+
+def generation(store: dist.Store, world: World) -> str:
+    """What the ranks that connect now put before their keys, and those that used this store before have not.
+
+    Several runtimes may follow each other in the processes of a job, which can be counted. But torchrun keeps its store
+    when it restarts ranks, also those that died before they were counted. So there each rank shows a new name, and
+    rank 0 gives its own to those names, also of the dead, until each of the living has confirmed.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank did not connect within the timeout of the store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return str(store.add(f"fabric/runtime/{world.rank}", 1))
+    jobs, own = JobStore(store, world.rank, world.world_size), uuid.uuid4().hex
+    if world.rank:
+        jobs.set(f"fabric/name/{world.rank}", own)
+        first = store.get(own).decode()
+        jobs.set(f"{first}/{world.rank}", "")
+        return first
+    missing, deadline = list(range(1, world.world_size)), time.monotonic() + store.timeout.total_seconds()
+    while missing:
+        for rank in missing:
+            if name := jobs.get_nowait(f"fabric/name/{rank}"):
+                jobs.set(name.decode(), own)
+        time.sleep(_POLL)
+        missing = [rank for rank in missing if not store.check([f"{own}/{rank}"])]
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"ranks {missing} of {world.world_size} have not connected within the timeout")
+    return own
