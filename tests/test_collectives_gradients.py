@@ -1,5 +1,8 @@
 """A gradient through a collective is that of the sum over ranks of each rank's local loss."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -100,6 +103,18 @@ def test_gradients_and_theirs_are_those_of_the_sum_of_all_local_losses(size):
             torch.testing.assert_close(result[op][0], expected, rtol=1e-12, atol=1e-12, msg=f"{op}, {expected}")
         for result, expected in zip(results[1:] if size == 3 else (), reference(2, op), strict=size == 3):
             torch.testing.assert_close(result[op][1], expected, rtol=1e-12, atol=1e-12)
+
+
+def let_go(fabric):
+    """By operation, whether what it returned, a part of a graph, is freed with the last name of it."""
+    results = {op: collective(fabric, torch.ones(1, 2, dtype=torch.float64, requires_grad=True), op) for op in OPS}
+    seen = {op: weakref.ref(results.pop(op)) for op in OPS}
+    gc.collect()
+    return {op: ref() is None for op, ref in seen.items()}
+
+
+def test_no_graph_keeps_the_results_of_its_collectives():
+    assert Fabric(accelerator="cpu", devices=1).launch(let_go) == dict.fromkeys(OPS, True)
 
 
 def receiver_without_input(fabric):

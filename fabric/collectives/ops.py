@@ -225,7 +225,8 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
 class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor) -> Tensor:
-        ctx.communicator, ctx.collective = communicator, collective
+        # The description of the call holds the results, whose graph holds this: a cycle that is never collected.
+        ctx.communicator, ctx.collective = communicator, collective._replace(buffer=None, call=None)
         # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
         own = buffer.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
         return communicator.run(collective._replace(buffer=own))
