@@ -6,10 +6,10 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak wheel bench lint format types clean
+.PHONY: help install demo test test-slow soak test-engines wheel bench lint format types clean
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
@@ -23,14 +23,17 @@ demo: .venv/installed ## train a small GPT on two CPU processes, in under two mi
 	$(BIN)/python examples/text/train.py --accelerator cpu --devices 2 --steps 150
 
 # Two workers, since most tests wait for processes more than they compute; a file's tests share its ranks and fixtures.
-test: .venv/installed ## everything but the slow and gpu marks
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
+test: .venv/installed ## everything but the slow, gpu and engines marks
+	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 2 --dist loadfile
 
 test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
-	$(BIN)/python -m pytest -m "slow and not soak and not gpu" --timeout 600 --session-timeout 3600
+	$(BIN)/python -m pytest -m "slow and not soak and not gpu and not engines" --timeout 600 --session-timeout 3600
 
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
-	$(BIN)/python -m pytest -m "soak and not gpu" --timeout 1800
+	$(BIN)/python -m pytest -m "soak and not gpu and not engines" --timeout 1800
+
+test-engines: .venv/installed ## jobs on real SLURM, Open MPI, MPICH, and two hosts; ENGINES="mpi" takes some
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
 
 wheel: ## build the wheel, install it without extras, train and save there
 	rm -rf build dist && $(PYTHON) -m venv build/clean

@@ -1,0 +1,81 @@
+"""Two hosts on this machine: network namespaces with names and addresses of their own, joined by a cable."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+__all__ = ["ADDRESSES", "Hosts"]
+
+ADDRESSES = {"host-a": "10.77.0.1", "host-b": "10.77.0.2"}
+# Processes, mounts and /run are their own as well: all of it ends with the first process, which ends with this one.
+# That is a shell that waits for a command, and so collects the orphans of its namespace.
+_SETUP = """
+set -e
+mount -t tmpfs run /run
+mount --bind "$1" /etc/hosts
+ip netns add host-a
+ip netns add host-b
+ip link add eth0 netns host-a type veth peer name eth0 netns host-b
+ip -n host-a address add "$2/24" dev eth0
+ip -n host-b address add "$3/24" dev eth0
+for host in host-a host-b; do
+    ip -n $host link set lo up
+    ip -n $host link set eth0 up
+done
+sleep infinity &
+echo ready
+wait
+"""
+_ENTER = 'hostname "$0" && cd "$1" && shift && exec "$@"'
+
+
+class Hosts:
+    """The two, until the block ends. Files are shared, and each sees the processes of both.
+
+    Args:
+        folder: for the file that names them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        names = folder / "hosts"
+        names.write_text("".join(f"{ip} {host}\n" for host, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()))
+        isolated = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        self._first = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *isolated, "sh", "-c", _SETUP, "sh", names, *ADDRESSES.values()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._first.stdout
+        if self._first.stdout.readline() != "ready\n":
+            raise OSError(f"two hosts take root, and in docker --privileged: {self._first.communicate()[1]}")
+        inside = str(psutil.Process(self._first.pid).children()[0].pid)
+        self._started: list[subprocess.Popen[str]] = []
+        self._enter = ["nsenter", "--target", inside, "--pid", "--mount", "--ipc", "ip", "netns", "exec"]
+
+    def __enter__(self) -> "Hosts":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._first.kill()
+        self._first.communicate(timeout=60)
+        for process in self._started:
+            process.communicate(timeout=60)
+
+    def start(self, host: str, *command: object, cwd: object = os.curdir, **options: Any) -> subprocess.Popen[str]:
+        """Start a command on a host; what runs when the block ends is killed."""
+        enter = [*self._enter, host, "unshare", "--uts", "sh", "-c", _ENTER, host, os.path.abspath(str(cwd))]
+        process = subprocess.Popen([*enter, *map(str, command)], stdin=subprocess.DEVNULL, text=True, **options)
+        self._started.append(process)
+        return process
+
+    def run(self, host: str, *command: object, seconds: int = 90, code: int = 0, **options: Any) -> str:
+        """What a command on a host writes; it has to end in so many seconds, and with this exit code."""
+        limit = ["timeout", "--kill-after", "5", seconds]
+        process = self.start(host, *limit, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        output = process.communicate()[0]
+        assert process.returncode == code, f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
+        return output
