@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
-from fabric._torch import DispatchMode, FakeTensor, collective_of, fake_ranks, local_tensor, run_fake
+from fabric._torch import DispatchMode, FakeTensor, Rank0Chunks, collective_of, fake_ranks, local_tensor, run_fake
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, parse_precision
 from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
@@ -143,7 +143,8 @@ def plan(
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 if accelerator != "cpu" and "foreach" in group and not group.get("fused"):
                     group["foreach"] = group["foreach"] is not False
-            model, *_ = fabric.setup(model, *optimizers, scheduler="none")
+            with Rank0Chunks():
+                model, *_ = fabric.setup(model, *optimizers, scheduler="none")
             trace.see([*model.parameters()], "parameters", always=True)
             trace.see([*model.buffers()], "buffers", always=True)
             for optimizer in optimizers:
@@ -192,7 +193,6 @@ class _Trace(DispatchMode):
         self._fake = fake
         self._live: dict[int, _Storage] = {}
         self._gathered: set[_Storage] = set()  # what FSDP frees and allocates, where no operation shows it
-        self._empty: dict[torch.dtype, Tensor] = {}
         self._nbytes = self.peak = 0
         self.at_peak: list[tuple[_Storage, int]] = []
         self.calls: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
@@ -203,17 +203,12 @@ class _Trace(DispatchMode):
         self._gathered.update(each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED)
         if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor calls operators on what it has
-        if func is torch.ops.aten.new_empty.default and args[1] == [0] and "dtype" not in kwargs:
-            # Of which FSDP makes thousands for thousands of ranks.
-            if args[0].dtype not in self._empty:
-                self._empty[args[0].dtype] = run_fake(self._fake, func, args, {})
-            return self._empty[args[0].dtype]
-        for storage in [*self._gathered]:
-            if (memory := storage.ref()) is not None:
-                self._resize(storage, memory.nbytes())
         self.see(made := run_fake(self._fake, func, args, kwargs))
         if found := collective_of(func, args):
             self._count(*found, (*args, made))
+        for storage in [*self._gathered] if self._nbytes > self.peak else ():
+            if (memory := storage.ref()) is not None:
+                self._resize(storage, memory.nbytes())
         if self._nbytes > self.peak:
             self.peak, self.at_peak = self._nbytes, [(each, each.nbytes) for each in self._live.values()]
         return made

@@ -288,10 +288,11 @@ def test_memory_is_told_by_kind_and_traffic_by_axis():
 
 SCRIPT = """
 from functools import partial
-from fabric.strategies import FSDPStrategy
-from tests.test_dry_run import build, step_of
+from fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from tests.test_dry_run import PLANS, build, step_of
 build, step = partial(build, name="gpt"), partial(step_of, "gpt")
 hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
+split = ModelParallelStrategy(tp_plan=PLANS["gpt"], tensor_parallel_size=2)
 """
 
 
@@ -299,10 +300,12 @@ def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypa
     (tmp_path / "planned_script.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    start, many = time.process_time(), ["--world", "4096", "--num-nodes", "512"]
-    assert main(["plan", "planned_script:build", *many, "--strategy", "hybrid", "--memory", "80GiB"]) == 0
-    assert time.process_time() - start < 5
-    assert "over 8 (shards)" in capsys.readouterr().out
+    many = ["--world", "4096", "--num-nodes", "512", "--memory", "80GiB"]
+    for strategy, axis in (("hybrid", "8 (shards)"), ("fsdp", "4096 (world)"), ("split", "2048 (data_parallel)")):
+        start = time.process_time()
+        assert main(["plan", "planned_script:build", *many, "--strategy", strategy]) == 0
+        assert time.process_time() - start < 5
+        assert f"over {axis}" in capsys.readouterr().out
     assert main(["plan", "planned_script:build", "--memory", "1 kB"]) == 1
     assert "more than" in capsys.readouterr().out
     assert main(["plan", "planned_script:absent"]) == 2

@@ -163,6 +163,7 @@ def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any]) -> No
     [expected] = run_in_ranks(train, *shape, ranks=1, strategy="auto")
     for actual in on(mesh, train, *shape):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
+        torch.testing.assert_close(actual["norms"], expected["norms"], rtol=1e-12, atol=0)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------

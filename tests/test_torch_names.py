@@ -354,3 +354,21 @@ def test_fake_ranks_and_tensors_go_through_what_real_ones_do():
     assert not isinstance(numbers, _torch.FakeTensor)
     assert seen == [("allreduce", 3)]
     assert not dist.is_initialized()
+
+
+def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
+    from torch.distributed.fsdp import fully_shard
+
+    made = []
+
+    class Counted(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for ranks, rows in ((3, 2), (1000, 1)):
+        with _torch.fake_ranks(ranks), Counted(), _torch.Rank0Chunks():
+            layer = fully_shard(nn.Linear(2, 5))
+            assert [each.to_local().shape[0] for each in layer.parameters()] == [rows, rows]
+            assert len(torch.ones(3).chunk(5)) == len(torch.chunk(torch.ones(3), 5)) == 3
+    assert made.count("aten.new_empty.default") <= 2 * 2 * 2
