@@ -20,7 +20,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fabric.errors import ConfigurationError, FabricError
 from fabric.world import World
@@ -61,14 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fabric {version('torch-fabric')}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    command = commands.add_parser(
-        "run",
-        help="run a script in several processes",
-        description="Run a script in one process per device. The options reach the script's Fabric(), whose own "
-        "arguments have to agree with them.",
-        allow_abbrev=False,
-    )
-    add = command.add_argument
+    about = "Run a script in one process per device. The options reach its Fabric(), whose arguments have to agree."
+    add = _command(commands, "run", _run, "run a script in several processes", about)
     add("--accelerator", metavar="A", help="cpu, cuda, mps or auto")
     add("--devices", metavar="D", help='number of devices, indices such as "0,2", -1 for all, or auto')
     add("--num-nodes", metavar="N", type=_at_least(1), help="number of machines, on each of which this command runs")
@@ -83,25 +77,17 @@ def _parser() -> argparse.ArgumentParser:
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", metavar="script.py", help="the script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
-    command.set_defaults(command=_run, parser=command)
 
-    command = commands.add_parser(
-        "consolidate",
-        help="make one file of a sharded checkpoint",
-        description="Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads "
-        "under any strategy; or the weights of a model to a .safetensors file, or to a folder of these.",
-        allow_abbrev=False,
-    )
-    add = command.add_argument
+    about = "Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads under "
+    about += "any strategy; or the weights of a model to a .safetensors file, or to a folder of these."
+    add = _command(commands, "consolidate", _consolidate, "make one file of a sharded checkpoint", about)
     add("directory", metavar="DIR", help="the sharded checkpoint")
     add("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR.pt)")
     add("--key", metavar="ENTRY", help="with weights: the entry to write (default: the only one that can be)")
     add("--max-shard-gb", metavar="GB", type=float, help="a folder for Hugging Face's libraries (default: DIR-weights)")
-    command.set_defaults(command=_consolidate, parser=command)
 
     about = "Print what memory a rank needs at most and the collectives of a step, and exit with 1 if that is too much."
-    command = commands.add_parser("plan", help="dry run of a training step", description=about, allow_abbrev=False)
-    add = command.add_argument
+    add = _command(commands, "plan", _plan, "dry run of a training step", about)
     add("build", metavar="module:function", help="build(fabric), which gives a model and its optimizers")
     add(
         "--step", metavar="NAME", default="step", help="step(fabric, model, *optimizers) of that module (default: step)"
@@ -112,15 +98,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
     add("--accelerator", metavar="A", default="cuda", help="of the job (default: cuda)")
     add("--memory", metavar="SIZE", help="of a device, such as 80GiB")
-    command.set_defaults(command=_plan, parser=command)
 
     about = "Draw the metrics that CSVLogger has written, a panel for each; needs matplotlib."
-    command = commands.add_parser("plot", help="draw the metrics of runs", description=about, allow_abbrev=False)
-    add = command.add_argument
+    add = _command(commands, "plot", _plot, "draw the metrics of runs", about)
     add("folders", metavar="RUN", nargs="+", help="the folder of a run, or of several")
     add("-o", "--output", metavar="FILE", default="metrics.png", help=".png, .svg or .pdf (default: metrics.png)")
-    command.set_defaults(command=_plot, parser=command)
     return parser
+
+
+def _command(commands: Any, name: str, run: Callable[..., int], short: str, about: str) -> Callable[..., Any]:
+    """Add a subcommand; what adds arguments to it."""
+    command = commands.add_parser(name, help=short, description=about, allow_abbrev=False)
+    command.set_defaults(command=run, parser=command)
+    return command.add_argument
 
 
 def _at_least(lowest: int) -> Callable[[str], int]:
