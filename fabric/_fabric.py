@@ -747,7 +747,7 @@ class Fabric:
             path: the file or folder.
             state: names and objects to restore; None returns everything as it was stored.
             strict: whether what one side lacks is an error; if not, what fits by name is loaded.
-            rng: whether each process continues its random streams, if there were as many processes.
+            rng: whether each process continues its random streams; of more processes than there were, the first ones.
             weights_only: False rebuilds any object that a file holds, which runs whatever code the file names: only for
                 a file whose writer you trust. None means True, as it does for torch. A folder never needs it.
 

@@ -6,6 +6,12 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fabric import Fabric
+from tests.ranks import run_in_ranks
 
 DEADLINE = 120
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -36,3 +42,26 @@ def test_what_a_rank_that_died_early_left_in_the_store_of_torchrun_stops_no_rest
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "".join(sorted(done.stdout.replace("sum", ""))).split() == ["2222"]
+
+
+def an_epoch(fabric: Fabric, path: Path) -> list[int]:
+    torch.manual_seed(0)
+    model = fabric.setup(nn.Linear(1, 1))
+    loader = fabric.setup_dataloaders(DataLoader(range(24), 12 // fabric.world_size, shuffle=True))
+    is_new = not path.exists()
+    if not is_new:
+        fabric.load(path, {"model": model, "loader": loader})
+    seen = [sample for batch in loader for sample in fabric.gather_for_metrics(batch).tolist()]
+    if is_new:
+        fabric.save(path, {"model": model, "loader": loader})
+    return seen
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(strategy: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    nn.Linear(1, 1)
+    plain = DataLoader(range(24), 12, shuffle=True)
+    orders = [[sample for batch in plain for sample in batch.tolist()] for _ in range(2)]
+    found = [run_in_ranks(an_epoch, tmp_path / "state", ranks=ranks, strategy=strategy)[0] for ranks in (2, 1, 3)]
+    assert found == [orders[0], orders[1], orders[1]]

@@ -182,8 +182,8 @@ class CheckpointCoordinator:
             if state is not None and self.scaler is not None and metadata.get("loss_scaler") is not None:
                 undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
                 self.scaler.load_state_dict(metadata["loss_scaler"])
-            # The streams of another number of ranks belong to none of these.
-            if state is not None and rng and sizes[0] == sizes[1] and metadata.get("rng"):
+            # On another number of ranks too: the order of the next epoch is drawn from the streams of rank 0.
+            if state is not None and rng and self.communicator.rank < sizes[0] and metadata.get("rng"):
                 set_rng_state(metadata["rng"][self.communicator.rank])
             undo.pop_all()
         return others
@@ -213,6 +213,8 @@ class CheckpointCoordinator:
         if stored.per_rank and (metadata["world_size"] == self.communicator.size or _has_metrics(state or {})):
             own = {rank: stored.read_values(rank) for rank in self._ranks_of(metadata)}
             metadata |= {name: {rank: own[rank][name] for rank in own} for name in own[min(own)]}
+        elif stored.per_rank and (rank := self.communicator.rank) < metadata["world_size"]:
+            metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
         if state is not None:
             check_fits(content, state, self.access.module_state, strict)
             for name in content:
