@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from textwrap import indent
-from typing import Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from fabric.loggers import Loggers
 from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
+from fabric.preemption import exit_preempted
 from fabric.progress import Metrics, Progress
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
@@ -99,6 +100,8 @@ class Fabric:
         timeout: how long a collective may wait for other ranks before it raises an error that says where each rank is,
             in seconds or as a timedelta; None is the strategy's, half an hour.
         watchdog: likewise, before the first rank prints which ranks are missing, and their stacks; 0 for never.
+        time_limit: how long until :attr:`should_stop`, in seconds, as a timedelta or as ``"HH:MM:SS"``.
+        stop_margin: likewise, how long before the end of a SLURM job; None is a minute, or half of what is left then.
         callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
             drift apart. It issues no collective and costs nothing after these steps.
@@ -120,6 +123,8 @@ class Fabric:
         check_collectives: bool = False,
         timeout: timedelta | float | None = None,
         watchdog: timedelta | float = DEFAULT_WATCHDOG,
+        time_limit: timedelta | float | str | None = None,
+        stop_margin: timedelta | float | str | None = None,
         callbacks: Any = None,
         loggers: Any = None,
         check_training: bool = True,
@@ -127,7 +132,7 @@ class Fabric:
         self._plan = resolve(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
             environment=environment, launcher=launcher, check_collectives=check_collectives, timeout=timeout,
-            watchdog=watchdog,
+            watchdog=watchdog, time_limit=time_limit, stop_margin=stop_margin,
         )  # fmt: skip
         self._callbacks, self._loggers = as_list(callbacks), Loggers(as_list(loggers))
         self._check_training = check_training
@@ -677,13 +682,21 @@ class Fabric:
 
     @property
     def should_stop(self) -> bool:
-        """Whether any process of the job has received SIGTERM or SIGHUP: it is time to save and stop. Collective.
+        """Whether it is time to save and stop; true from the same call on, on every process, which must all make it.
 
-        The first call, before the loop or in its first step and in the main thread, changes what these signals mean in
-        this process: they no longer raise ``SystemExit``, and a launcher of fabric that passes one on gives the ranks
-        30 s instead of 3. ``teardown`` changes it back.
+        SIGTERM, SIGHUP and SIGUSR2 to any process, under SLURM SIGUSR1 too, ``time_limit`` and the end of a SLURM job
+        make it so. No call sends or waits for anything, but the one at which the processes agree. The first one changes
+        what the signals mean in this process until ``teardown``: they no longer end it.
         """
-        return self.reduce_boolean_decision(self._running("should_stop").stop_request.received(), all=False)
+        return self._running("should_stop").stopping.is_due()
+
+    def exit_preempted(self, requeue: bool = False) -> NoReturn:
+        """End this process with code 75, which says: saved, start me again. Waits for saves. Collective.
+
+        With ``requeue`` rank 0 puts the job back into SLURM's queue, of an array this task; elsewhere it means nothing.
+        """
+        self.barrier("exit_preempted")
+        exit_preempted(self.teardown, requeue and self._is_first())
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """A context in which the first process goes first and the others wait until it is done; for downloads.

@@ -11,6 +11,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import entry_points
+from time import monotonic
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.base import is_interactive, notebook_start_method
 from fabric.launchers.serialize import has_cloudpickle
 from fabric.precision import Precision, parse_precision
+from fabric.preemption import seconds_of
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
@@ -53,7 +55,7 @@ RUN_OPTIONS = {key: f"FABRIC_{key.upper()}" for key in ("accelerator", "strategy
 LATE = "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(RUN_OPTIONS, "auto"),
-    **dict.fromkeys(("precision", "environment", "launcher", "timeout")),
+    **dict.fromkeys(("precision", "environment", "launcher", "timeout", "time_limit", "stop_margin")),
     "check_collectives": False,
     "watchdog": DEFAULT_WATCHDOG,
 }
@@ -81,6 +83,8 @@ class Plan:
         check_collectives: whether the ranks compare each collective before they make it.
         timeout: how long a collective may wait.
         watchdog: how long a rank waits before a report is printed; zero for never.
+        deadline: when the job is to save and stop at the latest, on the system-wide monotonic clock.
+        stop_margin: how long before the end of a SLURM job; None is what ``slurm_deadline`` says.
     """
 
     accelerator: Accelerator
@@ -95,6 +99,8 @@ class Plan:
     check_collectives: bool
     timeout: timedelta
     watchdog: timedelta
+    deadline: float
+    stop_margin: timedelta | None
 
     @property
     def world_size(self) -> int:
@@ -123,8 +129,9 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     """The plan of one job. Arguments and errors are those of ``Fabric``; ``env`` replaces ``os.environ``."""
     env = os.environ if env is None else env
     given: dict[str, Any] = {**_DEFAULTS, **arguments}
-    if given["timeout"] is not None:
-        given["timeout"] = _parse_duration("timeout", given["timeout"])
+    for argument in ("timeout", "watchdog", "time_limit", "stop_margin"):
+        if given[argument] is not None:
+            given[argument] = _parse_duration(argument, given[argument])
     for argument, variable in RUN_OPTIONS.items():
         if value := env.get(variable):
             source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
@@ -160,7 +167,9 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         started_by=_maker(found) if found else launcher.name if world is None else "this script",
         check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "").strip().lower() not in _OFF,
         timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
-        watchdog=_parse_duration("watchdog", given["watchdog"]),
+        watchdog=given["watchdog"],
+        deadline=float("inf") if given["time_limit"] is None else monotonic() + given["time_limit"].total_seconds(),
+        stop_margin=given["stop_margin"],
     )
 
 
@@ -202,11 +211,11 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type,
 
 
 def _parse_duration(argument: str, value: Any) -> timedelta:
-    """Seconds or a timedelta; zero only for the watchdog, which it turns off."""
-    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    """Seconds, a timedelta or a text; zero only for the watchdog, which it turns off."""
+    seconds = seconds_of(value)
     if isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST and (seconds > 0 or argument == "watchdog"):
         return timedelta(seconds=seconds)
-    expected = f"seconds or a timedelta, more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
+    expected = f"seconds, a timedelta or 'D-HH:MM:SS', more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
     raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
 
 

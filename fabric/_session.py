@@ -23,9 +23,9 @@ from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import SetupChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
 from fabric.errors import ArgumentTypeError, UsageError
-from fabric.launchers.rank import StopRequest
 from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
+from fabric.preemption import StopRequest
 from fabric.runtime import Runtime
 from fabric.strategies import Strategy
 from fabric.weights import LossWeights
@@ -67,7 +67,7 @@ class Session:
         # All that close() ends, the last one first, even when one of them raises.
         self._parts = ExitStack()
         self._parts.callback(self.strategy.teardown)
-        self.stop_request = self._parts.enter_context(closing(StopRequest()))
+        self.stopping = self._parts.enter_context(closing(StopRequest(self.runtime, plan.deadline, plan.stop_margin)))
         self.scaler: LossScaler | None = None
         if (scale := plan.precision.loss_scale) is not None:
             agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None

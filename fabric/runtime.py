@@ -53,6 +53,7 @@ class Runtime:
         store: values that the ranks share.
         meshes: those of :meth:`mesh`, by their names and sizes.
         recorder: what this process is doing, where there are others that may wait for it; else None.
+        reporter: the thread that reports it; None where there are no others, or no connection for it.
     """
 
     world: World
@@ -73,6 +74,7 @@ class Runtime:
         self.store = JobStore(dist.HashStore(), 0, 1)
         self.communicator: Communicator = LocalCommunicator(self.device)
         self.recorder: FlightRecorder | None = None
+        self.reporter: HangReporter | None = None
         self._is_started = False
         self._background: dict[str, Communicator] = {}
         self._closers = ExitStack()
@@ -108,8 +110,8 @@ class Runtime:
         own = second_connection(shared, bool(self.watchdog)) if communicator is None else None
         if own is not None:
             is_asynchronous = self.communicator.device.type != "cpu"
-            reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
-            self.recorder = reporter.recorder
+            self.reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
+            reporter, self.recorder = self.reporter, self.reporter.recorder
             self._closers.callback(reporter.close)
             reporter.start()
         if self.check_collectives:

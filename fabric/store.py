@@ -55,6 +55,17 @@ class JobStore:
         """The value of the first rank that called this with ``key``: ``value`` if it is this one."""
         return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType] - as in set()
 
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, and return what it is then."""
+        return self._store.add(key, amount)
+
+    def raise_to(self, key: str, least: int) -> int:
+        """Make a number at least so large, and return what it is then."""
+        found = int(self.set_if_absent(key, str(least).encode()))
+        while found < least:
+            found = int(self._store.compare_set(key, str(found), str(least)))
+        return found
+
     def set(self, key: str, value: bytes | str) -> None:
         """Write a value, over one that is there."""
         self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only

@@ -18,7 +18,7 @@ LAYERS = [
     ["collectives", "loss_scaler", "clipping"],
     ["diagnostics"],
     ["runtime", "data", "metrics"],
-    ["strategies", "checkpoint", "loggers"],
+    ["strategies", "checkpoint", "loggers", "preemption"],
     ["_plan", "progress", "plotting"],
     ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],

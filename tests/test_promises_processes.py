@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabric import Fabric
 from fabric.errors import RankFailedError, UsageError
-from fabric.launchers.rank import StopRequest
 from fabric.testing import RankPool
 from tests.ranks import outcome, run_in_ranks
 
@@ -216,20 +215,6 @@ def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
         job.send_signal(signal.SIGHUP)
         assert job.communicate(timeout=30) == ("finally\n" * 2, None)
         assert job.returncode == 128 + signal.SIGHUP
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_d19_a_request_to_stop_is_noted_once_it_was_asked_for(number: int) -> None:
-    before = signal.signal(number, signal.SIG_DFL)  # SIGHUP is ignored where the tests run under nohup
-    try:
-        request = StopRequest()
-        assert not request.received()
-        os.kill(os.getpid(), number)
-        assert request.received()
-        request.close()
-        assert signal.getsignal(number) == signal.SIG_DFL
-    finally:
-        signal.signal(number, before)
 
 
 # -- D20: what is said of ranks that wait -----------------------------------------------------------------------------

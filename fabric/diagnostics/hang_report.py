@@ -11,7 +11,7 @@ this is a collective. While a rank compiles the report is not printed, but reque
 import json
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from time import monotonic, sleep
@@ -138,6 +138,8 @@ class HangReporter:
 
     Attributes:
         recorder: what this process is doing, for those that write into it.
+        store: what it was made with.
+        polls: called with the time, on the monotonic clock, whenever its thread looks around; they may use the store.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class HangReporter:
         # It knows the id of the user's latest request for a report, which all ranks of a supervisor get.
         self._control = control = ControlThread.of_this_process()
         self._answered = {"", control.report_request if control else ""}
-        self._store, self._is_asynchronous = store, is_asynchronous
+        self.store, self.polls, self._is_asynchronous = store, list[Callable[[float], object]](), is_asynchronous
         self._prints, half = bool(threshold), timeout / 2
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
@@ -164,7 +166,7 @@ class HangReporter:
 
     def start(self) -> None:
         """Publish where to find the stack of this rank, and start the thread."""
-        self._store.publish("address", self._stacks.address)
+        self.store.publish("address", self._stacks.address)
         self._thread.start()
 
     def close(self) -> None:
@@ -177,7 +179,7 @@ class HangReporter:
             # The store goes with the process that hosts it; then nobody is left who could read this.
             with suppress(dist.DistError):
                 place = f"makes no further calls: {exit_reason()}"
-                self._store.publish("closed", self._state()._replace(place=place, inside=False, stack=""))
+                self.store.publish("closed", self._state()._replace(place=place, inside=False, stack=""))
         self._stacks.close()
 
     def wait_for_report(self) -> str:
@@ -192,7 +194,8 @@ class HangReporter:
     def _watch(self) -> None:
         try:
             while not self._stop.wait(min(_LONGEST_TICK, self._interval)):
-                self._poll(monotonic())
+                for poll in (self._poll, *self.polls):
+                    poll(monotonic())
         except dist.DistError as error:
             self._store_error = f"the store of the job is gone: {error}"
 
@@ -202,7 +205,7 @@ class HangReporter:
         if snapshot != self._snapshot:
             self._snapshot, self._unchanged_since, self._report_number, self._report = snapshot, now, 0, None
         if self._report_number and self._report is None:
-            text = self._store.get_nowait(f"report/{self._report_number}")
+            text = self.store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
             if _COMPILES in (self._report or ""):
                 self._report_number, self._unchanged_since = 0, now
@@ -213,14 +216,14 @@ class HangReporter:
             self._request()
         elif now - self._polled > self._interval:
             self._polled = now
-            if request := self._store.get_nowait(f"request/{self._published + 1}"):
+            if request := self.store.get_nowait(f"request/{self._published + 1}"):
                 self._publish_state(request)
-                if self._store.rank == 0:
+                if self.store.rank == 0:
                     self._compose(request)
 
     def _request(self, user_request: str = "") -> None:
-        own = json.dumps([self._store.rank, user_request]).encode()
-        request = self._store.set_if_absent(f"request/{self._published + 1}", own)
+        own = json.dumps([self.store.rank, user_request]).encode()
+        request = self.store.set_if_absent(f"request/{self._published + 1}", own)
         self._publish_state(request)
         self._compose(request)
 
@@ -228,14 +231,14 @@ class HangReporter:
         """Publish the state of this rank for the next report."""
         self._published += 1
         state = self._state()
-        self._store.publish(f"state/{self._published}", state)
+        self.store.publish(f"state/{self._published}", state)
         if state.waited > self._due / 2 or self._needs_report.is_set():
             self._report_number, self._report = self._published, None
         self._answered.add(json.loads(request)[1])
 
     def _compose(self, request: bytes) -> None:
         """Compose the latest report once all states are there; as another rank only if rank 0 does not."""
-        store, number, until = self._store, self._published, monotonic() + self._grace
+        store, number, until = self.store, self._published, monotonic() + self._grace
         ranks, own = range(store.size), str(store.rank).encode()
         awaited = [(f"state/{number}/{rank}", f"closed/{rank}") for rank in ranks]
         if store.rank != 0:
@@ -249,13 +252,13 @@ class HangReporter:
         published = store.read("closed", ranks) | store.read(f"state/{number}", ranks)
         states = {r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks}
         requester, user_request = json.loads(request)
-        text = compose(states, requester, "a report was requested by SIGUSR1" if user_request else "")
+        text = compose(states, requester, "a report was requested by a signal" if user_request else "")
         store.set(f"report/{number}", text)
         if text and (user_request or (self._prints and _COMPILES not in text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:
-        address = self._store.read("address", [rank]).get(rank)
+        address = self.store.read("address", [rank]).get(rank)
         if address is None:
             return RankState("it has not started")
         place, _, stack = read_stack(tuple(address)).partition("\n")
@@ -280,6 +283,6 @@ class HangReporter:
             more += f"; its latest collective was {latest}" if latest else ""
             more += f"; its latest phase was {key}" if not phase and key and not members else ""
         place += f" ({_COMPILES})" if is_compiling() else ""
-        members = () if len(members) == self._store.size else tuple(members)
+        members = () if len(members) == self.store.size else tuple(members)
         waited = self._waited(monotonic())
         return RankState(place, more, bool(call or phase), waited, key, members, counts, self._stacks.own())

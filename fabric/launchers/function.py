@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
-from fabric.launchers.rank import ENDING, Payload, RankConfig, main, receive, run
+from fabric.launchers.rank import Payload, RankConfig, ending_signals, main, receive, run
 from fabric.launchers.serialize import Call, dump_call, load
 from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 
@@ -89,7 +89,7 @@ class ProcessLauncher(base.Launcher):
             RankFailedError: a rank raised, exited without returning, or was killed; the others have been ended. If
                 nothing catches it, this process ends with the exit code of that rank, 128 + n for signal n.
             KeyboardInterrupt: SIGINT; the ranks had a grace period for their ``finally`` blocks.
-            SystemExit: SIGTERM or SIGHUP, likewise; code 143 or 129.
+            SystemExit: another signal that ends a job, likewise; code 128 + n. Or all ranks were preempted; code 75.
         """
         self.check(spec)
         if not callable(fn):
@@ -243,7 +243,7 @@ def forkserver_main() -> None:
     owner = os.getppid()
     # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
     # A rank learns from the handler of SIGINT whether it is ignored.
-    for number in ENDING:
+    for number in ending_signals():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     requests = socket.socket(fileno=int(sys.argv[1]))

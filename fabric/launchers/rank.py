@@ -10,7 +10,7 @@ ready      rank         None: signals run its ``finally`` blocks from now on
 error      rank         the :class:`Failure` that ends it
 finished   rank         what the payload returned, pickled
 signal     rank         number of a signal that its main thread has acted on
-saving     rank         None: SIGTERM or SIGHUP asks it to save and exit
+saving     rank         None: signals ask it to save and exit from now on
 describe   supervisor   None: asks for the error that the main thread is handling
 stack      rank         before the answer: where the main thread is, as in a traceback
 described  rank         that :class:`Failure`, or None
@@ -35,7 +35,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,13 +49,13 @@ from fabric.launchers.serialize import dump_result
 from fabric.world import World
 
 __all__ = [
-    "ENDING",
-    "STOPPING",
+    "PREEMPTED",
     "ControlThread",
     "Failure",
     "Payload",
     "RankConfig",
-    "StopRequest",
+    "SignalHandler",
+    "ending_signals",
     "exit_process",
     "exit_with_late_error",
     "is_secondary",
@@ -63,11 +63,10 @@ __all__ = [
     "raise_on_signals",
     "receive",
     "run",
+    "stop_signals",
 ]
 
-# The signals that end a job: those that leave it the time to save, and Ctrl-C.
-STOPPING = (signal.SIGTERM, signal.SIGHUP)
-ENDING = (*STOPPING, signal.SIGINT)
+PREEMPTED = 75  # the exit code of a job that has saved and wants to be started again; EX_TEMPFAIL of sysexits.h
 
 Payload = Callable[[], Callable[[], Any]]
 """Prepares a process, and returns what to call once the environment is that of a rank."""
@@ -131,6 +130,16 @@ class Failure:
             text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
         peer_lost = any(words in _first_line(error) for words in _PEER_LOST)
         return cls(text=text, secondary=is_secondary(error), peer_lost=peer_lost)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a job to save and end; SIGUSR1 is what users of SLURM let it send."""
+    return [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, *[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)]
+
+
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end a job: those that leave it the time to save, and Ctrl-C."""
+    return [*stop_signals(), signal.SIGINT]
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -264,45 +273,63 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         text = "" if isinstance(leaving.code, int) else str(leaving.code)
         # As the system cuts it.
         code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if code == 0 and config.runs_script:
+        if code == PREEMPTED or (code == 0 and config.runs_script):
             message = "finished", b""
-        elif code not in (0, *(128 + number for number in STOPPING)):
+        elif code not in (0, *(128 + number for number in stop_signals())):
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         # What an exit handler would find if the interpreter had reached this point.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         message = "error", Failure.of(error)
     # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
-    for number in ENDING:
-        if signal.getsignal(number) is _raise_once:
+    for number in ending_signals():
+        if isinstance(signal.getsignal(number), SignalHandler):
             signal.signal(number, signal.SIG_IGN)
     if message is not None:
         thread.send(*message)
     return code
 
 
-def _raise_once(number: int, _frame: FrameType | None) -> NoReturn:
-    """Let the first signal raise, so that ``finally`` blocks run, and ignore the ones that follow.
+class SignalHandler:
+    """Lets the first signal raise, so that ``finally`` blocks run, and ignores the ones that follow.
 
     Ctrl-C in a terminal reaches a rank twice, from the terminal and from the parent, and the second would interrupt
     the ``finally`` block.
+
+    Attributes:
+        listeners: called with the number of a signal that asks the job to save, which then does not raise.
+        noted: the signals with which some were called.
     """
-    signal.signal(number, signal.SIG_IGN)
-    raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[int], object]] = []
+        self.noted: set[int] = set()
 
-def _heard(numbers: Iterable[int]) -> list[int]:
-    # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
-    return [each for each in numbers if each == signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN]
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        """Handle a signal, in the main thread."""
+        if not self.notify(number):
+            signal.signal(number, signal.SIG_IGN)
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+
+    def notify(self, number: int) -> bool:
+        """Call the listeners; whether this signal has any, so that it does not raise."""
+        listeners = [] if number == signal.SIGINT else self.listeners
+        for listener in listeners:
+            listener(number)
+            self.noted.add(number)
+        return bool(listeners)
 
 
 def raise_on_signals(acted: Callable[[int], object]) -> None:
-    """Let SIGTERM, SIGHUP and SIGINT raise in the main thread, which is this one.
+    """Let the signals that end a job raise in the main thread, which is this one.
 
     ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
     """
-    for number in _heard(ENDING):
-        signal.signal(number, _raise_once)
+    handler = SignalHandler()
+    for number in ending_signals():
+        # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
+        if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, handler)
     # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
     # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
     reading, writing = os.pipe()
@@ -314,52 +341,18 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
 
     def wake() -> None:
         while received := os.read(reading, 1):
+            number = received[0]
             time.sleep(_PAUSE)
-            while signal.getsignal(received[0]) is _raise_once:
-                signal.pthread_kill(main, received[0])
+            # Listeners are called here, too: the main thread may be in C++ code for long.
+            # Once noted, none is sent again: it would end a job that has saved because of the first.
+            while signal.getsignal(number) is handler and not (handler.notify(number) or number in handler.noted):
+                signal.pthread_kill(main, number)
                 time.sleep(_PAUSE)
-            if received[0] in ENDING:  # others, as SIGCHLD, say nothing about the grace period
-                acted(received[0])
+            if number in ending_signals():  # others, as SIGCHLD, say nothing about the grace period
+                acted(number)
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it; raises if one has arrived
-
-
-class StopRequest:
-    """Notes SIGTERM and SIGHUP from the first question on, instead of letting them raise.
-
-    A handler of the user is still called.
-    """
-
-    def __init__(self) -> None:
-        self._received = False
-        self._previous: dict[int, Any] = {}
-
-    def received(self) -> bool:
-        """Whether one was received since this was first asked.
-
-        Raises:
-            ValueError: first asked in another thread than the main one, which alone may say what a signal means.
-        """
-        if not self._previous:
-            self._previous = {number: signal.signal(number, self._note) for number in _heard(STOPPING)}
-            if control := ControlThread.of_this_process():
-                control.send("saving")
-        return self._received
-
-    def close(self) -> None:
-        """Restore the handlers."""
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) == self._note:
-                # None: installed from C, which Python cannot put back.
-                signal.signal(number, previous or signal.SIG_DFL)
-        self._previous = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = True
-        previous = self._previous.get(number)
-        if callable(previous) and previous is not _raise_once:
-            previous(number, frame)
 
 
 def exit_process(code: int) -> NoReturn:

@@ -164,6 +164,9 @@ def run_script(
     Returns:
         The exit code for this process: 0 when all ranks ended with 0; that of the rank that failed first, 128 + n for
         signal n, after one report on standard error; 128 + n if signal n interrupted this process. And whether one did.
+
+    Raises:
+        SystemExit: the job was preempted; see :meth:`Supervisor.run`.
     """
 
     def start(control: Connection, config: RankConfig) -> Started:

@@ -30,7 +30,7 @@ from types import FrameType
 from typing import Any, Self
 
 from fabric.errors import RankFailedError
-from fabric.launchers.rank import ENDING, STOPPING, Failure, Payload, RankConfig
+from fabric.launchers.rank import PREEMPTED, Failure, Payload, RankConfig, ending_signals
 from fabric.world import World, available_cores
 
 __all__ = ["RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
@@ -46,6 +46,8 @@ Start = Callable[[Connection, RankConfig], Started]
 COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1.0, 5.0, 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
 SAVE = 30.0
+# Signals that others send to end a process; what the rest mean, programs choose.
+_STANDARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds between two looks at the processes
 _IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
 _LINES = 16  # ranks of which an error says where they were
@@ -131,7 +133,7 @@ class RankProcess:
         """Whether it has sent an error, or has ended otherwise than it should."""
         if "error" in self.messages or self.exit_code is None:
             return "error" in self.messages
-        return self.exit_code != 0 or ("finished" not in self.messages and not self.config.runs_script)
+        return self.exit_code not in (0, PREEMPTED) or not ("finished" in self.messages or self.config.runs_script)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal, unless it has ended."""
@@ -188,7 +190,7 @@ class RankProcess:
         # One that has finished did so too early only if another says that it was still needed.
         if peer_lost if "finished" in self.messages else self.exit_code == 0:
             return 2, self.ended, self.rank
-        return 0 if self.exit_code else 4, self.ended, self.rank
+        return 4 if self.exit_code in (None, 0, PREEMPTED) else 0, self.ended, self.rank
 
 
 class Supervisor:
@@ -196,7 +198,7 @@ class Supervisor:
 
     Attributes:
         ranks: those that have been started.
-        signals: each SIGINT, SIGTERM and SIGHUP that has arrived since the block was entered, and when.
+        signals: each signal that ends the job and has arrived since the block was entered, and when.
     """
 
     def __init__(self) -> None:
@@ -205,15 +207,17 @@ class Supervisor:
         self.signals: list[tuple[int, float]] = []
         self._store = _PrivateFile()
         self._handlers: dict[int, Any] = {}
+        # Users of SLURM have it send SIGUSR1 for another purpose.
+        self._report_signal = signal.SIGQUIT if signal.SIGUSR1 in ending_signals() else signal.SIGUSR1
         self._report_requested = False
 
     def __enter__(self) -> Self:
         # Only the main thread may install handlers; in another thread the signals keep the meaning they have.
         if threading.current_thread() is threading.main_thread():
-            for number in (*ENDING, signal.SIGUSR1):
+            for number in (*ending_signals(), self._report_signal):
                 handler = signal.getsignal(number)
                 # Ignored: the shell, or nohup, wants it so. None: installed from C, and could not be restored.
-                is_ours = handler is signal.SIG_DFL if number == signal.SIGUSR1 else handler != signal.SIG_IGN
+                is_ours = handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
                 if is_ours and handler is not None:
                     self._handlers[number] = signal.signal(number, self._note)
         return self
@@ -290,20 +294,29 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed; the others have had their grace period.
-            KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP was received, see ``signals``; all have had their grace period.
+            KeyboardInterrupt: a signal that ends the job was received, see ``signals``; they have had a grace period.
+            SystemExit: the job was preempted; all have ended, the last of them with :data:`PREEMPTED`.
         """
         over = False
         while not over:
             over = self._collect(_POLL)
-            if self.signals:
+            saving = [rank for rank in self.ranks if "saving" in rank.messages]
+            if self.signals and saving and self.signals[0][0] not in _STANDARD:
+                # Whoever sends it knows how much time is left, and ends the job when that is over.
+                number, _ = self.signals.pop(0)
+                for rank in saving:
+                    rank.kill(number)
+            elif self.signals:
                 number, _ = self.signals[0]
-                saving = number in STOPPING and any("saving" in rank.messages for rank in self.ranks)
                 # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
-                grace = SAVE if saving else INTERRUPT
+                grace = SAVE if saving and number != signal.SIGINT else INTERRUPT
                 self._end(number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT)
-                raise KeyboardInterrupt
+                if any(rank.exit_code != PREEMPTED for rank in self.ranks):
+                    raise KeyboardInterrupt
             if any(rank.has_failed() for rank in self.ranks):
                 self._conclude()
+        if any(rank.exit_code == PREEMPTED for rank in self.ranks):
+            raise SystemExit(PREEMPTED)
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
     def collect_until(self, seconds: float, done: Callable[[], object] = bool) -> None:
@@ -314,7 +327,7 @@ class Supervisor:
                 return
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGUSR1:
+        if number == self._report_signal:
             self._report_requested = True
         else:
             self.signals.append((number, monotonic()))

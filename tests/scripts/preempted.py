@@ -1,0 +1,55 @@
+"""``preempted.py METHOD [FOLDER]``: two ranks train until they should stop, save, and exit as preempted.
+
+Each says ``ready RANK PID`` once it has asked for the first time, and ``saved RANK STEP``.
+"""
+
+import os
+import random
+import sys
+import threading
+import time
+
+import torch
+
+from fabric import Fabric
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def train(fabric: Fabric, folder: str) -> None:
+    model, step, delays = torch.zeros(1), 0, random.Random(fabric.global_rank)
+    while not fabric.should_stop:
+        step += 1
+        if step % 5 == 0:  # a rank may be some steps ahead of the other
+            model += fabric.all_reduce(torch.ones(1))
+        if step == 1:
+            say("ready", fabric.global_rank, os.getpid())
+        time.sleep(delays.random() / 100)
+    fabric.save(f"{folder}/last.pt", {"model": model, "step": step})
+    say("saved", fabric.global_rank, step)
+    fabric.exit_preempted(requeue=True)
+
+
+def train_in_a_thread(fabric: Fabric, folder: str) -> None:
+    fabric.barrier()
+    codes: list[object] = []
+
+    def run() -> None:
+        try:
+            train(fabric, folder)
+        except SystemExit as leaving:
+            codes.append(leaving.code)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    sys.exit(codes[0])
+
+
+if __name__ == "__main__":
+    method, folder, *more = sys.argv[1:]
+    limit = next((word for word in more if ":" in word), None)
+    function = train_in_a_thread if "thread" in more else train
+    Fabric(accelerator="cpu", devices=2, launcher=method, time_limit=limit).launch(function, folder)
