@@ -8,8 +8,9 @@ if TYPE_CHECKING:
     from fabric.dry_run import plan
     from fabric.module import FabricModule
     from fabric.seed import seed_everything
+    from fabric.throughput import Throughput
 
-__all__ = ["Fabric", "FabricModule", "__version__", "plan", "seed_everything"]
+__all__ = ["Fabric", "FabricModule", "Throughput", "__version__", "plan", "seed_everything"]
 
 __version__ = "0.1.0.dev0"
 
@@ -18,7 +19,8 @@ def __getattr__(name: str) -> Any:
     # The command line and the launchers, which need no torch, start without waiting for it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("fabric.dry_run" if name == "plan" else "fabric._fabric"), name)
+    homes = {"Throughput": "fabric.throughput", "plan": "fabric.dry_run"}
+    return getattr(import_module(homes.get(name, "fabric._fabric")), name)
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabric import Fabric
+from fabric import Fabric, Throughput
 from fabric.data.copies import OverlappedCopies
 from fabric.errors import UsageError
 from fabric.strategies import DDPStrategy
@@ -256,3 +256,21 @@ def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_devic
                 optimizer.step()
             assert torch.equal(model.weight, before)
             optimizer.zero_grad()
+
+
+def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
+    with Fabric(accelerator="cuda", devices=1) as fabric:
+        model, x = fabric.setup(nn.Linear(8, 8)), torch.ones(4, 8, device="cuda")
+        throughput, found = Throughput(fabric, warmup=2, every=3, peak_flops=1e15), []
+        for step in range(1, 9):
+            torch.cuda.set_sync_debug_mode("default" if step in (1, 2, 5, 8) else "error")
+            try:
+                with throughput.count_flops():
+                    fabric.backward(model(x).sum())
+                found.append(throughput.update(len(x), tokens=(x > 0).sum()))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert [step for step, rates in enumerate(found, 1) if rates] == [5, 8]
+    rates = found[-1] or {}
+    assert rates["tokens_per_second"] == pytest.approx(8 * rates["samples_per_second"])
+    assert rates["flops_per_second"] == pytest.approx(2 * 2 * 8 * 8 * rates["samples_per_second"])

@@ -23,7 +23,7 @@ LAYERS = [
     ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],
-    ["dry_run"],
+    ["doctor", "dry_run", "throughput"],
     ["cli", "legacy", "testing", "__init__"],
     ["__main__"],
 ]
