@@ -91,7 +91,7 @@ class Fabric:
         num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
         precision: ``"32-true"`` (or None), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
             ``"bf16-mixed"``, or one of the aliases ``64``, ``32``, ``16``, ``"bf16"``.
-        environment: where a process learns its rank; None detects torchrun, SLURM and MPI, ``"none"`` detects nothing.
+        environment: where a process learns its rank; None detects torchrun, SLURM, MPI and Ray, ``"none"`` nothing.
         launcher: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
             :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
         check_collectives: whether the ranks compare every collective before they make it, so that one that differs or

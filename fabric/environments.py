@@ -8,7 +8,10 @@ from typing import Protocol, final
 from fabric.errors import ConfigurationError
 from fabric.world import World, read, read_integer
 
-__all__ = ["Environment", "MPICHEnvironment", "OpenMPIEnvironment", "SlurmEnvironment", "TorchrunEnvironment", "detect"]
+__all__ = [
+    "Environment", "MPICHEnvironment", "OpenMPIEnvironment", "RayEnvironment", "SlurmEnvironment",
+    "TorchrunEnvironment", "detect",
+]  # fmt: skip
 
 
 class Environment(Protocol):
@@ -33,8 +36,8 @@ def detect(
 
     Args:
         env: an environment mapping, such as ``os.environ``; nothing else is read.
-        environments: the candidates; the first that recognizes its variables wins. Default: torchrun (and whatever
-            sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
+        environments: the candidates; the first that recognizes its variables wins. Default: Ray Train, torchrun
+            (and whatever sets its variables), Open MPI, MPICH and Intel MPI, SLURM.
 
     Returns:
         The environment and the world it found, or ``None`` when no launcher started this process.
@@ -187,6 +190,19 @@ class TorchrunEnvironment(_Launcher):
 
 
 @final
+class RayEnvironment:
+    """A worker of Ray Train's ``TorchTrainer``, which connects the processes before it calls the training function."""
+
+    name = "ray"
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        """See :meth:`Environment.detect`."""
+        # It sets the variables of torchrun but for the number of the node; torchrun inside of a worker sets that.
+        is_worker = all(read(env, name) for name in ("RAY_JOB_ID", "NODE_RANK")) and not read(env, "GROUP_RANK")
+        return World.from_env({**env, "GROUP_RANK": env["NODE_RANK"]}) if is_worker else None
+
+
+@final
 class OpenMPIEnvironment(_Launcher):
     """Open MPI's ``mpirun``, ``mpiexec`` or ``prterun``; several nodes need ``MASTER_ADDR``."""
 
@@ -250,7 +266,13 @@ class SlurmEnvironment(_Launcher):
         return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else super().detect(env)
 
 
-# The innermost launcher first. torchrun, fabric's own launchers and variables set by hand are always meant. mpirun
-# precedes SLURM because in a SLURM job it starts its daemons with srun: what it launches carries the variables of
-# both, and SLURM's then describe the daemons.
-_INNERMOST_FIRST = (TorchrunEnvironment(), OpenMPIEnvironment(), MPICHEnvironment(), SlurmEnvironment())
+# The innermost launcher first. What Ray sets are the variables of torchrun and more. torchrun, fabric's own launchers
+# and variables set by hand are always meant. mpirun precedes SLURM because in a SLURM job it starts its daemons with
+# srun: what it launches carries the variables of both, and SLURM's then describe the daemons.
+_INNERMOST_FIRST = (
+    RayEnvironment(),
+    TorchrunEnvironment(),
+    OpenMPIEnvironment(),
+    MPICHEnvironment(),
+    SlurmEnvironment(),
+)

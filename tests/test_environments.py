@@ -6,6 +6,7 @@ from fabric.environments import (
     Environment,
     MPICHEnvironment,
     OpenMPIEnvironment,
+    RayEnvironment,
     SlurmEnvironment,
     TorchrunEnvironment,
     detect,
@@ -34,6 +35,22 @@ def torchrun(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": "none",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def ray(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
+    """As set by the TorchTrainer of Ray 2.60."""
+    return {
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "LOCAL_RANK": f"{rank % per_node}",
+        "LOCAL_WORLD_SIZE": f"{per_node}",
+        "MASTER_ADDR": "gpu-a" if nodes > 1 else "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "NODE_RANK": f"{rank // per_node}",
+        "RANK": f"{rank}",
+        "RAY_JOB_ID": "01000000",
+        "RAY_RAYLET_PID": "20508",
+        "WORLD_SIZE": f"{nodes * per_node}",
     }
 
 
@@ -163,6 +180,7 @@ def mpiexec_pals(rank: int, nodes: int = 1, per_node: int = 2) -> Variables:
 
 LAUNCHERS = [
     (torchrun, TorchrunEnvironment),
+    (ray, RayEnvironment),
     (srun, SlurmEnvironment),
     (mpirun_5, OpenMPIEnvironment),
     (mpirun_1, OpenMPIEnvironment),
@@ -276,6 +294,7 @@ HALF_SET = [
     (mpiexec_hydra, "MPI_LOCALNRANKS"),
     (torchrun, "WORLD_SIZE"),
     (torchrun, "MASTER_PORT"),
+    (ray, "WORLD_SIZE"),
 ]
 
 
@@ -502,4 +521,4 @@ def test_an_environment_of_ones_own_needs_a_name_and_one_method() -> None:
 
 def test_names_are_distinct_and_lower_case() -> None:
     names = [environment().name for _, environment in LAUNCHERS]
-    assert sorted(set(names)) == ["mpich", "openmpi", "slurm", "torchrun"]
+    assert sorted(set(names)) == ["mpich", "openmpi", "ray", "slurm", "torchrun"]
