@@ -20,7 +20,7 @@ ROOT = HERE.parents[1]
 LINES = [line.split() for line in (HERE / "packages.txt").read_text().splitlines()]
 PACKAGES = {words[0]: words[1:] for words in LINES if words[0] != "#"}
 # Seconds, several times what two cores need that have nothing else to do.
-INSTALL, ENGINE, TOTAL, GRACE = 240, 180, 560, 15
+INSTALL, ENGINE, TOTAL, GRACE = 240, 240, 560, 15
 APT = ["apt-get", "-qq", "-o", "Acquire::Retries=5", "-o", "DPkg::Lock::Timeout=60"]
 POLICY = Path("/usr/sbin/policy-rc.d")  # whether a package may start its daemon; the tests start their own
 VENV = ROOT / "build" / "engines"
@@ -70,7 +70,7 @@ def _no_daemons() -> Iterator[None]:
 def _install_extras(extras: list[str], end: float) -> bool:
     """Into an environment over the project's, of which nothing is changed: torch stays as constraints.txt has it."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    if not _run([sys.executable, "-m", "venv", "--clear", VENV], end):
+    if not _run([sys.executable, "-m", "venv", VENV], end):
         return False
     (packages,) = VENV.glob("lib/python*/site-packages")
     packages.joinpath("project.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
@@ -115,4 +115,6 @@ def _run(command: Sequence[object], end: float, **options: object) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main(sys.argv[1:]))
+    sys.exit(128 + signal.SIGINT)
