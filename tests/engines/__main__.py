@@ -86,17 +86,10 @@ def test(engine: str, end: float) -> bool:
     seconds = max(1, int(end - time.monotonic()))
     print(f"test-engines: {engine}, in {seconds} s at most", flush=True)
     with tempfile.TemporaryDirectory(prefix="engines-") as folder:
-        pytest = [
-            python,
-            "-m",
-            "pytest",
-            "-v",
-            "-m",
-            "engines",
-            f"--session-timeout={seconds}",
-            f"--basetemp={folder}/tests",
-        ]
-        return _run([*pytest, HERE / f"test_{engine}.py"], end + GRACE, env=os.environ | {"TMPDIR": folder})
+        # Ends with this process, whatever ends that.
+        pytest = ["setpriv", "--pdeathsig", "INT", python, "-m", "pytest", "-v", "-m", "engines"]
+        limits = [f"--session-timeout={seconds}", f"--basetemp={folder}/tests"]
+        return _run([*pytest, *limits, HERE / f"test_{engine}.py"], end + GRACE, env=os.environ | {"TMPDIR": folder})
 
 
 def _run(command: Sequence[object], end: float, **options: object) -> bool:
