@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import bare, collectives
+from fabric import bare, checkpoint, collectives
 from fabric._plan import resolve
 from fabric._session import Session, loss_weights, set_up_modules
 from fabric._torch import uncompiled
@@ -741,6 +741,15 @@ class Fabric:
         """
         with self._running("save").checkpoints("save") as checkpoints:
             return checkpoints.save(path, state, filter, trainable_only, async_)
+
+    def checkpoints(
+        self, folder: _Path, keep: int = 3, best: tuple[str, Literal["min", "max"]] | None = None
+    ) -> "checkpoint.Checkpoints":
+        """The checkpoints of a run in a folder: the newest, and the best by a metric. Collective.
+
+        See :class:`fabric.checkpoint.Checkpoints`, which saves, restores, and removes the older ones.
+        """
+        return checkpoint.Checkpoints(self._running, folder, keep, best)
 
     def load(
         self,

@@ -12,6 +12,7 @@ The tree::
     ├── CollectiveMismatchError (RuntimeError) ranks call different collectives, or one is missing
     └── CheckpointError (RuntimeError)       a checkpoint that is damaged or does not fit
         ├── CheckpointNotFoundError (FileNotFoundError)
+        ├── DamagedCheckpointError           it cannot be read as it was written
         └── UnsafeCheckpointError            loading it would run code
 
 Where a failure would be silent, remote or late, the message has four parts: the request, the problem (values, rank),
@@ -26,6 +27,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "CollectiveMismatchError",
     "ConfigurationError",
+    "DamagedCheckpointError",
     "FabricError",
     "MissingDependencyError",
     "NonFiniteGradientError",
@@ -106,6 +108,10 @@ class CheckpointError(FabricError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint at the path that was given."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that cannot be read as it was written; an older one may be whole."""
 
 
 class UnsafeCheckpointError(CheckpointError):

@@ -690,7 +690,7 @@ def test_damage_that_one_rank_finds_keeps_all_from_changing_anything(path):
     content[-1] ^= 1
     last.write_bytes(content)
     for text, unchanged in run_in_ranks(load_damaged, path, **FSDP):
-        assert text.startswith("CheckpointError")
+        assert text.startswith("DamagedCheckpointError")
         assert unchanged
 
 

@@ -33,6 +33,7 @@ def test_parts_that_are_missing_leave_no_gap():
         (errors.RankFailedError, RuntimeError),
         (errors.CheckpointError, RuntimeError),
         (errors.CheckpointNotFoundError, FileNotFoundError),
+        (errors.DamagedCheckpointError, errors.CheckpointError),
         (errors.UnsafeCheckpointError, errors.CheckpointError),
     ],
 )

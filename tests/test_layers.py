@@ -19,7 +19,7 @@ LAYERS = [
     ["diagnostics"],
     ["runtime", "data", "metrics"],
     ["strategies", "checkpoint", "loggers", "preemption"],
-    ["_plan", "progress", "plotting"],
+    ["_plan", "progress", "plotting", "checkpoint.rotation"],
     ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],
     ["_fabric"],
@@ -29,7 +29,7 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "checkpoint": "state storage file async_save stored sharded save_load",
+    "checkpoint": "state storage file async_save stored sharded save_load rotation",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
     "data": "state sharding copies agreed loader",

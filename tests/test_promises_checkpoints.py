@@ -224,7 +224,7 @@ def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: s
 # -- C14: odd paths --------------------------------------------------------------------------------------------------
 
 
-KNOWN = ("CheckpointError", "CheckpointNotFoundError", "ConfigurationError")
+KNOWN = ("CheckpointError", "CheckpointNotFoundError", "ConfigurationError", "DamagedCheckpointError")
 
 
 def odd_paths(fabric: Fabric, folder: Path) -> dict[str, str]:

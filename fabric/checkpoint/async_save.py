@@ -15,6 +15,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -118,12 +119,14 @@ class AsyncSaver:
     Attributes:
         buffers: what a save in the background is copied to.
         pending: the save that may be running.
+        files: closed after the last save.
     """
 
     def __init__(self, group: Callable[[], Communicator]) -> None:
         self.group = group
         self.buffers = StagingBuffers()
         self.pending: PendingSave | None = None
+        self.files = ExitStack()
 
     def join(self) -> None:
         """Return when no save is running. Not a collective.
@@ -139,4 +142,5 @@ class AsyncSaver:
     def close(self) -> None:
         """As :meth:`join`, and free the memory."""
         self.buffers = StagingBuffers()
-        self.join()
+        with self.files:
+            self.join()

@@ -33,20 +33,22 @@ import torch
 from torch import Tensor
 from torch.serialization import get_crc32_options
 
+from fabric import errors
 from fabric.checkpoint.state import tensor_bytes
 from fabric.checkpoint.storage import Location, RemotePath, not_found, remote
 from fabric.communicators import Communicator, Reduce
 from fabric.errors import CheckpointError, ConfigurationError, FabricError, UnsafeCheckpointError
 
 __all__ = [
-    "CheckpointIO", "FullCheckpoint", "Written", "atomic_write", "find", "gather_on_first", "local_copy", "locate",
-    "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors",
+    "CheckpointIO", "FullCheckpoint", "Written", "atomic_write", "clear_temporaries", "find", "gather_on_first",
+    "local_copy", "locate", "raise_on_any_rank_error", "read_errors", "sync_folder", "write_errors", "write_safetensors"
 ]  # fmt: skip
 
 T = TypeVar("T")
 # The checksum of a file, and its chunks by tensor: where each begins in that, its shape, and its place in the file.
 Written = tuple[int, dict[str, tuple[list[int], list[int], int]]]
 
+_KINDS = errors.CheckpointNotFoundError, errors.DamagedCheckpointError, UnsafeCheckpointError
 _LONGEST = 255  # bytes of a name, on nearly every file system
 _ALIGNMENT = 64  # bytes; enough for every dtype and for the processor's widest loads
 _DTYPES = {
@@ -78,7 +80,8 @@ class CheckpointIO(Protocol):
         Raises:
             CheckpointNotFoundError: there is nothing at ``path``.
             UnsafeCheckpointError: reading it would run code.
-            CheckpointError: it is damaged, or in another format.
+            DamagedCheckpointError: it is damaged; ``fabric.checkpoints`` restores an older one then.
+            CheckpointError: it is in another format.
         """
         ...
 
@@ -197,9 +200,10 @@ def raise_on_any_rank_error(communicator: Communicator, request: str, action: Ca
     flag = torch.tensor([0 if error is None else size - communicator.rank], device=communicator.device)
     failed = size - int(communicator.all_reduce(flag, Reduce.MAX).item())
     if failed < size:
-        text = communicator.broadcast_object(f"{type(error).__name__}: {error}", failed)
+        kind = type(error) if type(error) in _KINDS else CheckpointError
+        text, kind = communicator.broadcast_object((f"{type(error).__name__}: {error}", kind), failed)
         request = f"{request} on rank {communicator.rank}"
-        raise error or CheckpointError(request, f"it failed on rank {failed} of {size}: {text}")
+        raise error or kind(request, f"it failed on rank {failed} of {size}: {text}")
     return result
 
 
@@ -214,19 +218,20 @@ def gather_on_first(communicator: Communicator, value: Any) -> list[Any]:
 
 
 @contextmanager
-def _errors(problem: str, expected: str, suggestion: str, request: str) -> Iterator[None]:
+def _errors(kind: type[CheckpointError], problem: str, expected: str, suggestion: str, request: str) -> Iterator[None]:
     try:
         yield
     except (FabricError, MemoryError):  # the latter is no fault of the checkpoint
         raise
     except Exception as error:
         text = str(error).strip().partition("\n")[0]  # torch may put a stack of C++ below
-        raise CheckpointError(request, f"{problem}: {type(error).__name__}: {text}", expected, suggestion) from error
+        raise kind(request, f"{problem}: {type(error).__name__}: {text}", expected, suggestion) from error
 
 
 # With a request: turns what torch and the file system raise in a save, up to its commit, into a CheckpointError.
 write_errors = partial(
     _errors,
+    CheckpointError,
     "it could not be written, and what was there before is untouched",
     "plain data, the same tensors on every rank, and a place with room for the old and the new",
     "free space, another path, other permissions, or a state without what the line above names",
@@ -235,6 +240,7 @@ write_errors = partial(
 # Likewise for what reading raises, where no code of the user's is run.
 read_errors = partial(
     _errors,
+    errors.DamagedCheckpointError,
     "the checkpoint is damaged, or was replaced while it was read",
     "what fabric.save or torch.save wrote, complete and with torch's default of writing checksums",
     "the same again, if a save may have been running; or an older checkpoint, or a fresh copy of this one",
@@ -293,7 +299,7 @@ def atomic_write(path: Location) -> Iterator[BinaryIO]:
             kind = "folder" if target.is_dir() else "device or a pipe"
             raise CheckpointError(request, f"there is a {kind} of that name", "the path of a file")
         target.parent.mkdir(parents=True, exist_ok=True)
-        _clear_temporaries(target)
+        clear_temporaries(target.parent, re.escape(target.name))
         # What it has in the system's cache of files is reused: new memory has been seen to double the time of writing.
         with suppress(OSError, AttributeError), open(target, "rb") as old:  # macOS has no such function
             os.posix_fadvise(old.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -370,10 +376,11 @@ def _open_temporary(target: Path) -> BinaryIO:
         file.close()
 
 
-def _clear_temporaries(target: Path) -> None:
+def clear_temporaries(folder: Location, names: str) -> None:
+    """Remove what killed writers have left in a folder, of files whose names a regular expression matches."""
     # So that ``a.pt`` never clears what belongs to ``a.pt.best``.
-    stale = re.compile(re.escape(f".{target.name}.") + r"[0-9a-f]{12}\.tmp")
-    for temporary in target.parent.iterdir():
+    stale = re.compile(rf"\.{names}\.[0-9a-f]{{12}}\.tmp")
+    for temporary in folder.iterdir():
         if stale.fullmatch(temporary.name) and temporary.is_file():
             # It may be another user's, be gone by now, or have a living writer, who has the lock: it is left alone.
             with suppress(OSError), open(temporary, "rb") as file:

@@ -3,7 +3,7 @@
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -31,7 +31,6 @@ from fabric.checkpoint.state import (
     uncompiled_state,
 )
 from fabric.communicators import Communicator
-from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.metrics import load_rank_states, rank_states
 from fabric.seed import rng_state, set_rng_state
@@ -55,6 +54,7 @@ class CheckpointCoordinator:
         access: how modules and optimizers are read and restored.
         scaler: the loss scaler of the job, or None.
         check: raises where this is no time to save.
+        commit: around the writing, with the communicator that it uses.
     """
 
     communicator: Communicator
@@ -63,6 +63,7 @@ class CheckpointCoordinator:
     access: Access
     scaler: Any = None
     check: Callable[[], object] = bool
+    commit: Callable[[Communicator], Any] = nullcontext
 
     def save(
         self, path: Any, state: State, filter: Filter | None, trainable_only: bool, async_: bool
@@ -71,18 +72,18 @@ class CheckpointCoordinator:
 
         Collective. Rank 0 writes, or every rank its shards if that is the format; ``async_``, after this has returned.
         """
-        self._join_pending()
+        self.join_pending()
         request, io = f"fabric.save({str(path)!r}, ...)", self.io
         sharded, is_first = isinstance(io, ShardedCheckpoint), self.communicator.rank == 0
         # The state dict of a module, which others load as it is: nothing is added to one file of it.
         is_bare = not sharded and type(state) in (dict, OrderedDict) and {*map(type, state.values())} == {Tensor}
         state = {"": state} if is_bare else state
 
-        def read() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        def read() -> tuple[Any, Any, Any]:
             self.check()
             states = rank_states(state) if _has_metrics(state) else {}
-            loaders = ((name, each) for name, each in state.items() if isinstance(each, FabricDataLoader))
-            positions = {name: copy.deepcopy(each.state_dict()) for name, each in loaders if each.differs_by_rank}
+            loaders = [name for name, each in state.items() if getattr(each, "differs_by_rank", False)]
+            positions = {name: copy.deepcopy(state[name].state_dict()) for name in loaders}
             own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
             check_entries(own)
             return locate(path), self.access.read(state), own
@@ -105,18 +106,18 @@ class CheckpointCoordinator:
         content = content if sharded or is_first else {}
 
         def write(content: State, communicator: Communicator) -> None:
-            if isinstance(io, ShardedCheckpoint):
-                io.save(content, target, communicator, own)
-            else:
-                raise_on_any_rank_error(communicator, request, lambda: io.save(content, target) if is_first else None)
+            with self.commit(communicator):
+                if isinstance(io, ShardedCheckpoint):
+                    io.save(content, target, communicator, own)
+                else:
+                    raise_on_any_rank_error(communicator, request, lambda: is_first and io.save(content, target))
 
         if not async_:
-            write(content, self.communicator)
-            return None
+            return write(content, self.communicator)
         group = self.saver.group()
         staged = self._agreed(request, lambda: self.saver.buffers.copy(content))
-        self.saver.pending = PendingSave(target, lambda: write(staged, group))
-        return self.saver.pending
+        pending = self.saver.pending = PendingSave(target, lambda: write(staged, group))
+        return pending
 
     def load(
         self, path: Any, state: MutableMapping[str, Any] | None, strict: bool, rng: bool, trusts: bool, is_raw: bool
@@ -130,7 +131,7 @@ class CheckpointCoordinator:
             The entries that ``state`` did not name; of a sharded checkpoint those without tensors.
         """
         request = f"fabric.load{'_raw' if is_raw else ''}({str(path)!r}, ...)"
-        self._join_pending()
+        self.join_pending()
         io = self.io
         source, is_folder = self._agreed(request, lambda: find(request, path, isinstance(io, ShardedCheckpoint)))
         if isinstance(io, FullCheckpoint | ShardedCheckpoint):
@@ -196,7 +197,8 @@ class CheckpointCoordinator:
     def _agreed(self, request: str, action: Callable[[], T]) -> T:
         return raise_on_any_rank_error(self.communicator, request, action)
 
-    def _join_pending(self) -> None:
+    def join_pending(self) -> None:
+        """Return when no save is running in the background. Collective; raises what went wrong in one."""
         if (pending := self.saver.pending) is not None:
             self._agreed(f"fabric.save({str(pending.path)!r}, ..., async_=True)", self.saver.join)
 

@@ -52,7 +52,7 @@ from fabric.checkpoint.stored import DATA_NAME, FORMAT, INDEX, StoredCheckpoint,
 from fabric.communicators import Communicator, LocalCommunicator
 from fabric.errors import CheckpointError, ConfigurationError
 
-__all__ = ["ShardedCheckpoint", "consolidate"]
+__all__ = ["ShardedCheckpoint", "clean", "consolidate", "remove_folder"]
 
 _Files = dict[str, Written]
 
@@ -160,11 +160,7 @@ class ShardedCheckpoint:
             CheckpointError: ``path`` is a file, or its ``index.json`` is not of fabric.
         """
         read_index(f"remove the checkpoint {str(path)!r}", path)
-        # First, so that what remains of an interrupted removal is no checkpoint.
-        (path / INDEX).unlink()
-        _clean(path)
-        with suppress(OSError):
-            path.rmdir()
+        remove_folder(path)
 
     def wait(self) -> None:
         """Return at once: :meth:`save` has already waited for the disk."""
@@ -329,7 +325,7 @@ def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, st
     try:
         with atomic_write(target / INDEX) as index:
             if not is_new:
-                _clean(target)
+                clean(target)
             elif isinstance(target, Path):
                 sync_folder(target.parent)
             yield target, index.name.split(".")[-2], index
@@ -337,12 +333,22 @@ def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, st
     finally:
         # What cannot be removed or renamed now is found as it is, and by the next save.
         with suppress(OSError):
-            _clean(target)
+            clean(target)
             if is_new:
                 target.rmdir()  # unless somebody has put something else into it
 
 
-def _clean(folder: Location) -> None:
+def remove_folder(folder: Location) -> None:
+    """Delete what saves have written into a folder or left there, and the folder unless it holds anything else."""
+    with suppress(FileNotFoundError):
+        # First, so that what remains of an interrupted removal is no checkpoint.
+        (folder / INDEX).unlink()
+    clean(folder)
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def clean(folder: Location) -> None:
     """Finish the last commit, and remove what is left of other saves, but what a living process is writing."""
     ended: list[tuple[Location, str]] = []
     for entry in folder.iterdir():

@@ -40,6 +40,9 @@ class RemotePath:
     def __str__(self) -> str:
         return self.url
 
+    def __fspath__(self) -> str:
+        return self.url
+
     def __truediv__(self, name: str) -> "RemotePath":
         return RemotePath(f"{self.url}/{name}", self.files, f"{self.path}/{name}")
 

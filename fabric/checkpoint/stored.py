@@ -20,7 +20,7 @@ from torch import Tensor
 from fabric.checkpoint.file import local_copy, read_errors
 from fabric.checkpoint.state import METADATA_KEY, check_version, listed, local_chunks, tensor_bytes, unflatten_state
 from fabric.checkpoint.storage import Location, not_found
-from fabric.errors import CheckpointError, CheckpointNotFoundError
+from fabric.errors import CheckpointError, CheckpointNotFoundError, DamagedCheckpointError
 
 __all__ = ["DATA_NAME", "FORMAT", "INDEX", "StoredCheckpoint", "read_index"]
 
@@ -183,7 +183,7 @@ def read_index(request: str, path: Location) -> tuple[str, bytes]:
         header, _, body = (path / INDEX).read_bytes().partition(b",\n")
         if not header.startswith(f'{{"format": "{FORMAT}"'.encode()):
             problem = f"its {INDEX} is not one that fabric wrote, or is damaged"
-            raise CheckpointError(request, problem, "a folder of its own for each checkpoint")
+            raise DamagedCheckpointError(request, problem, "a folder of its own for each checkpoint")
         fields = json.loads(header + b"}")
         check_version(request, fields["version"])
         if fields["crc32"] != zlib.crc32(fields["save"].encode() + body):

@@ -1,0 +1,291 @@
+"""Keeps the newest checkpoints of a run, and the best one, in a folder; and restores the newest that is whole.
+
+[Note: files of a run] A checkpoint has a name of its own, ``00000017-step-3000``: that of the 17th save. So no save
+overwrites anything, the names are in the order of the saves, also where a run goes on from an earlier step, and a
+checkpoint counts from the moment in which :meth:`Fabric.save <fabric.Fabric.save>` commits it. Its metrics are written
+before, to a file of that name and ``.json``. Then ``latest`` and ``best``, text files, get the names of these two, and
+only after that are older checkpoints removed, each one before its metrics. Whatever moment a job dies in, these two
+files name checkpoints that are there, and the next job tells from the names alone what has to be removed.
+"""
+
+import fcntl
+import json
+import math
+import operator
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, final
+
+from fabric.checkpoint import file
+from fabric.checkpoint.async_save import PendingSave
+from fabric.checkpoint.file import raise_on_any_rank_error as agreed
+from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
+from fabric.checkpoint.state import State, listed
+from fabric.checkpoint.storage import Location, RemotePath
+from fabric.checkpoint.stored import INDEX
+from fabric.communicators import Communicator
+from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, DamagedCheckpointError
+from fabric.loggers import metrics_as_floats
+
+__all__ = ["Checkpoints"]
+
+_Session = Callable[[str], Any]  # the fabric._session.Session for a call of that name
+_Best = tuple[str, Literal["min", "max"]] | None
+
+_LOCK = ".lock"
+_NAME = r"(\d{8}-step-\d+)"
+_FILE = re.compile(rf"\.?{_NAME}(?:\.json)?(?:\.[0-9a-f]{{12}}\.tmp)?")
+
+
+@final
+class Checkpoints:
+    """The checkpoints of a run in one folder: the newest ``keep``, and the best one; ``fabric.checkpoints`` makes it.
+
+    A checkpoint is removed only after a newer one has been committed. A job that is killed at any moment leaves at
+    least one that loads, if there was one, and at most ``keep + 2``; what else it leaves is removed by the next one.
+    Nothing else in the folder is touched. Of several checkpoints of the same step the newest is kept. *Newest* is what
+    was saved last, also where a run has gone back to an earlier step.
+
+    The folder has two text files for shells, with the names of two of its checkpoints: ``latest`` and ``best``.
+
+    Collective, as are :meth:`save` and :meth:`restore`: every process must call them.
+
+    Args:
+        session: gives the session of the job, for a call of that name.
+        folder: the folder, which is created; of this run alone. Also as ``s3://...`` and the like.
+        keep: how many, besides the best one.
+        best: the name of a metric, and whether the best value is the least (``"min"``) or the largest (``"max"``).
+
+    Raises:
+        ConfigurationError: ``keep`` or ``best`` cannot be.
+        CheckpointError: another job saves into the folder, or it cannot be written.
+    """
+
+    def __init__(self, session: _Session, folder: str | os.PathLike[str], keep: int, best: _Best) -> None:
+        self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
+        self._session, self._keep, self._best = session, keep, best
+        self._pending: PendingSave | None = None
+        self._written, self._stale = dict[str, str](), list[str]()  # the text files; and what is to be removed
+
+        def check() -> Location:
+            if type(keep) is not int or keep < 1:
+                raise ConfigurationError(self._request, expected="keep=3, or any number of at least 1")
+            if best is not None and (type(best) is not tuple or len(best) != 2 or best[1] not in ("min", "max")):
+                raise ConfigurationError(self._request, expected="best=('val_loss', 'min'), or 'max'")
+            return file.locate(folder)
+
+        with session("checkpoints").checkpoints("setup") as checkpoints:
+            self._communicator, self._io, files = checkpoints.communicator, checkpoints.io, checkpoints.saver.files
+        self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
+        self._folder = agreed(self._communicator, self._request, check)
+        is_first = self._communicator.rank == 0
+        found = agreed(self._communicator, self._request, lambda: self._open(files) if is_first else {})
+        # By name, the oldest first; the same on all ranks.
+        self._metrics: dict[str, dict[str, float]] = self._communicator.broadcast_object(found, 0)
+        self._number = int(max(self._metrics, default="0").partition("-")[0])
+        self._publish(self._communicator)
+
+    @property
+    def latest(self) -> Location | None:
+        """The path of the newest checkpoint, None without any. Waits for a save in the background, as its ``wait``."""
+        return self._path("latest")
+
+    @property
+    def best(self) -> Location | None:
+        """The path of the one with the best metric, of equal ones the newest; None without any. Waits likewise."""
+        return self._path("best")
+
+    def save(
+        self, step: int, state: State, metrics: Mapping[str, Any] | None = None, async_: bool = True
+    ) -> PendingSave | None:
+        """Save ``state`` as :meth:`Fabric.save <fabric.Fabric.save>` does, and then remove older checkpoints.
+
+        Collective. With ``async_`` both run in the background, and the next save, ``teardown`` and the end of the
+        process wait for them.
+
+        Args:
+            step: a number of at least 0, the same on every process; :meth:`restore` returns it.
+            state: names and objects, as for ``Fabric.save``. What the loop needs to go on, such as its loaders, is
+                among them; random states and the loss scale are added.
+            metrics: names, and numbers or tensors of one element: those of the first process are kept. The one that
+                ``best`` names has to be among them, and the same on every process. None for a save without any, which
+                is not the best one.
+            async_: return as soon as everything has been copied in memory.
+
+        Raises:
+            ConfigurationError: the step or a metric is not as described; nothing has been written.
+            CheckpointError: this save or the last one failed on a process; what was there before is untouched.
+        """
+        request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
+        best = None if metrics is None or self._best is None else self._best[0]
+
+        def check() -> tuple[int, float | None, dict[str, float]]:
+            values = metrics_as_floats(metrics or {})
+            value = None if best is None else values.get(best, math.nan)
+            if operator.index(step) < 0 or value != value:
+                expected = f"a step of at least 0, and a number for {best!r}; or no metrics"
+                raise ConfigurationError(request, f"the step is {step}, the metrics are {values}", expected)
+            return operator.index(step), value, values
+
+        def compare() -> None:
+            checkpoints.check()
+            if own[:2] != first[:2]:
+                problem = f"the step and {best!r} are {own[:2]} here, and {first[:2]} on rank 0"
+                suggestion = "metrics=fabric.all_reduce(metrics)"
+                raise ConfigurationError(request, problem, "the same on every rank", suggestion)
+
+        with self._session("save").checkpoints("save") as checkpoints:
+            own = agreed(self._communicator, request, check)
+            first = self._communicator.broadcast_object(own, 0)
+            self._number += 1
+            name = f"{self._number:08}-step-{first[0]}"
+            saver = replace(checkpoints, check=compare, commit=partial(self._commit, name, first[2]))
+            self._pending = saver.save(self._folder / name, state, None, False, async_)
+        return self._pending
+
+    def restore(self, state: MutableMapping[str, Any]) -> int | None:
+        """Restore ``state`` from the newest checkpoint that is whole, as :meth:`Fabric.load <fabric.Fabric.load>` does.
+
+        Collective; all processes restore the same one. One that is damaged is passed over, with a warning on the first
+        process; the one that is restored counts as the newest from then on.
+
+        Returns:
+            Its step; None if there is no checkpoint, for a fresh start.
+
+        Raises:
+            CheckpointError: none is whole; or the newest that is does not fit ``state``. Nothing has been changed.
+        """
+        passed: list[str] = []
+        with self._session("load").checkpoints("load") as checkpoints:
+            checkpoints.join_pending()
+            for name in [*reversed(self._metrics)]:
+                try:
+                    checkpoints.load(self._folder / name, state, True, True, False, False)
+                    break
+                except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+                    passed.append(f"{self._folder / name} is passed over: {error.problem}")
+                    self._metrics[name] = {}  # never the best one
+            else:
+                if passed:
+                    raise CheckpointError(f"restore from {str(self._folder)!r}", listed(passed), "one that is whole")
+                return None
+        if passed and self._communicator.rank == 0:
+            warnings.warn(f"{name} is restored; {listed(passed)}", stacklevel=2)
+        self._metrics[name] = self._metrics.pop(name)
+        self._publish(self._communicator)
+        return int(name.rpartition("-")[2])
+
+    def _path(self, which: str) -> Location | None:
+        if self._pending is not None and not self._pending.is_raised:
+            self._pending.wait()
+        name = self._names()[which]
+        return None if name is None else self._folder / name
+
+    def _names(self) -> dict[str, str | None]:
+        """The checkpoints that the text files name."""
+        metric, mode = self._best or ("", "min")
+        values = {name: each.get(metric, math.nan) for name, each in reversed(self._metrics.items())}
+        measured = (name for name in values if not math.isnan(values[name]))
+        best = (max if mode == "max" else min)(measured, key=values.__getitem__, default=None)
+        return {"latest": next(reversed(self._metrics), None), "best": best}
+
+    @contextmanager
+    def _commit(self, name: str, metrics: dict[str, float], communicator: Communicator) -> Iterator[None]:
+        """What happens around a save, maybe in the background. Collective."""
+        # Also now: a job that was killed may have left one more than is kept.
+        self._rotate(communicator, {f"{name}.json": json.dumps(metrics)} if metrics else None)
+        self._stale.append(name)  # should it fail
+        yield
+        agreed(communicator, self._request, self._io.wait)
+        self._stale.remove(name)
+        self._metrics[name] = metrics
+        self._rotate(communicator)
+
+    def _rotate(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
+        newest = {name.rpartition("-")[2]: name for name in self._metrics}.values()
+        kept = {*[name for name in self._metrics if name in newest][-self._keep :], self._names()["best"]}
+        self._stale += self._metrics.keys() - kept
+        self._metrics = {name: each for name, each in self._metrics.items() if name in kept}
+        self._publish(communicator, texts)
+
+    def _publish(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
+        """Write text files, those that name checkpoints among them, and then remove what is stale. Collective."""
+
+        def publish() -> None:
+            if isinstance(self._folder, RemotePath) and (self._folder / _LOCK).read_bytes() != self._owner:
+                raise CheckpointError(
+                    self._request, "another job saves into it since", "a folder of its own for each job"
+                )
+            for name, text in (self._names() | (texts or {})).items():
+                if text is not None and text != self._written.get(name):
+                    _write(self._folder / name, f"{text}\n".encode())
+                    self._written[name] = text
+            for name in self._stale:
+                self._remove(name)
+
+        agreed(communicator, self._request, publish if communicator.rank == 0 else bool)
+        self._stale.clear()
+
+    def _open(self, files: ExitStack) -> dict[str, dict[str, float]]:
+        """Take the folder, remove what killed jobs have left in it, and return the metrics by checkpoint."""
+        with file.write_errors(self._request):
+            self._owner = _claim(self._request, self._folder, files)
+            file.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
+            found = {match[1] for each in self._folder.iterdir() if (match := _FILE.fullmatch(each.name))}
+            whole = [name for name in sorted(found) if self._is_whole(name) or self._remove(name)]
+            return {name: self._read(name) for name in whole}
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether it was committed; what is left of a save into it is brought to its end."""
+        path = self._folder / name
+        if not (self._is_own and path.is_dir()):
+            return path.exists()
+        file.clear_temporaries(path, re.escape(INDEX))
+        with suppress(DamagedCheckpointError):  # its index, which a load will say
+            clean(path)
+        return (path / INDEX).is_file()
+
+    def _remove(self, name: str) -> None:
+        """Delete a checkpoint, or what there is of it, and then its metrics."""
+        path: Any = self._folder / name
+        remove = remove_folder if path.is_dir() else file.FullCheckpoint().remove
+        with suppress(FileNotFoundError):
+            (remove if self._is_own else self._io.remove)(path)
+        with suppress(FileNotFoundError):
+            (self._folder / f"{name}.json").unlink()
+
+    def _read(self, name: str) -> dict[str, float]:
+        path = self._folder / f"{name}.json"
+        with file.read_errors(f"read {str(path)!r}"):
+            return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
+    """Take a folder for this process; returns what is in its lock file then."""
+    owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
+    if isinstance(folder, RemotePath):  # has no locks: the last job has it, and others notice that
+        _write(folder / _LOCK, owner)
+        return owner
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = files.enter_context(open(folder / _LOCK, "a+b", 0))  # noqa: SIM115 - until the job ends
+    try:
+        # Not flock, whose locks live on in what this process forks, such as the workers of a loader.
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        lock.seek(0)
+        raise CheckpointError(request, f"{lock.read().decode()} saves into it", "a folder for each job") from error
+    except OSError:
+        pass  # a file system without locks
+    lock.truncate(0)
+    lock.write(owner)
+    return owner
+
+
+def _write(path: Location, content: bytes) -> None:
+    with file.atomic_write(path) as target:
+        target.write(content)
