@@ -4,6 +4,7 @@ import difflib
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
@@ -215,3 +216,25 @@ def test_the_gan_learns_in_float16_with_two_optimizers(devices: int) -> None:
     first, last = (float(line.rsplit(maxsplit=1)[1]) for line in output.splitlines())
     assert first > 1.2
     assert last < 0.7
+
+
+def test_a_long_run_goes_on_where_it_was_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLES / "long_run.py"))["main"]
+
+    def lines(folder: str, steps: int) -> list[str]:
+        main([*CPU, "--folder", str(tmp_path / folder), "--devices", "1", "--steps", str(steps)])
+        return capsys.readouterr().out.splitlines()
+
+    whole = lines("whole", 16)
+    assert lines("parts", 14) == whole[:14]
+    assert lines("parts", 16) == whole[12:], "from step 12, the newest that was saved, in the second epoch"
+
+
+@pytest.mark.slow
+def test_a_long_run_goes_on_with_other_processes(tmp_path: Path) -> None:
+    command = [*PYTHON, EXAMPLES / "long_run.py", *CPU, "--folder"]
+    whole = run(*command, tmp_path / "whole", "--devices", 1, "--steps", 16).splitlines()
+    first = run(*command, tmp_path / "parts", "--devices", 2, "--steps", 14).splitlines()
+    last = run(*command, tmp_path / "parts", "--devices", 3, "--steps", 16).splitlines()
+    values = [[float(line.rpartition(" ")[2]) for line in part] for part in (whole, [*first[:12], *last])]
+    assert values[0] == pytest.approx(values[1], abs=2e-6)

@@ -1,0 +1,59 @@
+"""A run for days, in small: it keeps its newest checkpoints and the best one, and goes on where it was ended.
+
+Start it, end it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of a run that nobody ended,
+also in the middle of an epoch and, to rounding, on another number of processes.
+"""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from fabric import Fabric
+
+BATCH = 12  # of all processes together
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--folder", default="runs/long")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save-every", type=int, default=3)
+    args = parser.parse_args(arguments)
+    with Fabric(accelerator=args.accelerator, devices=args.devices) as fabric:
+        fabric.launch()
+        fabric.seed_everything(0)
+        inputs = torch.randn(120, 4)
+        data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+        loader = fabric.setup_dataloaders(DataLoader(data, BATCH // fabric.world_size, shuffle=True))
+        model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
+        model, optimizer, scheduler = fabric.setup(model, optimizer, scheduler=scheduler)
+
+        checkpoints = fabric.checkpoints(args.folder, keep=2, best=("loss", "min"))
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
+        step = checkpoints.restore(state) or 0
+        while step < args.steps:
+            for batch, targets in loader:
+                loss = mse_loss(model(batch), targets)
+                optimizer.zero_grad()
+                fabric.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                step += 1
+                mean = fabric.all_reduce({"loss": loss.detach()})
+                fabric.print(f"step {step}: loss {mean['loss']:.6f}")
+                if step % args.save_every == 0:
+                    checkpoints.save(step, state, mean)
+                if step == args.steps:
+                    break
+
+
+if __name__ == "__main__":
+    main()
