@@ -27,7 +27,7 @@ def train(fabric: Fabric, folder: str) -> None:
         if step == 1:
             say("ready", fabric.global_rank, os.getpid())
         time.sleep(delays.random() / 100)
-    fabric.save(f"{folder}/last.pt", {"model": model, "step": step})
+    fabric.checkpoints(folder).save(step, {"model": model, "step": step})  # the end waits for it
     say("saved", fabric.global_rank, step)
     fabric.exit_preempted(requeue=True)
 
