@@ -103,6 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     add = _command(commands, "plot", _plot, "draw the metrics of runs", about)
     add("folders", metavar="RUN", nargs="+", help="the folder of a run, or of several")
     add("-o", "--output", metavar="FILE", default="metrics.png", help=".png, .svg or .pdf (default: metrics.png)")
+
+    about = "Look for what makes a job fail, on this machine and among its processes. Exits with 1 if there is any."
+    add = _command(commands, "doctor", _doctor, "look for what makes a job fail", about)
+    add("--devices", metavar="N", type=_at_least(1), default=2, help="processes, outside of a job (default: 2)")
+    add("--timeout", metavar="S", type=_at_least(1), default=20, help="seconds for each part (default: 20)")
     return parser
 
 
@@ -154,6 +159,13 @@ def _plot(options: argparse.Namespace) -> int:
     plot(*options.folders, output=options.output)
     print(f"fabric plot: wrote {options.output}", file=sys.stderr, flush=True)
     return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    """``fabric doctor``."""
+    from fabric.doctor import doctor
+
+    return doctor(options.devices, options.timeout)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -1,0 +1,201 @@
+"""The command ``fabric doctor``: looks for what makes a job fail, and says how to repair it.
+
+[Note: Doctor] Whatever is broken, there is a report. Each part has its time, after which the process says where it was
+and exits; what imports torch runs in the ranks, which are new processes or, in a job, those of its launcher. Rank 0
+prints what is right, too, every other rank what is wrong. A rank that cannot go on exits with what it found, and the
+launcher ends the others.
+"""
+
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib.metadata import distributions, packages_distributions
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from fabric.environments import detect
+from fabric.errors import UsageError
+from fabric.launchers import LAUNCHERS, LaunchSpec
+from fabric.world import World, available_cores, read
+
+__all__ = ["doctor", "examine_rank"]
+
+_GIB, _MIB = 2**30, 2**20
+_IMPORT = 'python -c "import torch, fabric"'
+_PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
+# That change what a job does, for the first lines of the report.
+_VARIABLES = ("CUDA_", "FABRIC_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTHONPATH", "TMPDIR", "TORCH")
+
+
+def doctor(processes: int, seconds: float) -> int:
+    """Print a report of this machine and of the job, or of new processes where no launcher has made this one.
+
+    Args:
+        processes: how many are started.
+        seconds: for each part, after which the process exits with 1.
+
+    Returns:
+        The exit code: 0 if nothing is wrong, else 1.
+    """
+    failures = 0
+    try:
+        with _part("the place of this process in its job", seconds, "start it as its launcher does"):
+            launcher, world = detect(os.environ) or (None, World())
+        if world.rank == 0:
+            versions = (f"{each.name} {each.version}" for name in _PACKAGES for each in distributions(name=name))
+            print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
+            size, by = world.world_size if launcher else processes, launcher.name if launcher else "fabric"
+            print(f"{size} processes by {by} on {available_cores()} cores: {sys.executable} in {os.getcwd()}")
+            print(*(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)), flush=True)
+        with _part("this machine", 2 * seconds, "what the line after the last one would have been about"):
+            for finding in _examine_machine() if world.local_rank == 0 else ():
+                failures += finding.startswith("FAIL")
+                if world.rank == 0 or finding.startswith("FAIL"):
+                    print(finding, flush=True)
+        if launcher:
+            examine_rank(seconds)
+        else:
+            # To the signal the launcher ends the ranks.
+            with _part(f"{processes} processes", 9 * seconds, _IMPORT, lambda _: signal.raise_signal(signal.SIGTERM)):
+                spec = LaunchSpec(num_processes=processes)
+                LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
+        return min(1, failures)
+    except SystemExit as error:
+        print(error, flush=True)
+        return 1
+
+
+def _finding(text: str, remedy: str = "") -> str:
+    return f"FAIL  {text}\n      {remedy}" if remedy else f"ok    {text}"
+
+
+@contextmanager
+def _part(title: str, seconds: float, remedy: str, end: Callable[[int], Any] = os._exit) -> Iterator[None]:
+    """What the process does not go on without: it ends in time, and what it raises is a finding."""
+
+    def expire() -> None:
+        print(_finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy), flush=True)
+        end(1)
+
+    timer = threading.Timer(seconds, expire)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except Exception as error:
+        raise SystemExit(_finding(f"{title}: {type(error).__name__}: {error}", remedy)) from error
+    finally:
+        timer.cancel()
+
+
+def _examine_machine() -> Iterator[str]:
+    found = [f"{each.version} in {Path(str(each.locate_file('')))}" for each in distributions(name="torch")]
+    remedy = "leave one: python -m pip uninstall torch, or unset PYTHONPATH" if found else "python -m pip install torch"
+    yield _finding(f"torch: {' and '.join(found) or 'not installed'}", "" if len({*found}) == 1 else remedy)
+
+    own = Path(__file__).parent
+    places = [Path(folder, name) for folder in (os.getcwd(), *sys.path) for name in ("fabric.py", "fabric/__init__.py")]
+    for place in {each.resolve() for each in places if each.exists() and each.resolve().parent != own}:
+        yield _finding(f"import fabric: {place} may be imported in place of {own}", "give it another name")
+    if others := {*packages_distributions().get("fabric", ())} - {"torch-fabric"}:
+        remedy = f"pip uninstall {' '.join(others)} torch-fabric; pip install torch-fabric"
+        yield _finding(f"import fabric: {' '.join(others)} has the same name in this environment", remedy)
+    command = shutil.which("fabric")
+    is_ours = command is None or re.search(r"\bfrom fabric\.cli ", Path(command).read_text(errors="replace"))
+    yield _finding(f"the command fabric: {command}", "" if is_ours else "it is another package's: python -m fabric")
+
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = f"ulimit -n 65536; beyond {most}: docker run --ulimit nofile=65536, or /etc/security/limits.conf"
+    yield _finding(f"open files: at most {files}", remedy if 0 <= files < 1024 else "")
+    if sys.platform == "linux":
+        yield _space("shared memory", "/dev/shm", 256 * _MIB, "docker run --shm-size=8g; workers of loaders use it")
+    scratch = read(os.environ, "TMPDIR") or tempfile.gettempdir()
+    yield _space("scratch", scratch, _GIB, "export TMPDIR=<a folder with room>")
+    yield _space("working folder", os.getcwd(), _GIB, "make room, or save checkpoints elsewhere")
+
+
+def _space(title: str, folder: str, least: int, remedy: str) -> str:
+    try:
+        free = shutil.disk_usage(folder).free
+        with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows only here
+            file.write(bytes(_MIB))
+        return _finding(f"{title} {folder}: {free / _GIB:.1f} GiB free", remedy if free < least else "")
+    except OSError as error:
+        return _finding(f"{title} {folder}: {error}", remedy)
+
+
+def examine_rank(seconds: float, is_new: bool = False) -> None:
+    """Look at the job from one of its ranks: what each sees of the others, and a collective of each kind. Collective.
+
+    Args:
+        seconds: for each part.
+        is_new: whether this process was started for it, and may choose a device.
+
+    Raises:
+        SystemExit: with what is wrong.
+    """
+    world = (detect(os.environ) or (None, World()))[1]
+    rank, size = world.rank, world.world_size
+    me = f"rank {rank} of {size} on {socket.gethostname()}"
+    with _part(f"{me}: import of torch", 5 * seconds, _IMPORT):
+        # After the report on the machine, which may say why it fails.
+        import torch
+        import torch.distributed as dist
+
+        from fabric._fabric import Fabric
+        from fabric.store import JobStore, find_store
+
+        cards = torch.cuda.device_count()
+    remedy = "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, and a free port there"
+    with _part(f"{me}: rendezvous at {world.store or f'{world.address}:{world.port}'}", 2 * seconds, remedy):
+        family, _, _, _, main = socket.getaddrinfo(world.address, world.port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(main)  # sends nothing
+            own = probe.getsockname()[0]
+        wait, until = timedelta(seconds=seconds), monotonic() + seconds
+        if world.port is None:
+            shared = find_store(world, wait)
+        else:  # that waits for all ranks, and does not say for which
+            hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+            shared = dist.TCPStore(world.address, world.port, None, hosts, wait, False, True)
+        store = JobStore(dist.PrefixStore("doctor", shared), rank, size)
+        store.publish("rank", f"{me}: at {own}, rank 0 at {main[0]}, {cards} CUDA devices")
+        awaited = range(size if rank == 0 else 1)
+        while len(there := store.read("rank", awaited)) < len(awaited) and monotonic() < until:
+            sleep(0.02)
+        if missing := [each for each in awaited if each not in there]:
+            problem = "it has not started, is slower than --timeout, or cannot reach this address: see what it printed"
+            raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    remedy = f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {names} the one that leads to the others; NCCL_DEBUG=INFO"
+    with _part(f"{me}: process group", 2 * seconds, remedy):
+        fabric = Fabric(accelerator="cpu" if is_new and cards < size else "auto", timeout=seconds, watchdog=0)
+        fabric.launch()
+    with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
+        row, ranks, began = torch.arange(size, device=fabric.device), [*range(size)], monotonic()
+        large = torch.full((_MIB,), rank, device=fabric.device)  # which finds packets that are too long for the network
+        results: dict[str, tuple[Any, Any]] = {
+            "all_reduce": (fabric.all_reduce(large, reduce_op="sum").unique().tolist(), [sum(ranks)]),
+            "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
+            "reduce_scatter": (fabric.reduce_scatter(row, reduce_op="sum").item(), rank * size),
+            "all_to_all": (fabric.all_to_all(torch.full_like(row, rank)).tolist(), ranks),
+            "broadcast": (fabric.broadcast(row * rank).tolist(), [0] * size),
+            "scatter": (fabric.scatter(ranks), rank),
+            "gather": (fabric.gather(rank), None if rank else ranks),
+        }
+        if wrong := {name: pair for name, pair in results.items() if pair[0] != pair[1]}:
+            raise UsageError(f"not what was expected: {wrong}")
+        took = f"{', '.join(results)} on {fabric.device}: right, in {monotonic() - began:.3f} s"
+    if rank == 0:
+        print(*map(_finding, [*there.values(), took]), sep="\n", flush=True)
