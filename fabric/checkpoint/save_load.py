@@ -31,6 +31,7 @@ from fabric.checkpoint.state import (
     uncompiled_state,
 )
 from fabric.communicators import Communicator
+from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.metrics import load_rank_states, rank_states
 from fabric.seed import rng_state, set_rng_state
@@ -82,8 +83,10 @@ class CheckpointCoordinator:
         def read() -> tuple[Any, Any, Any]:
             self.check()
             states = rank_states(state) if _has_metrics(state) else {}
-            loaders = [name for name, each in state.items() if getattr(each, "differs_by_rank", False)]
-            positions = {name: copy.deepcopy(state[name].state_dict()) for name in loaders}
+            found = [
+                name for name, each in state.items() if isinstance(each, FabricDataLoader) and each.differs_by_rank
+            ]
+            positions = {name: copy.deepcopy(state[name].state_dict()) for name in found}
             own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
             check_entries(own)
             return locate(path), self.access.read(state), own
@@ -96,7 +99,7 @@ class CheckpointCoordinator:
             "format_version": FORMAT_VERSION,
             "torch_version": str(torch.__version__),
             "world_size": self.communicator.size,
-            "loss_scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "loss_scaler": self.scaler and self.scaler.state_dict(),
         }
         own["rng"] = rng_state()
         if not sharded:
@@ -180,7 +183,7 @@ class CheckpointCoordinator:
         # What fails on any rank from here on, such as an object that refuses its state, is undone on all of them.
         with ExitStack() as undo:
             others, _ = (self._agreed(request, partial(read, *part)) for part in parts)
-            if state is not None and self.scaler is not None and metadata.get("loss_scaler") is not None:
+            if state is not None and self.scaler and metadata.get("loss_scaler"):
                 undo.callback(self.scaler.load_state_dict, self.scaler.state_dict())
                 self.scaler.load_state_dict(metadata["loss_scaler"])
             # On another number of ranks too: the order of the next epoch is drawn from the streams of rank 0.
