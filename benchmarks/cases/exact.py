@@ -4,14 +4,14 @@ Both contestants are fabric; "raw" is the step without them.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from benchmarks.cases.gpt import BATCH, LENGTH, RANKS, VOCABULARY, adamw, build
+from benchmarks.cases.gpt import BATCH, LENGTH, RANKS, VOCABULARY, adamw, build, stepping
 from benchmarks.framework import Case, Measure, Row
 from benchmarks.timing import seconds
 
@@ -34,20 +34,8 @@ def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
         built = build(quick)
         model, optimizer = fabric.setup(built, adamw(built))
         loader = fabric.setup_dataloaders(DataLoader(Tokens(), None), use_distributed_sampler=False, **options)
-        batches = iter(loader)
-
-        def step() -> None:
-            tokens = next(batches)
-            outputs, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
-            optimizer.zero_grad()
-            if weighted:
-                fabric.backward(cross_entropy(outputs, targets, reduction="sum"), weight=targets.numel())
-            else:
-                fabric.backward(cross_entropy(outputs, targets))
-            optimizer.step()
-
-        for _ in range(3):
-            step()
+        backward = partial(fabric.backward, weight=BATCH * LENGTH) if weighted else fabric.backward
+        step = stepping(model, optimizer, backward, iter(loader), "sum" if weighted else "mean")
         trained = RANKS * BATCH * LENGTH
         return lambda: {"throughput": trained / seconds(step, 1 if quick else 3)}
 

@@ -1,6 +1,7 @@
 """Throughput and peak memory of the GPT of the text example."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -78,24 +79,41 @@ def accelerate(model: nn.Module) -> Prepared:
     return (*accelerator.prepare(model, adamw(model)), accelerator.backward)
 
 
-def preparing(set_up: Callable[[nn.Module], Prepared]) -> Callable[[bool], Measure]:
+def stepping(
+    model: Any, optimizer: Any, backward: Callable[[Tensor], Any], batches: Iterator[Tensor], reduction: str = "mean"
+) -> Callable[[], None]:
+    """A function that trains on the next batch of tokens, after the first three."""
+
+    def step() -> None:
+        tokens = next(batches)
+        loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+        optimizer.zero_grad()
+        backward(loss)
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def preparing(
+    set_up: Callable[[nn.Module], Prepared],
+    build: Callable[[bool], nn.Module] = build,
+    batches: int = RANKS,
+    shape: tuple[int, int] = (BATCH, LENGTH),
+    number: int = 5,
+) -> Callable[[bool], Measure]:
+    """A contestant that trains what ``build`` gives on so many batches at once, over all ranks, of this shape."""
+
     def prepare(quick: bool) -> Measure:
         baseline = reset_peak()
         model, optimizer, backward = set_up(build(quick))
-        torch.manual_seed(dist.get_rank())
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
-
-        def step() -> None:
-            loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            backward(loss)
-            optimizer.step()
-
-        for _ in range(3):
-            step()
+        torch.manual_seed(dist.get_rank() * batches // dist.get_world_size())
+        tokens = torch.randint(VOCABULARY, (shape[0], shape[1] + 1))
+        step = stepping(model, optimizer, backward, repeat(tokens))
         memory = (peak() - baseline) / 1e6
-        trained = RANKS * BATCH * LENGTH
-        return lambda: {"throughput": trained / seconds(step, 1 if quick else 5), "peak memory": memory}
+        trained = batches * shape[0] * shape[1]
+        return lambda: {"throughput": trained / seconds(step, 1 if quick else number), "peak memory": memory}
 
     return prepare
 

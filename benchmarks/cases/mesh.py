@@ -1,22 +1,24 @@
 """Throughput and peak memory of the GPT of the mesh example, sharded over 2 ranks and split over 2."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
-from benchmarks.cases.gpt import adamw
-from benchmarks.framework import Case, Measure, Row
-from benchmarks.memory import example, peak, reset_peak
-from benchmarks.timing import seconds
+from benchmarks.cases import gpt
+from benchmarks.cases.gpt import Prepared, adamw
+from benchmarks.framework import Case, Row
+from benchmarks.memory import example
 
 RANKS, PARTS = 4, 2
-VOCABULARY, LENGTH, BATCH = 96, 32, 16
 
-Prepared = tuple[Callable[[Tensor], Tensor], Any, Callable[[Tensor], Any]]
+
+def build(quick: bool) -> nn.Module:
+    torch.manual_seed(0)
+    layers, width = (2, 32) if quick else (4, 256)
+    return example("mesh/gpt.py").GPT(layers=layers, width=width)
 
 
 def split(model: Any, mesh: Any) -> nn.Module:
@@ -35,24 +37,24 @@ def split(model: Any, mesh: Any) -> nn.Module:
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
-def raw(model: nn.Module, plan: Any) -> Prepared:
+def raw(model: nn.Module) -> Prepared:
     dist.init_process_group("gloo")
     mesh = dist.init_device_mesh("cpu", (RANKS // PARTS, PARTS), mesh_dim_names=("data_parallel", "tensor_parallel"))
     split(model, mesh)
     return model, adamw(model), torch.Tensor.backward
 
 
-def ours(model: nn.Module, plan: Any) -> Prepared:
+def ours(model: nn.Module) -> Prepared:
     from fabric import Fabric
     from fabric.strategies import ModelParallelStrategy
 
-    strategy = ModelParallelStrategy(tensor_parallel_size=PARTS, tp_plan=plan)
+    strategy = ModelParallelStrategy(tensor_parallel_size=PARTS, tp_plan=example("mesh/gpt.py").PLAN)
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()
     return (*fabric.setup(model, adamw(model)), fabric.backward)
 
 
-def lightning(model: nn.Module, plan: Any) -> Prepared:
+def lightning(model: nn.Module) -> Prepared:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
     from lightning_fabric.strategies import ModelParallelStrategy  # pyright: ignore[reportMissingImports]  # an extra
 
@@ -63,31 +65,7 @@ def lightning(model: nn.Module, plan: Any) -> Prepared:
     return module, fabric.setup_optimizers(adamw(module)), fabric.backward
 
 
-def preparing(set_up: Callable[[nn.Module, Any], Prepared]) -> Callable[[bool], Measure]:
-    def prepare(quick: bool) -> Measure:
-        gpt = example("mesh/gpt.py")
-        layers, width = (2, 32) if quick else (4, 256)
-        baseline = reset_peak()
-        torch.manual_seed(0)
-        model, optimizer, backward = set_up(gpt.GPT(layers=layers, width=width), gpt.PLAN)
-        torch.manual_seed(dist.get_rank() // PARTS)
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1))
-
-        def step() -> None:
-            loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-            optimizer.zero_grad()
-            backward(loss)
-            optimizer.step()
-
-        for _ in range(3):
-            step()
-        memory = (peak() - baseline) / 1e6
-        trained = RANKS // PARTS * BATCH * LENGTH
-        return lambda: {"throughput": trained / seconds(step, 1 if quick else 3), "peak memory": memory}
-
-    return prepare
-
-
+preparing = partial(gpt.preparing, build=build, batches=RANKS // PARTS, shape=(16, 32), number=3)
 CASES = [
     Case(
         name="gpt-mesh",
