@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from fabric.collectives import all_gather, all_to_all
 from fabric.communicators import Communicator
-from fabric.errors import ConfigurationError, UsageError
+from fabric.errors import CollectiveMismatchError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.tree import flatten, leaf_paths, unflatten
 
@@ -76,7 +76,11 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
         raise ConfigurationError(f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others")
     # Parts of different batches would be taken for one.
     sums = [int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu]
-    all_gather(ranks, {f"{_BLOCK} of {found} with sums of bytes {sums}": torch.zeros(1, device=ranks.device)})
+    name, own = f"{_BLOCK} of {found}", torch.tensor(sums, dtype=torch.int64, device=ranks.device)
+    seen = all_gather(ranks, {name: own})[name]
+    if sums and len({*map(tuple, seen.tolist())}) > 1:
+        problem = f"the bytes of these tensors have the sums {seen.tolist()}, by rank of the group"
+        raise CollectiveMismatchError(name, problem, "the same batch on all of them, as set-up loaders give it")
     lengths = [length // ranks.size + (rank < length % ranks.size) for rank in range(ranks.size)]
     for place, leaf in split.items():
         leaves[place] = leaf.split(lengths, dim)[ranks.rank].contiguous()
