@@ -39,9 +39,10 @@ def main() -> None:
         optimizer.zero_grad()
         mean = fabric.all_reduce(loss.detach())
         fabric.print(f"step {step}: loss {mean:.9f}, norm of the gradient {norm:.9f}")
-        if step == args.steps:
-            fabric.save(args.checkpoint, {**state, "step": step})
+        state["step"] = step
+        if step >= args.steps:
             break
+    fabric.save(args.checkpoint, state)
 
 
 if __name__ == "__main__":
