@@ -146,6 +146,9 @@ def _plan(options: argparse.Namespace) -> int:
         step = getattr(module, options.step)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"fabric plan {options.build} --step {options.step}", str(error)) from error
+    if not callable(build) or not callable(step):
+        problem = f"{options.build} is a {type(build).__name__}, and {options.step} a {type(step).__name__}"
+        raise ConfigurationError("fabric plan", problem, "functions of a module, such as train:build")
     names = ("world", "num_nodes", "memory", "precision", "accelerator")
     given = {name: getattr(options, name) for name in names}
     print(found := plan(build, step, strategy=getattr(module, options.strategy, options.strategy), **given))

@@ -10,6 +10,7 @@ import re
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -22,9 +23,10 @@ from torch.optim import Optimizer
 from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
 from fabric._torch import DispatchMode, FakeTensor, Rank0Chunks, collective_of, fake_ranks, local_tensor, run_fake
+from fabric.accelerators import ACCELERATORS
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, parse_precision
-from fabric.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy, Strategy
+from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
 from fabric.strategies.fsdp_options import find_fsdp_modules
 from fabric.tree import PLAIN, flatten
 from fabric.world import World
@@ -86,7 +88,7 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {self._verdict}"]
-        lines += [f"  {kind:<36}{_text(nbytes):>12}" for kind, nbytes in self.peak.items()]
+        lines += [f"  {kind:<36}{_text(nbytes):>12}" for kind, nbytes in self.peak.items() if nbytes]
         for name, axis, ranks, calls, nbytes in self.traffic:
             lines.append(f"  {f'{calls} {name} over {ranks} ({axis})':<36}{_text(nbytes):>12} a step")
         return "\n".join([*lines, *(f"{text}: {other._verdict}" for text, other in self.alternatives.items())])
@@ -109,7 +111,7 @@ def plan(
     ``[Note: Dry run]`` in :mod:`fabric.dry_run` for what the numbers are.
 
     Args:
-        build: ``build(fabric)`` gives the model and its optimizers, which are then set up.
+        build: ``build(fabric)`` gives the model, or a tuple of it and its optimizers, which are then set up.
         step: ``step(fabric, model, *optimizers)`` makes a step, of inputs that it makes itself.
         world: number of processes.
         strategy: as for :class:`fabric.Fabric`.
@@ -125,6 +127,8 @@ def plan(
     """
     if world % num_nodes:
         raise ConfigurationError(f"fabric.plan({world=}, {num_nodes=})", expected="equally many processes on each node")
+    if accelerator not in ACCELERATORS:
+        raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
     place = World(world_size=world, local_world_size=world // num_nodes)
     room, blocks = _parse_memory(memory), dict[type[nn.Module], None]()
 
@@ -138,7 +142,7 @@ def plan(
         options |= {"precision": replace(own, loss_scale=None), "check_training": False}  # both look at values
         fabric = Fabric(accelerator="cpu", strategy=strategy, **options)
         with fake_ranks(world) as fake, fabric.launch(lambda own: own), fake, _Trace(fake) as trace:
-            model, *optimizers = build(fabric)
+            model, *optimizers = [built] if isinstance(built := build(fabric), nn.Module) else built
             blocks.update({type(part): None for part in find_fsdp_modules(model)})
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 if accelerator != "cpu" and "foreach" in group and not group.get("fused"):
@@ -160,8 +164,9 @@ def plan(
         title = f"{strategy.name}, {own.name}, {world} rank(s) on {num_nodes} node(s)"
         return DryRun(title=title, peak=dict(peak.most_common()), traffic=traffic, memory=room)
 
-    found = run(parse_strategy(strategy) or (DDPStrategy() if world > 1 else SingleDeviceStrategy()), precision)
-    recompute = {"activation_checkpointing": [*blocks] or None}
+    given = parse_strategy(strategy) or (DDPStrategy() if world > 1 else SingleDeviceStrategy())
+    found, on_mesh = run(given, precision), isinstance(given, ModelParallelStrategy)
+    recompute = {"activation_checkpointing": tuple(blocks) or None}
     shown = f"activation_checkpointing=[{', '.join(block.__name__ for block in blocks)}]" if blocks else ""
     others: dict[str, DryRun] = {}
     rows: Any = (
@@ -170,9 +175,11 @@ def plan(
         (shown, recompute, precision),
         (f'{shown}), Fabric(precision="bf16-mixed"', recompute, "bf16-mixed"),
     )
-    for text, options, other in rows:
+    for text, options, other in rows[2 * on_mesh :]:
         if not any(each.fits for each in (found, *others.values())):
-            others[f"FSDPStrategy({text})"] = run(FSDPStrategy(**options), other)
+            less = copy(given) if on_mesh else FSDPStrategy()
+            vars(less).update(options)
+            others[f"{type(less).__name__}({'..., ' * on_mesh}{text})"] = run(less, other)
     return replace(found, alternatives=others)
 
 

@@ -6,12 +6,14 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,14 +159,25 @@ LANGUAGE = {f"blocks.*.mlp.{name.removeprefix('*.')}": style for name, style in 
 LANGUAGE |= {"embedding": "rowwise", "head": "colwise_rep"}
 PLANS = {
     **dict.fromkeys(("deep", "wide", "uneven", "long batches"), PERCEPTRON),
+    "linear": {"": "colwise_rep"},
     **dict.fromkeys(("gpt", "tied gpt", "wide gpt"), LANGUAGE),
     "convolutions": {"head": "colwise_rep"},
     "mixture": {f"experts.{name}": style for name, style in PERCEPTRON.items()},
     "partly frozen": {f"blocks.{name}": style for name, style in PERCEPTRON.items()},
     "encoder": {"layers.*.linear1": "colwise", "layers.*.linear2": "rowwise"},
 }
-# By what is beside two parts of each layer: in 2 processes nothing.
-SPLIT: dict[str, dict[str, Any]] = {"TP": {}, "copies x TP": {"data_parallel_size": 1, "replicate_size": "auto"}}
+ATTENDING = ("gpt", "tied gpt", "wide gpt")  # by scaled_dot_product_attention
+# Norms whose work is divided by tokens, in models of sequences.
+NORMS = {name: {"blocks.*.norm": "sequence_parallel", "blocks.*.mlp.norm": "sequence_parallel"} for name in ATTENDING}
+NORMS |= {"encoder": {"layers.*.norm1": "sequence_parallel", "layers.*.norm2": "sequence_parallel"}}
+# Sizes of meshes; what they leave of the processes is data_parallel.
+MESHES: dict[str, dict[str, Any]] = {
+    "TP": {"tensor_parallel_size": 2},
+    "copies x TP": {"tensor_parallel_size": 2, "data_parallel_size": 1, "replicate_size": 2},
+    "TP, recomputation": {"tensor_parallel_size": 2},
+    "sequence": {"sequence_parallel_size": 2},
+    "sequence x TP": {"sequence_parallel_size": 2, "tensor_parallel_size": 2},
+}
 
 
 def build(fabric: Fabric, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -173,14 +186,18 @@ def build(fabric: Fabric, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def step(fabric: Fabric, name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    fabric.backward(model(MODELS[name][1]()).float().pow(2).mean())
+    if "sequence" in (getattr(fabric.device_mesh, "mesh_dim_names", None) or ()):
+        with fabric.sequence_parallel(MODELS[name][1]()) as part:
+            fabric.backward(model(part).float().pow(2).mean())
+    else:
+        fabric.backward(model(MODELS[name][1]()).float().pow(2).mean())
     fabric.clip_gradients(model, optimizer, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 
 class Measured(TorchDispatchMode):
-    """The live storages of real tensors, all of which are looked at after each operation; and the messages."""
+    """The live storages of real tensors, all of which are looked at after each operation; and the messages by axis."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,33 +214,51 @@ class Measured(TorchDispatchMode):
                 self.storages.add(each.untyped_storage())
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages))
         name = str(func).replace("_", "").removeprefix("c10d.").removeprefix("c10dfunctional.")
-        for operation, passed in (("allgather", 0), ("reducescatter", 1), ("allreduce", 0), ("broadcast", 0)):
+        places = {"allgather": 0, "reducescatter": 1, "allreduce": 0, "broadcast": 0, "alltoall": 0}
+        for operation, passed in places.items():
             if "c10d" in str(func) and name.startswith(operation):
-                self.messages[operation, "calls"] += 1
+                axis = axis_of(args)
+                self.messages[operation, axis, "calls"] += 1
                 # The operators that DTensor calls return what they gather.
                 buffers = (
                     args[passed] if str(func).startswith("c10d.") else made if operation == "allgather" else args[0]
                 )
-                self.messages[operation, "bytes"] += sum(each.nbytes for each in flatten(buffers)[0])
+                self.messages[operation, axis, "bytes"] += sum(each.nbytes for each in flatten(buffers)[0])
         return made
 
 
+def axis_of(args: tuple[Any, ...]) -> str:
+    """The dimension of the mesh whose group is among the arguments of a collective."""
+    for each in args:
+        if isinstance(each, torch.ScriptObject):
+            with suppress(RuntimeError):  # another object, such as the reduction
+                return axis_name(dist.ProcessGroup.unbox(each))
+    return axis_name(dist.distributed_c10d._resolve_process_group(next(x for x in args[::-1] if isinstance(x, str))))
+
+
+def axis_name(group: dist.ProcessGroup) -> str:
+    return "world" if group.size() == dist.get_world_size() else group.group_desc.removeprefix("mesh_")
+
+
 def measure(fabric: Fabric, name: str) -> tuple[int, Counter[Any]]:
+    """The lowest peak of some steps after the first: a thread of gloo may let go of a message at any later time."""
+    peaks = []
     with Measured() as measured:
         model, optimizer = fabric.setup(*build(fabric, name))
-        for number in range(3):
-            measured.peak *= number > 1
+        for _ in range(4):
+            measured.peak = 0
             measured.messages.clear()
             gc.collect()  # what is in cycles goes at any time
             step(fabric, name, model, optimizer)
-    return measured.peak, measured.messages
+            peaks.append(measured.peak)
+    return min(peaks[1:]), measured.messages
 
 
 def of_plan(found: DryRun) -> tuple[int, Counter[Any]]:
     messages = Counter[Any]()
     for each in found.traffic:
-        messages[each.operation.replace("_", ""), "calls"] += each.calls
-        messages[each.operation.replace("_", ""), "bytes"] += each.nbytes
+        messages[each.operation.replace("_", ""), each.axis, "calls"] += each.calls
+        messages[each.operation.replace("_", ""), each.axis, "bytes"] += each.nbytes
     return found.peak_bytes, messages
 
 
@@ -237,14 +272,19 @@ def step_of(name: str, fabric: Fabric, model: Any, optimizer: torch.optim.Optimi
 
 
 CASES = [(name, strategy, ranks) for name in MODELS for strategy in STRATEGIES for ranks in (2, 4)]
-CASES += [(name, strategy, ranks) for name in PLANS for strategy, ranks in (("TP", 2), ("TP", 4), ("copies x TP", 4))]
+CASES += [(name, strategy, ranks) for name in PLANS for strategy in ("TP", "TP, recomputation") for ranks in (2, 4)]
+CASES += [(name, "copies x TP", 4) for name in PLANS]
+CASES += [(name, *case) for name in ATTENDING for case in (("sequence", 2), ("sequence", 4), ("sequence x TP", 4))]
 
 
 def strategy_of(name: str, strategy: str, ranks: int) -> Strategy:
     if strategy == "HSDP":
         return FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, ranks // 2))
-    if strategy in SPLIT:
-        return ModelParallelStrategy(tp_plan=PLANS[name], tensor_parallel_size=2, **SPLIT[strategy])
+    if strategy in MESHES:
+        options: dict[str, Any] = {} if strategy == "sequence" else {"tp_plan": PLANS[name]}
+        if strategy == "TP, recomputation":
+            options = {"tp_plan": PLANS[name] | NORMS.get(name, {}), "activation_checkpointing": MODELS[name][2]}
+        return ModelParallelStrategy(**options, **MESHES[strategy])
     return STRATEGIES[strategy](MODELS[name][2])
 
 
@@ -275,6 +315,16 @@ def test_what_fits_is_found_and_said():
 def test_all_is_tried_where_nothing_fits():
     *_, last = planned("wide", memory="1KiB").alternatives
     assert last == 'FSDPStrategy(activation_checkpointing=[Residual]), Fabric(precision="bf16-mixed")'
+
+
+def test_a_mesh_stays_where_other_options_are_tried():
+    mesh = ModelParallelStrategy(tp_plan=PLANS["wide"], tensor_parallel_size=2)
+    found = planned("wide", mesh, 4, memory="1KiB")
+    first, last = found.alternatives.items()
+    assert first[0] == "ModelParallelStrategy(..., activation_checkpointing=[Residual])"
+    assert last[0] == f'{first[0]}, Fabric(precision="bf16-mixed")'
+    assert found.peak_bytes > first[1].peak_bytes > last[1].peak_bytes
+    assert {each.axis for each in first[1].traffic} == {"data_parallel", "tensor_parallel", "world"}
 
 
 def test_memory_is_told_by_kind_and_traffic_by_axis():
@@ -310,6 +360,8 @@ def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypa
     assert "more than" in capsys.readouterr().out
     assert main(["plan", "planned_script:absent"]) == 2
     assert "no attribute 'absent'" in capsys.readouterr().err
+    assert main(["plan", "planned_script"]) == 2
+    assert "planned_script is a module" in capsys.readouterr().err
 
 
 def test_steps_read_values_skip_synchronization_and_build_as_in_a_job():
@@ -349,6 +401,11 @@ def sum_over_ranks(fabric: Fabric) -> float:
     return float(fabric.all_reduce(torch.ones(()), reduce_op="sum"))
 
 
+def test_a_model_without_an_optimizer_is_planned_too():
+    found = fabric.plan(lambda fabric: stacked(32, 2), lambda fabric, model: model(torch.randn(4, 32)), world=2)
+    assert found.peak.keys() == {"parameters", "activations and others"}
+
+
 def test_optimizers_of_gpus_take_more_memory():
     wide = [planned("wide", "ddp", accelerator=kind).peak_bytes for kind in ("cpu", "cuda")]
     assert wide[0] < wide[1]
@@ -362,10 +419,11 @@ def test_optimizers_of_gpus_take_more_memory():
         ({"ranks": 3, "num_nodes": 2}, "equally many"),
         ({"ranks": 0}, "contradict"),
         ({"memory": "much"}, "80GiB"),
+        ({"accelerator": "cup"}, "cuda, gpu, mps, cpu"),
         ({"strategy": "fspd"}, "no strategy"),
         ({"strategy": "dp"}, "one process"),
     ],
-    ids=["offload", "hook", "nodes", "no ranks", "memory", "name", "dp"],
+    ids=["offload", "hook", "nodes", "no ranks", "memory", "accelerator", "name", "dp"],
 )
 def test_what_cannot_be_planned_is_said(options, words):
     assert words in outcome(lambda: planned(**options))
