@@ -14,8 +14,6 @@ from fabric.errors import RankFailedError
 from fabric.strategies import ModelParallelStrategy
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = pytest.mark.timeout(90)
-
 PLAN = {
     "blocks.*.attention.query": "colwise",
     "blocks.*.attention.key": "colwise",
