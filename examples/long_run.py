@@ -1,11 +1,15 @@
 """A run for days, in small: it keeps its newest checkpoints and the best one, and goes on where it was ended.
 
 Start it, end it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of a run that nobody ended,
-also in the middle of an epoch and, to rounding, on another number of processes.
+also in the middle of an epoch and, to rounding, on another number of processes. With --record, each step is a line of
+JSON, with the samples that all processes together have seen in it.
 """
 
 import argparse
+import json
+import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,12 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", default="runs/long")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--record", help="a file, to which lines are added")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds in each step: the time to end it somewhere")
     args = parser.parse_args(arguments)
     with Fabric(accelerator=args.accelerator, devices=args.devices) as fabric:
         fabric.launch()
         fabric.seed_everything(0)
         inputs = torch.randn(120, 4)
-        data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+        data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True), torch.arange(len(inputs)))
         loader = fabric.setup_dataloaders(DataLoader(data, BATCH // fabric.world_size, shuffle=True))
         model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader}
         step = checkpoints.restore(state) or 0
         while step < args.steps:
-            for batch, targets in loader:
+            for batch, targets, numbers in loader:
                 loss = mse_loss(model(batch), targets)
                 optimizer.zero_grad()
                 fabric.backward(loss)
@@ -49,10 +55,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 step += 1
                 mean = fabric.all_reduce({"loss": loss.detach()})
                 fabric.print(f"step {step}: loss {mean['loss']:.6f}")
-                if step % args.save_every == 0:
+                if args.record:
+                    log(fabric, args.record, step=step, samples=fabric.gather_for_metrics(numbers).tolist(), **mean)
+                time.sleep(args.pause)
+                stop = fabric.should_stop  # on a signal, or near the end of a job of SLURM
+                if stop or step % args.save_every == 0:
                     checkpoints.save(step, state, mean)
+                if stop:
+                    fabric.exit_preempted(requeue=True)
                 if step == args.steps:
                     break
+
+
+def log(fabric: Fabric, path: str, **values: Any) -> None:
+    if fabric.is_global_zero:
+        with open(path, "a") as file:
+            file.write(json.dumps({**values, "loss": float(values["loss"]), "processes": fabric.world_size}) + "\n")
 
 
 if __name__ == "__main__":
