@@ -1,5 +1,6 @@
 """Collectives are right on every rank, or an error on every rank, without checked mode."""
 
+import os
 import random
 from collections.abc import Callable
 from decimal import Decimal
@@ -114,6 +115,16 @@ def agreeing(fabric: Fabric) -> dict[str, Any]:
         "empty": fabric.all_reduce([{}, ones(0), 1.0], reduce_op="sum")[2],
         "scattered": fabric.reduce_scatter(ones(size, 2), reduce_op="max").tolist(),
         "exchanged": fabric.all_to_all(ones(size, 20) * rank)[:, 0].tolist(),
+        "not a number": [
+            fabric.all_reduce(ones(LARGE, dtype=dtype) * value, reduce_op=op).isnan().all().item()
+            for dtype in (torch.float64, torch.float32, torch.bfloat16)
+            for value in ((1.0, float("nan"))[rank], (1.0, float("nan"))[1 - rank])
+            for op in ("max", "min")
+        ],
+        "ordered": [
+            fabric.all_reduce(torch.tensor([-2.0, 0.5, float("inf"), -1e-45]).repeat(LARGE), reduce_op=op)[:4].tolist()
+            for op in ("max", "min")
+        ],
         "alone": fabric.all_reduce(ones(2), reduce_op="sum").untyped_storage().nbytes(),
         "decisions": [fabric.strategy.reduce_boolean_decision(rank > 0, all=every) for every in (True, False)],
     }
@@ -134,6 +145,8 @@ def test_a1_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
             "empty": 2.0,
             "scattered": [1.0, 1.0],
             "exchanged": [0.0, 1.0],
+            "not a number": [True] * 12,
+            "ordered": [[-2.0, 0.5, float("inf"), -1.401298464324817e-45]] * 2,
             "alone": 8,
             "decisions": [False, True],
         }
@@ -354,6 +367,36 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
     found["mean"] = [outcome(lambda: fabric.all_reduce(1)), outcome(lambda: fabric.all_reduce(1 if first else 1.0))]
     found["afterwards"] = [str(fabric.all_reduce(1, reduce_op="sum"))]
     return found
+
+
+class Unreadable:
+    """Can be read where it was sent from alone, as an object of a module that the others have not."""
+
+    def __reduce__(self) -> Any:
+        return read, (os.getpid(),)
+
+
+def read(sender: int) -> None:
+    if os.getpid() != sender:
+        raise ModuleNotFoundError("no such module")
+
+
+def received(fabric: Fabric) -> list[str]:
+    first, mine = fabric.is_global_zero, Unreadable()
+    calls: list[Callable[[], Any]] = [
+        lambda: fabric.broadcast(mine if first else None),
+        lambda: fabric.scatter([1, mine] if first else None),
+        lambda: fabric.send(mine, 1) if first else fabric.recv(0),
+        lambda: fabric.gather(mine if not first else 1, dst=0),
+    ]
+    return [*map(outcome, calls), str(fabric.all_reduce(1, reduce_op="sum"))]
+
+
+def test_a4_what_a_receiver_cannot_read_is_an_error_that_says_so() -> None:
+    first, second = run_in_ranks(received)
+    assert [text.partition(":")[0] for text in first] == ["fine"] * 3 + ["ArgumentTypeError", "2"]
+    assert [text.partition(":")[0] for text in second] == ["ArgumentTypeError"] * 3 + ["fine", "2"]
+    assert "cannot be read here: ModuleNotFoundError: no such module" in second[0]
 
 
 class Broken(dict[str, Any]):

@@ -339,6 +339,77 @@ def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
         assert loaded == values[-1]
 
 
+# -- B8, B9: ranks that do not do the same ----------------------------------------------------------------------------
+
+
+def other_models(fabric: Fabric) -> dict[str, str]:
+    rank = fabric.global_rank
+    frozen = Net()
+    frozen.encoder.requires_grad_(rank == 0)
+    models = {
+        "width": nn.Linear(4, 4 + rank),
+        "layers": nn.Sequential(*(nn.Linear(4, 4) for _ in range(2 + rank))),
+        "frozen": frozen,
+        "dtype": nn.Linear(4, 4).to(torch.float64 if rank else torch.float32),
+        "names": nn.ModuleDict({"own" if rank else "first": nn.Linear(4, 4)}),
+        "untrained": nn.Linear(4, 4 + rank).requires_grad_(False),
+    }
+    return {name: outcome(lambda model=model: fabric.setup(model)) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b9_models_that_differ_between_ranks_are_refused_on_every_rank(strategy: str) -> None:
+    for found in run_in_ranks(other_models, strategy=strategy):
+        assert all("it is another model on rank 1 than on rank 0" in text for text in found.values()), found
+
+
+def steps_of_one_rank(fabric: Fabric) -> None:
+    net = Net()
+    model, optimizer = fabric.setup(net, sgd(net.parameters()))
+    for _ in range(2):
+        fabric.backward(model(X).sum())
+        if fabric.global_rank:
+            optimizer.step()
+        optimizer.zero_grad()
+        fabric.barrier()
+
+
+def options_of_their_own(fabric: Fabric) -> str:
+    net = Net()
+    model, optimizer = fabric.setup(net, sgd(net.parameters(), lr=0.1 + fabric.global_rank))
+    text = outcome(lambda: step(fabric, model, optimizer))
+    fabric.barrier()
+    return text
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_b8_steps_that_one_rank_makes_alone_or_otherwise_are_an_error(strategy: str) -> None:
+    with pytest.raises(RankFailedError, match="rank 1 made step 1 before the last backward pass"):
+        run_in_ranks(steps_of_one_rank, strategy=strategy)
+    found = run_in_ranks(options_of_their_own, strategy=strategy)
+    assert any("differ after it: " in text for text in found), found
+
+
+def other_loaders(fabric: Fabric) -> list[str]:
+    first, data = fabric.is_global_zero, TensorDataset(torch.ones(16, 4))
+    shuffled = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=first))
+    peeked = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+    if first:
+        next(iter(shuffled))
+        next(iter(peeked))
+    fabric.barrier()
+    found = outcome(lambda: first or next(iter(shuffled)))
+    return [found, outcome(lambda: [fabric.gather_for_metrics(x) for (x,) in peeked])]
+
+
+def test_b9_loaders_with_other_orders_on_other_ranks_are_an_error() -> None:
+    (_, first), (order, second) = run_in_ranks(other_loaders)
+    assert "an order that is drawn anew in each iteration on rank 0, and one that is not on rank 1" in order
+    for number, text in enumerate((first, second)):
+        assert text.startswith("CollectiveMismatchError")
+        assert f"of iteration {1 - number}" in text
+
+
 # -- what else the ranks have to agree on -----------------------------------------------------------------------------
 
 

@@ -394,7 +394,7 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
             written.append(topic)
 
         def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-            return {rank: [1, 9] for rank in ranks if topic == "batches/0"}
+            return {rank: [1, 9, False] for rank in ranks if topic == "batches/0"}
 
     detector = UnevenInputDetector(
         FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(node_worlds(2)[0], Hooks())

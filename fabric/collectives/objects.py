@@ -7,7 +7,6 @@ were there and else on the receiver's device. What one rank cannot send raises o
 the place of the object.
 """
 
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from fabric.communicators import Communicator, Operation
-from fabric.communicators.base import CallDescription, mismatch, sendable, to_pickle
+from fabric.communicators.base import CallDescription, from_pickle, mismatch, sendable, to_pickle
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
 from fabric.tree import PLAIN, check_tensor, flatten, unflatten
@@ -121,7 +120,7 @@ def _packed(error: FabricError | None, tree: Any, device: torch.device) -> Tenso
 
 def _unpacked(message: Tensor, device: torch.device) -> Any:
     end = _PREFIX + int.from_bytes(to_bytes(message[:_PREFIX]), "little")
-    error, tree = pickle.loads(to_bytes(message[_PREFIX:end]))  # noqa: S301 - from a rank of this job, as torch does
+    error, tree = from_pickle(to_bytes(message[_PREFIX:end]))
     if error is not None:
         raise error
     leaves, structure = flatten(tree)

@@ -15,7 +15,7 @@ from fabric.errors import ArgumentTypeError, CollectiveMismatchError, Configurat
 
 __all__ = [
     "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
-    "Operation", "Reduce", "mismatch", "sendable", "to_pickle",
+    "Operation", "Reduce", "from_pickle", "mismatch", "sendable", "to_pickle",
 ]  # fmt: skip
 
 
@@ -340,6 +340,16 @@ def to_pickle(value: Any) -> bytes:
         ) from error
 
 
+def from_pickle(message: bytes) -> Any:
+    """The value of a pickle of another rank, or an ArgumentTypeError."""
+    try:
+        return pickle.loads(message)  # noqa: S301 - from a rank of this job, as torch does itself
+    except Exception as error:
+        problem = f"it was sent, and cannot be read here: {type(error).__name__}: {error}"
+        suggestion = "what it is made of: state_dict(), numbers, names; or its module imported on every rank"
+        raise ArgumentTypeError("receiving an object", problem, suggestion=suggestion) from error
+
+
 def sendable(error: Exception) -> FabricError:
     """The error of a rank that cannot make its message, as all ranks raise it."""
     if isinstance(error, FabricError):
@@ -363,7 +373,7 @@ def _packed(value: Any, error: FabricError | None) -> bytes:
 
 def _unpacked(received: bytes, src: int) -> Any:
     """The value that :func:`_packed` packed on rank ``src``; raises the error in its place."""
-    value = pickle.loads(received.removeprefix(b"\0"))  # noqa: S301 - from a rank of this job, as torch does itself
+    value = from_pickle(received.removeprefix(b"\0"))
     if not received.startswith(b"\0"):
         return value
     value.add_note(f"raised on rank {src}")

@@ -79,6 +79,12 @@ class ProcessGroupCommunicator(Communicator):
         assert op is not None, "a reduction has one"
         if op in BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
+        if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
+            # Backends pass over what is not a number, or not, by place; as an integer it is the largest, or least.
+            bits, limits = _in_order(buffer.double().view(torch.int64)), torch.iinfo(torch.int64)
+            bits.masked_fill_(buffer.isnan(), limits.max if op is Reduce.MAX else limits.min)
+            dist.all_reduce(bits, op=_OPS[op], group=self._group)
+            return buffer.copy_(_in_order(bits).view(torch.float64))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 
@@ -149,6 +155,11 @@ class ProcessGroupCommunicator(Communicator):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._owns_group = False
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """The bits of floats as integers of the same order, and back."""
+    return bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
 
 
 def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:

@@ -280,7 +280,9 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
         if by_rank and isinstance(leaf, Tensor):
             leaves[place] = (leaf[None] if unit == "single samples" else leaf)[: 0 if state.is_repeat else None]
     by_rank |= unit == "batches"
-    gathered = (all_gather_ragged if by_rank else all_gather)(communicator, leaves)
+    # The ranks compare it: shares of the orders of different iterations are no batch.
+    title = f"of iteration {state.epoch}" if spec.streams else "of a fixed order"
+    [gathered] = (all_gather_ragged if by_rank else all_gather)(communicator, {title: leaves}).values()
     for place, parts in enumerate(gathered):
         if isinstance(leaves[place], Tensor):
             whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" and not by_rank else parts

@@ -24,6 +24,7 @@ from itertools import count
 from textwrap import shorten
 from typing import Any, NoReturn
 from weakref import WeakSet, ref
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ _LONGEST = 400  # characters of a list of parameters
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
+_PLAIN = (bool, int, float, str, tuple)  # types of the options of an optimizer that are compared
 
 Contracts = Collection[GradientContract]
 
@@ -65,7 +67,7 @@ class TrainingChecks:
     def __init__(self, optimizer: Optimizer, name: str, contracts: Contracts, store: JobStore, backward: Hooks) -> None:
         self._optimizer, self._kind, self._name = ref(optimizer), type(optimizer).__name__, name
         self._contracts, self._store = contracts, store
-        self._calls = self._steps = self._backwards = self._without = 0
+        self._calls = self._steps = self._backwards = self._synchronized = self._without = 0
         self._had_gradient: set[int] = set()  # ids of parameters
         self._names: list[str] = []  # of the replicated parameters, with their fingerprints after the latest step
         self._fingerprint: list[int] = []
@@ -89,6 +91,14 @@ class TrainingChecks:
             self._backwards += 1
             self._note_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
+            self._synchronized += any(each.synchronizes() for each in self._contracts)
+            # Of what is sharded a rank may hold nothing, and then counts no steps.
+            may_differ = self._is_finished or not self._had_gradient
+            ahead = None if may_differ else self._store.get_nowait(self._key("first", 1))
+            if ahead is not None and json.loads(ahead)[2] < self._synchronized:
+                problem = f"rank {json.loads(ahead)[0]} made step {self._steps + 1} before the last backward pass"
+                suggestion = f"optimizer.step() outside of any branch on the rank; {_OFF}"
+                self._refuse(f"{problem}, and this rank has not", "the same steps on all ranks", suggestion)
         if self._is_finished:
             self.close()
 
@@ -171,21 +181,25 @@ class TrainingChecks:
         if replicated := [each for each in trained if id(each) in names]:
             self._names = [names[id(each)] for each in replicated]
             self._fingerprint = fingerprint(replicated)
-            published = json.dumps([self._store.rank, self._fingerprint]).encode()
+        elif _set_up(self._contracts) & _ids(trained):  # shards
+            plain = [(key, each) for one in optimizer.param_groups for key, each in one.items() if type(each) in _PLAIN]
+            self._names, self._fingerprint = ["its options"], [crc32(f"{self._kind} {plain}".encode())]
+        if self._names:
+            published = json.dumps([self._store.rank, self._fingerprint, self._synchronized]).encode()
             first = self._store.set_if_absent(self._key("first"), published)
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
                 self._compare(first)
 
-    def _key(self, which: str) -> str:
+    def _key(self, which: str, ahead: int = 0) -> str:
         scope = "".join(each.scope for each in self._contracts)
-        return f"first steps{scope}/{self._name}/{self._steps}/{which}"
+        return f"first steps{scope}/{self._name}/{self._steps + ahead}/{which}"
 
     def _compare(self, published: bytes | None) -> None:
         """Raise if this is another rank's fingerprint, and not that of this one."""
         if published is None:
             return
-        own, (other, theirs) = self._store.rank, json.loads(published)
+        own, (other, theirs, _) = self._store.rank, json.loads(published)
         pairs = zip(self._names, self._fingerprint, theirs, strict=False)
         # None, if other parameters of no set-up module have gradients there.
         if different := [name for name, mine, its in pairs if mine != its]:

@@ -80,7 +80,14 @@ class UnevenInputDetector:
         """
         self._begun[loader] = number = self._begun.get(loader, 0) + 1
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
-        self._store.publish(f"batches/{loader}", [number, length])
+        self._store.publish(f"batches/{loader}", [number, length, has_orders])
+        for other, (*_, theirs) in (
+            self._store.read(f"batches/{loader}", self._neighbors).items() if number == 1 else ()
+        ):
+            if theirs != has_orders:
+                drawn = f"has an order that is drawn anew in each iteration on rank {other if theirs else self._rank}"
+                problem = f"it {drawn}, and one that is not on rank {self._rank if theirs else other}"
+                raise UsageError(f"iteration over loader {loader} on rank {self._rank}", problem, "the same loader")
         self._ended = self._latest.progress.received if self._latest is not None else 0
         self._latest = _Iteration(loader, number, progress, length, list(self._neighbors), has_orders)
         self._watch()
@@ -241,7 +248,7 @@ class UnevenInputDetector:
 
     def _compare_lengths(self, iteration: _Iteration) -> None:
         self._lengths_differ |= iteration.length is None
-        for other, (number, length) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
+        for other, (number, length, _) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
             if number >= iteration.number:
                 iteration.unseen.remove(other)
                 # One that is further ended this iteration earlier, after nobody knows how many batches.

@@ -27,7 +27,7 @@ from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, check_same_model, refuse_unprepared
 
 __all__ = ["DDPStrategy"]
 
@@ -114,6 +114,7 @@ class DDPStrategy(ParallelStrategy):
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
+        check_same_model(self.runtime.communicator, module)  # torch tells some ranks, or none, of some differences
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # DistributedDataParallel does so for a module that it wraps.
             for tensor in (*module.parameters(), *module.buffers()):

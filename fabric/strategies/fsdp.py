@@ -35,7 +35,7 @@ from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
 from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, registered_on_meta
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, check_same_model, refuse_unprepared
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]
@@ -211,15 +211,15 @@ class FSDPStrategy(ParallelStrategy):
         options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared)
         if module is None:
             return
-        root, error = uncompiled(module), None
+        root, error, plan = uncompiled(module), None, None
         try:
-            self._check_module(root)
+            plan = self._check_module(root)
         except FabricError as raised:
             error = raised
-        options.check_same_model(self.runtime.communicator, root, error)
+        check_same_model(self.runtime.communicator, root, error, plan)
 
-    def _check_module(self, root: nn.Module) -> None:
-        """Raise for a model that cannot be sharded; no collective."""
+    def _check_module(self, root: nn.Module) -> object:
+        """What will be made of which part, to be compared; raises for what cannot be sharded. No collective."""
         options.check_shardable(root, self.is_global_zero, self._prepared)
         options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
         options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)

@@ -6,7 +6,6 @@ the whole forward pass. FSDP modules that are the repeated blocks of a model mak
 at a time. A parameter that several modules share has to belong to one FSDP module, or to the root.
 """
 
-import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -20,8 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric._torch import local_tensor
-from fabric.communicators import Communicator
-from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import Precision
 from fabric.strategies.fsdp_state import SHARD, stays_whole
 from fabric.strategies.init_module import EmptyParameter
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
-    "EXPLANATIONS", "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers", "check_same_model",
+    "EXPLANATIONS", "OF_FIRST_FSDP", "check_dtypes", "check_mesh", "check_optimizers",
     "check_shardable", "choose_modules", "find_fsdp_modules", "mesh_sizes", "parse_backward_prefetch", "parse_choice",
     "parse_cpu_offload", "parse_mixed_precision", "parse_name", "parse_wrap_policy", "pop_older",
     "prefetch_in_backward",
@@ -316,36 +314,6 @@ def check_optimizers(
 def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """Whether an optimizer's state of a parameter is more than what was filled in when it was made, as in Adagrad."""
     return bool(slots) and bool(slots.get("step", 1) or any(getattr(one, "is_meta", False) for one in slots.values()))
-
-
-def check_same_model(communicator: Communicator, root: nn.Module, error: FabricError | None) -> None:
-    """Raise on every rank where any rank has an error, or another model. Collective.
-
-    Args:
-        communicator: all ranks.
-        root: the model.
-        error: why this rank cannot set it up; None if it can.
-
-    Raises:
-        FabricError: the error of the first rank that has one.
-        UsageError: a difference between the models.
-    """
-    layouts = communicator.gather_objects("" if error else _layout(root), error=error)
-    for rank, layout in enumerate(layouts):
-        if layout != layouts[0]:
-            request = f"setup({type(root).__name__}) on rank {communicator.rank}"
-            problem = f"it is another model on rank {rank} than on rank 0, by names, shapes or dtypes of tensors"
-            raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
-
-
-def _layout(root: nn.Module) -> str:
-    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
-    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
-    layout = [
-        (name, numbers[id(each)], each.shape, each.dtype, each.requires_grad, type(each)) for name, each in tensors
-    ]
-    return hashlib.sha256(repr(layout).encode()).hexdigest()
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:

@@ -147,11 +147,13 @@ class ModelParallelStrategy(FSDPStrategy):
         super().teardown()
 
     @override
-    def _check_module(self, root: nn.Module) -> None:
+    def _check_module(self, root: nn.Module) -> object:
         if split := [name for name, each in root.named_parameters() if local_tensor(each) is not each]:
             raise UsageError(f"setup of what is on a mesh already: {', '.join(split)}", suggestion="parallelize_fn=...")
-        self._find_layers(root)
+        # A style of the user's own may be shown with its address.
+        styles = {part: f"{style}".partition(" at 0x")[0] for part, style in self._find_layers(root).items()}
         super()._check_module(root)
+        return [(name, styles[part]) for name, part in root.named_modules() if part in styles]
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
