@@ -17,7 +17,7 @@ LIMITS = {
     "code lines": 12_640,
     "tokens": 131_200,
     "code lines of the core": 3_000,
-    "tokens of the core": 29_100,
+    "tokens of the core": 29_292,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 970,
     "code lines of a class": 200,  # but Fabric, which is a line a method
