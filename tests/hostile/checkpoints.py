@@ -1,0 +1,237 @@
+"""Paths, states and ranks with which saving and loading go wrong."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.errors import CheckpointError
+from tests.hostile.base import batch, case, net, step
+from tests.hostile.training import both, trained
+
+
+@both(refused=True)
+def an_object_store_without_its_package(fabric: Fabric, rank: int) -> None:
+    fabric.save("s3://bucket/x.pt", {"model": fabric.setup(net())})
+
+
+@both()
+def a_file_by_its_url(fabric: Fabric, rank: int) -> None:
+    model, path = fabric.setup(net()), f"file://{os.getcwd()}/x"
+    fabric.save(path, {"model": model})
+    fabric.load(path, {"model": model})
+    assert os.path.exists("x")
+
+
+@case(strategy="fsdp", refused=True)
+def shards_in_the_memory_of_one_process(fabric: Fabric, rank: int) -> None:
+    fabric.save("memory://a/b", {"model": fabric.setup(net())})
+
+
+@both(refused=True)
+def no_name(fabric: Fabric, rank: int) -> None:
+    fabric.save("", {"a": 1})
+
+
+@both(refused=True)
+def a_name_that_is_too_long(fabric: Fabric, rank: int) -> None:
+    fabric.save("x" * 300, {"a": 1})
+
+
+@both(refused=True)
+def a_list_that_holds_itself(fabric: Fabric, rank: int) -> None:
+    ring: list[Any] = []
+    ring.append(ring)
+    fabric.save("x", {"ring": ring})
+
+
+@case()
+def a_bare_state_dict(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", model.state_dict())
+    fabric.barrier()
+    found = torch.load("x", weights_only=True)
+    nn.Sequential.load_state_dict(net(), found)
+    fabric.load_raw("x", model)
+
+
+@case(strategy="fsdp")
+def a_whole_state_dict(fabric: Fabric, rank: int) -> None:
+    found, plain = fabric.get_state_dict(fabric.setup(net())), net().state_dict()
+    assert rank or all(torch.equal(found[name], plain[name]) for name in plain)
+
+
+# -- ideas of the second round ----------------------------------------------------------------------------------------
+
+
+@both(refused=True, waits=True)
+def a_save_on_one_rank(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    if rank == 0:
+        fabric.save("x", {"model": model})
+        fabric.all_reduce(1, reduce_op="sum")
+
+
+@both(refused=True, waits=True)
+def a_load_on_one_rank(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model})
+    if rank == 0:
+        fabric.load("x", {"model": model})
+        fabric.all_reduce(1, reduce_op="sum")
+
+
+@case(refused=True, strategy="fsdp")
+def a_state_dict_on_one_rank(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    if rank == 0:
+        fabric.get_state_dict(model)
+    fabric.all_reduce({"loss": 1.0})
+
+
+@both(refused=True)
+def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model" if rank else "net": model, "step": 1})
+
+
+@both()
+def other_paths(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save(f"run-{rank}", {"model": model})
+    fabric.barrier()
+    assert os.listdir(".") == ["run-0"]  # rank 0's, as where a path has the time in it
+    fabric.load("run-0", {"model": model})
+
+
+@both(refused=True)
+def paths_of_which_one_does_not_exist(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model})
+    fabric.load("x" if rank else "y", {"model": model})
+
+
+@both(refused=True)
+def other_names_that_are_loaded(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model, "step": 1})
+    fabric.load("x", {"model": model, "step" if rank else "epoch": 0})
+
+
+@both(refused=True)
+def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model, "table": torch.ones(3)})
+    other = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
+    before = [each.detach().clone() for each in other.parameters()]
+    try:
+        fabric.load("x", {"model": other})
+    finally:
+        assert all(map(torch.equal, before, other.parameters()))
+
+
+@both(refused=True)
+def what_cannot_be_saved_on_one_rank(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model, "step": 1})
+    try:
+        fabric.save("x", {"model": model, "extra": object() if rank else 1})
+    finally:
+        fabric.load("x", kept := {"step": 0})
+        assert kept == {"step": 1}
+
+
+@both()
+def a_folder_where_no_rank_may_write(fabric: Fabric, rank: int) -> None:
+    if rank == 0:
+        Path("closed").write_text("a file")
+    fabric.barrier()
+    try:
+        fabric.save("closed/deep/x", {"model": fabric.setup(net())})
+    except CheckpointError:
+        return
+    raise AssertionError("it was written")
+
+
+@both()
+def two_saves_beside_the_loop_at_once(fabric: Fabric, rank: int) -> None:
+    _, model, optimizer = trained(fabric)
+    for number in range(3):
+        fabric.save("x", {"model": model, "step": number}, async_=True)
+        step(fabric, model, optimizer, batch(number))
+    fabric.save("x", {"model": model, "step": 3})
+    kept = {"step": -1}
+    fabric.load("x", kept)
+    assert kept == {"step": 3}
+
+
+@both()
+def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
+    table, model = torch.zeros(100_000), fabric.setup(net())
+    saved = fabric.save("x", {"model": model, "table": table, "log": (log := [1])}, async_=True)
+    table.fill_(7)
+    log.append(2)
+    saved.wait()
+    fabric.load("x", kept := {"table": torch.ones(100_000), "log": []})
+    assert not kept["table"].any()
+    assert kept["log"] == [1]
+
+
+@both(refused=True)
+def a_file_that_was_cut(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    fabric.save("x", {"model": model})
+    fabric.barrier()
+    if rank == 0:
+        path = Path("x") if Path("x").is_file() else min(Path("x").glob("rank-00000*"))
+        path.write_bytes(path.read_bytes()[:-20])
+    fabric.barrier()
+    fabric.load("x", {"model": model})
+
+
+@both()
+def the_working_directory_is_gone(fabric: Fabric, rank: int) -> None:
+    here = Path.cwd()
+    (here / f"{rank}").mkdir()
+    os.chdir(here / f"{rank}")
+    (here / f"{rank}").rmdir()
+    model = fabric.setup(net())
+    fabric.save(here / "x", {"model": model})
+    fabric.load(here / "x", {"model": model})
+    try:
+        fabric.save("x", {"model": model})
+    except OSError:  # Python's own
+        return
+    finally:
+        os.chdir(here)
+    raise AssertionError("it was written nowhere")
+
+
+@both(refused=True)
+def an_optimizer_that_is_loaded_into_another(fabric: Fabric, rank: int) -> None:
+    module, model, optimizer = trained(fabric, 2)
+    fabric.save("x", {"model": model, "optimizer": optimizer})
+    groups = [{"params": list(module[0].parameters())}, {"params": list(module[2].parameters())}]
+    other = fabric.setup_optimizers(torch.optim.SGD(groups, lr=0.3, momentum=0.9))
+    fabric.load("x", {"model": model, "optimizer": other})
+
+
+@both()
+def a_file_that_fabric_did_not_write(fabric: Fabric, rank: int) -> None:
+    model = fabric.setup(net())
+    if rank == 0:
+        torch.save(net().state_dict(), "raw.pt")
+        torch.save({"model": net()}, "code.pt")
+        Path("text.pt").write_text("not a checkpoint")
+        Path("none.pt").touch()
+    fabric.barrier()
+    fabric.load_raw("raw.pt", model)
+    for name in ("code.pt", "text.pt", "none.pt"):
+        try:
+            fabric.load(name, {"model": model})
+        except CheckpointError:
+            continue
+        raise AssertionError(f"{name} was loaded")

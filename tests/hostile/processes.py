@@ -1,0 +1,123 @@
+"""Processes that end, fork or close what others need."""
+
+import os
+import sys
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from fabric import Fabric
+from fabric.errors import FabricError, UsageError
+from fabric.loggers import CSVLogger
+from fabric.strategies import SingleDeviceStrategy
+from tests.hostile.base import case, net
+
+
+@case()
+def a_forked_child(fabric: Fabric, rank: int) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            fabric.all_reduce(torch.ones(1))
+        except FabricError:
+            os._exit(7)
+        finally:
+            os._exit(8)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@case()
+def two_fabrics(fabric: Fabric, rank: int) -> None:
+    other = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    other.launch()
+    assert other.all_reduce(1, reduce_op="sum") == 2
+    other.teardown()
+    assert fabric.all_reduce(1, reduce_op="sum") == 2
+
+
+@case(refused=True)
+def one_device_inside_of_a_rank(fabric: Fabric, rank: int) -> None:
+    Fabric(strategy=SingleDeviceStrategy(device=torch.device("cpu"))).launch()
+
+
+@case(refused=True)
+def what_was_closed_is_used(fabric: Fabric, rank: int) -> None:
+    fabric.teardown()
+    fabric.all_reduce(1.0)
+
+
+@case(refused=True)
+def a_launch_inside_of_a_rank(fabric: Fabric, rank: int) -> None:
+    Fabric(accelerator="cpu", devices=3, strategy="ddp_spawn").launch(net)
+
+
+@case(refused=True)
+def more_devices_than_the_job_has(fabric: Fabric, rank: int) -> None:
+    Fabric(accelerator="cpu", devices=3).launch()
+
+
+@case()
+def an_error_while_one_rank_goes_first(fabric: Fabric, rank: int) -> None:
+    try:
+        with fabric.rank_zero_first():
+            if rank == 0:
+                raise LookupError("no network")
+    except (LookupError, FabricError):
+        return
+    raise AssertionError("rank 1 went on")
+
+
+@case(refused=True)
+def a_seed_that_is_none(fabric: Fabric, rank: int) -> None:
+    fabric.seed_everything("forty-two")  # type: ignore[arg-type]
+
+
+@case(refused=True)
+def a_decision_that_is_no_decision(fabric: Fabric, rank: int) -> None:
+    fabric.reduce_boolean_decision(torch.tensor([True, False]))  # type: ignore[arg-type]
+
+
+@case(loggers=CSVLogger("."))
+def metrics_of_each_rank(fabric: Fabric, rank: int) -> None:
+    fabric.log("loss", 1.0 + rank, step=0)
+    fabric.barrier()
+    assert len(os.listdir("run")) == 1
+    with open("run/version_0/metrics.csv") as file:
+        assert file.read().splitlines() == ["step,loss", "0,1.0"]
+
+
+@case()
+def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": self.linear(x).mean(), "n": 3, "none": None, "text": "a", "pair": (x, [x])}
+
+    model = fabric.setup(Odd())
+    found = model(torch.ones(2, 4))
+    fabric.backward(found["loss"])
+    assert (found["n"], found["none"], found["text"], type(found["pair"])) == (3, None, "a", tuple)
+
+
+@case(refused=True)
+def nothing_to_print_to(fabric: Fabric, rank: int) -> None:
+    sys.stdout.close()
+    fabric.print("epoch 1")
+    fabric.describe()
+    raise UsageError("all went well")
+
+
+@case()
+def warnings_are_errors(fabric: Fabric, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, optimizer = fabric.setup(module := net(), torch.optim.SGD(module.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        fabric.save("x", {"model": model, "optimizer": optimizer})
+        fabric.load("x", {"model": model, "optimizer": optimizer})
