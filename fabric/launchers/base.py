@@ -1,5 +1,6 @@
 """The interface of launchers, what a launch consists of, and what may be started from this process."""
 
+import os
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -122,8 +123,10 @@ def start_interpreter(
     if getattr(sys.__stdout__, "write_through", False):
         options.append("-u")
     name = fn.__name__
+    first = os.environ.get("FABRIC_PRELOAD")  # modules, such as an import hook, that the script's imports need
+    statement = f"from {fn.__module__} import {name}; {f'import {first}; ' if first else ''}sys.path.pop(); {name}()"
     # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
-    statement = f"import sys; sys.path.append({_ROOT!r}); from {fn.__module__} import {name}; sys.path.pop(); {name}()"
+    statement = f"import sys; sys.path.append({_ROOT!r}); {statement}"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
     return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output)
 

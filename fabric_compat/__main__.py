@@ -1,0 +1,30 @@
+"""``python -m fabric_compat script.py ...`` or ``python -m fabric_compat -m module ...``."""
+
+import os
+import runpy
+import sys
+
+from fabric_compat import installed
+
+
+def main() -> None:
+    """Run a script that imports Lightning Fabric, in this process and in those that it launches."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    script = arguments[is_module : is_module + 1]
+    if not script or script[0].startswith("-"):
+        sys.exit("usage: python -m fabric_compat [-m] script.py ...")
+    if not is_module and not os.path.exists(script[0]):
+        sys.exit(f"python -m fabric_compat {script[0]}: there is no such file in {os.getcwd()!r}")
+    os.environ["FABRIC_PRELOAD"] = installed.__name__
+    sys.argv[:] = arguments[is_module:]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
+        runpy.run_path(script[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""``Fabric`` with the meaning that Lightning Fabric gives its methods, where that differs from ours."""
+
+import inspect
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric._fabric import Fabric as _Fabric
+from fabric.module import FabricModule
+from fabric.strategies.parallel import as_list
+from fabric.world import World
+from fabric_compat.plugins import AsEnvironment, CheckpointIO, ClusterEnvironment, Precision, precision_object
+from fabric_compat.strategies import STRATEGY_REGISTRY
+from fabric_compat.utilities import apply_to_collection, convert_to_tensors, rank_zero_warn, seed_everything
+from fabric_compat.wrappers import SET_UP, _FabricModule
+
+__all__ = ["Fabric"]
+
+_DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1, "precision": None}
+
+
+class Fabric(_Fabric):
+    """Takes Lightning's arguments and gives its results; everything else is :class:`fabric.Fabric`.
+
+    Args:
+        plugins: a precision, an environment and a format of checkpoints, as objects of :mod:`fabric_compat.plugins`.
+        options: ``accelerator``, ``strategy``, ``devices``, ``num_nodes``, ``precision``, ``callbacks``, ``loggers``.
+    """
+
+    def __init__(self, *, plugins: Any = None, **options: Any) -> None:
+        given = {**_DEFAULTS, **options}
+        for name, default in _DEFAULTS.items():
+            value = os.environ.get(f"LT_{name.upper()}")
+            if value is not None:
+                if str(given[name]) not in (str(default), value):
+                    raise ValueError(f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise")
+                given[name] = value
+        if isinstance(given["strategy"], str):
+            given["strategy"] = STRATEGY_REGISTRY.get(given["strategy"], given["strategy"])
+        formats = []
+        for plugin in as_list(plugins):
+            if isinstance(plugin, ClusterEnvironment):
+                count = given["devices"] if isinstance(given["devices"], int) else len(as_list(given["devices"]))
+                given["environment"] = AsEnvironment(plugin, count, int(given["num_nodes"]))
+            elif isinstance(plugin, CheckpointIO):
+                formats.append(plugin)
+            elif isinstance(plugin, Precision):
+                given["precision"] = plugin
+            else:
+                raise TypeError(f"plugins={plugin!r} is no precision, environment or format of checkpoints")
+        if given["precision"] is not None:
+            given["precision"] = precision_object(given["precision"])
+        super().__init__(**given)
+        for plugin in formats:
+            self.strategy.checkpoint_io = plugin
+        self._launched = False
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process; before there are others the first one."""
+        return super().device if self._plan.world is not None else self._plan.devices[0]
+
+    def _world(self, call: str) -> World:
+        return self._plan.world or World()  # ranks are 0 before there are processes
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the processes; a second call without a function does nothing."""
+        if function is None:
+            has_launched, self._launched = self._launched, True
+            return None if has_launched else super().launch(*args, **kwargs)
+        if not callable(function):
+            raise TypeError(f"launch({function!r}): it takes a function, whose first argument is the Fabric")
+        self._launched = True
+        return super().launch(function, *args, **kwargs)
+
+    def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True, **_: Any) -> Any:
+        """Set up a module, again too, and optimizers; calls ``on_after_setup`` of the callbacks."""
+        session = self._running("setup")
+        known = next((each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None)
+        if known is None:
+            session.check_setup(module, [each for each in optimizers if each not in session.optimizers])
+            model: FabricModule = session.setup_module(module, move_to_device)
+            object.__setattr__(model, "__class__", _FabricModule)
+            model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
+        else:
+            model = known
+        self._set_up(optimizers)
+        self.call("on_after_setup", fabric=self, module=model)
+        results = (model, *optimizers, *([] if scheduler is None else [scheduler]))
+        return results if len(results) > 1 else model
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> Any:
+        """Set up a module on its own."""
+        return self.setup(module, move_to_device=move_to_device)
+
+    def setup_optimizers(self, *optimizers: Any, **_: Any) -> Any:
+        """Set up optimizers, also of parameters that belong to no module that is set up."""
+        self._set_up(optimizers)
+        return optimizers[0] if len(optimizers) == 1 else optimizers
+
+    def _set_up(self, optimizers: Any) -> None:
+        session = self._running("setup_optimizers")
+        new = [each for each in optimizers if each not in session.optimizers]
+        session.setup_optimizers(new)
+        SET_UP.update(new)
+        for optimizer in new:
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
+
+    def backward(self, tensor: Tensor, *args: Any, model: Any = None, **kwargs: Any) -> None:
+        """Compute gradients; ``model`` is for DeepSpeed, which is not here."""
+        super().backward(tensor, *args, **kwargs)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of all callbacks that have it, with those of the keywords that it takes."""
+        for callback in self._callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is None:
+                continue
+            if not callable(hook):
+                rank_zero_warn(f"{type(callback).__name__}.{hook_name} is not called: it is no method")
+                continue
+            parameters = inspect.signature(hook).parameters
+            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            hook(*args, **{name: value for name, value in kwargs.items() if takes_all or name in parameters})
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any) -> Any:  # type: ignore[override]
+        """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
+        tensors = convert_to_tensors(data, self.device)
+        if self.world_size == 1 and group is None:
+            return tensors
+        return super().all_gather(tensors, group, sync_grads, **ours)
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce tensors in place, and return them; numbers as tensors."""
+        tensors = convert_to_tensors(data, self.device)
+        name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        name = {"avg": "mean"}.get(name, name)
+
+        def averaged(tensor: Tensor) -> Tensor:  # a mean of integers is cut off
+            return tensor.double() if name == "mean" and not tensor.is_floating_point() else tensor
+
+        reduced = super().all_reduce(apply_to_collection(tensors, Tensor, averaged), group, name)
+        results = []
+        apply_to_collection(reduced, Tensor, results.append)
+
+        def replace(tensor: Tensor) -> Tensor:
+            result = results.pop(0)
+            if result.requires_grad:
+                return result
+            return tensor.detach().copy_(result) if tensor.requires_grad else tensor.copy_(result)
+
+        return apply_to_collection(tensors, Tensor, replace)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` on the first process of each machine."""
+        if self.local_rank == 0:
+            print(*args, **kwargs)
+
+    def init_module(self, empty_init: bool | None = None, **ours: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
+        """A context in which modules are created on the device and in the dtype of the precision."""
+        return super().init_module(bool(empty_init), **ours)
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:  # type: ignore[override]
+        """Seed python, numpy and torch in this process, and loader workers unless ``workers=False``."""
+        return seed_everything(seed, workers is not False, verbose)

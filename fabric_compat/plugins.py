@@ -1,0 +1,409 @@
+"""Precisions, environments, checkpoint formats and collectives, as the objects that Lightning Fabric has for them."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabric import environments
+from fabric.checkpoint.file import FullCheckpoint
+from fabric.precision import LossScale, parse_precision
+from fabric.precision import Precision as OurPrecision
+from fabric.tree import map_tensors
+from fabric.world import World
+from fabric_compat.missing import refuse
+
+CollectibleGroup = dist.ProcessGroup
+default_pg_timeout = dist.default_pg_timeout
+_PRECISION_INPUT_INT = Literal[64, 32, 16]
+_PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
+_PRECISION_INPUT_STR = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"]
+_PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name)
+
+
+class Precision(OurPrecision):
+    """A precision of ours with the methods of Lightning's: 32-bit, unless a class below says otherwise."""
+
+    def __init__(self, precision: str = "32-true", *_: Any, **__: Any) -> None:
+        row = parse_precision(precision)
+        for field in fields(row):  # the fields are frozen
+            object.__setattr__(self, field.name, getattr(row, field.name))
+
+    @property
+    def precision(self) -> str:
+        return self.name
+
+    def convert_module(self, module: nn.Module) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().convert_module(module)
+        return module
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self.param_dtype is None else _DtypeContextManager(self.param_dtype)
+
+    module_init_context = tensor_init_context
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return self.autocast("cuda" if torch.cuda.is_available() else "cpu")
+
+    def convert_input(self, data: Any) -> Any:
+        return _convert_fp_tensor(data, self.param_dtype or torch.float32)
+
+    def convert_output(self, data: Any) -> Any:
+        return _convert_fp_tensor(data, torch.get_default_dtype())
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        tensor.backward(*args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        return optimizer.step(**kwargs)
+
+    def main_params(self, optimizer: Optimizer) -> Any:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """For subclasses: gradients are unscaled by ``clip_gradients`` and the step, the scale is in checkpoints."""
+
+    pre_backward = post_backward = unscale_gradients = load_state_dict = teardown = _nothing
+
+
+class MixedPrecision(Precision):
+    """``"16-mixed"`` or ``"bf16-mixed"``; ``device`` and ``scaler`` are what the Fabric has."""
+
+    def __init__(self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None) -> None:
+        super().__init__(precision)
+        if scaler is not None and self.loss_scale is not None:
+            settings = LossScale(init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval())
+            object.__setattr__(self, "loss_scale", settings)
+
+
+class HalfPrecision(Precision):
+    """``"16-true"`` or ``"bf16-true"``."""
+
+    def __init__(self, precision: str = "16-true") -> None:
+        super().__init__(precision)
+
+
+class DoublePrecision(Precision):
+    """``"64-true"``."""
+
+    def __init__(self) -> None:
+        super().__init__("64-true")
+
+
+class FSDPPrecision(Precision):
+    """Any precision, under ``"fsdp"``."""
+
+
+def precision_object(value: Any) -> "Precision":
+    """A precision by any of its names, or one of ours, as an object with Lightning's methods."""
+    if isinstance(value, Precision):
+        return value
+    row = parse_precision(value)
+    kind = MixedPrecision if row.compute_dtype else HalfPrecision if row.param_dtype else Precision
+    return DoublePrecision() if row.name == "64-true" else kind(row)  # pyright: ignore[reportArgumentType]
+
+
+def _convert_fp_tensor(data: Any, dst_type: torch.dtype) -> Any:
+    return map_tensors(lambda each: each.to(dst_type) if each.is_floating_point() else each, data)
+
+
+@contextmanager
+def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class ClusterEnvironment:
+    """The place of this process, as fabric finds it whatever started it; a subclass of the user says it otherwise."""
+
+    _ours: ClassVar[Any] = None  # environments of ours; None is all of them
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def detect(cls) -> bool:
+        return environments.detect(os.environ, cls._ours) is not None
+
+    @property
+    def _place(self) -> World:
+        found = environments.detect(os.environ, self._ours)
+        return World() if found is None else found[1]
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self.detect()
+
+    @property
+    def main_address(self) -> str:
+        return self._place.address or "127.0.0.1"
+
+    @property
+    def main_port(self) -> int:
+        return self._place.port or find_free_network_port()
+
+    def world_size(self) -> int:
+        return self._place.world_size
+
+    def global_rank(self) -> int:
+        return self._place.rank
+
+    def local_rank(self) -> int:
+        return self._place.local_rank
+
+    def node_rank(self) -> int:
+        return self._place.node_rank
+
+    def _nothing(self, *args: Any) -> None:
+        """For subclasses: what the variables say is not changed."""
+
+    set_world_size = set_global_rank = validate_settings = teardown = _nothing
+
+
+class AsEnvironment:
+    """A :class:`ClusterEnvironment` as an environment of ours."""
+
+    def __init__(self, cluster: ClusterEnvironment, devices: int, num_nodes: int) -> None:
+        self._cluster, self._size, self._devices = cluster, devices * num_nodes, devices
+        self.name = type(cluster).__name__
+
+    def detect(self, env: Mapping[str, str]) -> World | None:
+        cluster = self._cluster
+        if not cluster.creates_processes_externally:
+            return None
+        local, node = cluster.local_rank(), cluster.node_rank()
+        cluster.set_world_size(self._size)
+        cluster.set_global_rank(node * self._devices + local)
+        return World(
+            rank=cluster.global_rank(), local_rank=local, node_rank=node, world_size=cluster.world_size(),
+            local_world_size=self._devices, address=cluster.main_address, port=cluster.main_port,
+        )  # fmt: skip
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """Any launcher that fabric knows, or none."""
+
+
+class TorchElasticEnvironment(ClusterEnvironment):
+    """torchrun, and whatever sets its variables, as Kubeflow does."""
+
+    _ours = (environments.TorchrunEnvironment(),)
+
+
+KubeflowEnvironment = TorchElasticEnvironment
+
+
+class SLURMEnvironment(ClusterEnvironment):
+    """SLURM; ``auto_requeue`` and ``requeue_signal`` are for Lightning's Trainer."""
+
+    _ours = (environments.SlurmEnvironment(),)
+
+    @staticmethod
+    def job_id() -> int | None:
+        text = os.environ.get("SLURM_JOB_ID", "")
+        return int(text) if text.isdecimal() else None
+
+    @staticmethod
+    def job_name() -> str | None:
+        return os.environ.get("SLURM_JOB_NAME")
+
+
+def _is_slurm_interactive_mode() -> bool:
+    return SLURMEnvironment.job_name() in ("bash", "interactive")
+
+
+class MPIEnvironment(ClusterEnvironment):
+    """Open MPI, MPICH and what sets their variables, as LSF's ``jsrun`` does; without mpi4py."""
+
+    _ours = (environments.OpenMPIEnvironment(), environments.MPICHEnvironment())
+
+
+LSFEnvironment = MPIEnvironment
+
+
+def find_free_network_port() -> int:
+    """A port of this machine that nobody listened on a moment ago."""
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class CheckpointIO(ABC):
+    """A format of checkpoints, for subclasses of the user."""
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None: ...
+
+    @abstractmethod
+    def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def remove_checkpoint(self, path: Any) -> None: ...
+
+    # The names that fabric has for it.
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        self.save_checkpoint(dict(state), path)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        return self.load_checkpoint(path)
+
+    def wait(self) -> None:
+        """Nothing: a save of this kind is done when it returns."""
+
+
+class TorchCheckpointIO(CheckpointIO):
+    """One file by ``torch.save``, replaced at once."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("storage_options: TorchCheckpointIO has none; write a CheckpointIO of your own")
+        FullCheckpoint().save(checkpoint, Path(path))
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]:
+        return FullCheckpoint().load(Path(path))
+
+    def remove_checkpoint(self, path: Any) -> None:
+        FullCheckpoint().remove(Path(path))
+
+
+class Collective:
+    """Collectives on tensors, over a group that the object owns."""
+
+    is_available: Any = staticmethod(lambda: True)
+    is_initialized: Any = is_available
+    init_group: Any = staticmethod(lambda *_, **__: None)
+    destroy_group: Any = init_group
+    new_group: Any = staticmethod(lambda **_: object())
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    @property
+    def group(self) -> Any:
+        if self._group is None:
+            raise RuntimeError(f"{type(self).__name__} owns no group: create_group() first")
+        return self._group
+
+    def setup(self, **kwargs: Any) -> Self:
+        if not self.is_initialized():
+            self.init_group(**kwargs)
+        return self
+
+    def create_group(self, **kwargs: Any) -> Self:
+        if self._group is not None:
+            raise RuntimeError(f"{type(self).__name__} owns a group already")
+        self._group = self.new_group(**kwargs)
+        return self
+
+    def teardown(self) -> Self:
+        self.destroy_group(self.group)
+        self._group = None
+        return self
+
+
+class SingleDeviceCollective(Collective):
+    """The identity, for one process."""
+
+    rank, world_size = 0, 1
+
+    def _same(self, tensor: Any = None, *_: Any, **__: Any) -> Any:
+        return tensor
+
+    def _list(self, tensor: Tensor, *_: Any, **__: Any) -> list[Tensor]:
+        return [tensor]
+
+    def _only(self, _: Any, parts: Any, *__: Any, **___: Any) -> Any:
+        return parts[0]
+
+    broadcast = all_reduce = reduce = recv = barrier = send = _same
+    gather = _list
+    scatter = reduce_scatter = all_to_all = _only
+
+    def all_gather(self, tensor_list: list[Tensor], tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+
+class TorchCollective(Collective):
+    """``torch.distributed`` over a group; the whole job without :meth:`create_group`."""
+
+    is_available, is_initialized = staticmethod(dist.is_available), staticmethod(dist.is_initialized)
+    init_group, new_group = staticmethod(dist.init_process_group), staticmethod(dist.new_group)
+
+    @property
+    def group(self) -> Any:
+        return dist.group.WORLD if self._group is None else self._group
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def setup(self, main_address: str | None = None, main_port: Any = None, **kwargs: Any) -> Self:
+        if main_address is not None and main_port is not None and "init_method" not in kwargs:
+            os.environ.setdefault("MASTER_ADDR", main_address)
+            os.environ.setdefault("MASTER_PORT", str(main_port))
+        return super().setup(**kwargs)
+
+    @staticmethod
+    def destroy_group(group: Any) -> None:
+        if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+            dist.destroy_process_group(group)
+
+    @staticmethod
+    def _convert_to_native_op(op: Any) -> Any:
+        found = getattr(dist.ReduceOp, op.upper(), None) if isinstance(op, str) else op
+        if found is None:
+            raise ValueError(f"op={op!r} is no reduction of torch.distributed.ReduceOp")
+        return found
+
+
+def _of_torch(name: str, result: int, reduces: bool) -> Any:
+    function = getattr(dist, name)
+
+    def call(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
+        if reduces:
+            kwargs["op"] = self._convert_to_native_op(kwargs.get("op", "sum"))
+        if self.group != dist.GroupMember.NON_GROUP_MEMBER or name != "barrier":
+            function(*args, group=self.group, **kwargs)
+        return args[result] if len(args) > result else None
+
+    def reduce(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
+        is_given = isinstance(args[-1], str | dist.ReduceOp | dist.ReduceOp.RedOpType)  # by position, the last one
+        return call(self, *args[: -1 if is_given else None], **(kwargs | ({"op": args[-1]} if is_given else {})))
+
+    method = reduce if reduces else call
+    method.__name__, method.__doc__ = name, f"``torch.distributed.{name}`` over the group; returns what it has filled."
+    return method
+
+
+for _name in (
+    "all_gather", "all_gather_object", "all_reduce", "all_to_all", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter", "scatter",
+    "scatter_object_list", "send",
+):  # fmt: skip
+    setattr(TorchCollective, _name, _of_torch(_name, int(_name.startswith("gather")), "reduce" in _name))

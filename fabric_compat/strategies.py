@@ -1,0 +1,71 @@
+"""Strategies: ours, which have Lightning's names and arguments."""
+
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fabric.strategies import (
+    DataParallelStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+)
+from fabric.strategies import DDPStrategy as _DDPStrategy
+from fabric_compat.missing import refuse
+
+__all__ = [
+    "DataParallelStrategy",
+    "FSDPStrategy",
+    "ModelParallelStrategy",
+    "ParallelStrategy",
+    "SingleDeviceStrategy",
+    "Strategy",
+]
+
+TBroadcast = TypeVar("TBroadcast")
+_DDP_FORK_ALIASES = ("ddp_fork", "ddp_notebook")
+_FSDP_ALIASES = ("fsdp", "fsdp_cpu_offload")
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name)
+
+
+def _has_fsdp_modules(module: nn.Module) -> bool:
+    return any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+class DDPStrategy(_DDPStrategy):
+    """DDP over all processes, or with ``process_group`` over those of one group."""
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if process_group is not None:
+            self.ddp_kwargs["process_group"] = process_group
+
+
+class _Registry(dict[str, dict[str, Any]]):
+    """Names of strategies of the user's own, in this process; an entry point is for every process."""
+
+    def register(self, name: str, strategy: Any, description: str = "", override: bool = False, **options: Any) -> Any:
+        if name in self and not override:
+            raise ValueError(f"{name!r} is registered already: register(..., override=True)")
+        self[name] = {"strategy": strategy, "description": description, "init_params": options}
+        return strategy
+
+    def get(self, name: str, default: Any = None) -> Any:
+        if name not in self:
+            return default
+        return self[name]["strategy"](**self[name]["init_params"])
+
+    def available_strategies(self) -> list[str]:
+        return list(self)
+
+    def remove(self, name: str) -> None:
+        del self[name]
+
+
+STRATEGY_REGISTRY = _Registry()

@@ -1,0 +1,84 @@
+"""What ``setup`` returns, with the attributes that Lightning Fabric's wrappers have."""
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fabric._torch import uncompiled
+from fabric.data import FabricDataLoader
+from fabric.module import FabricModule
+
+__all__ = ["_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "_unwrap_objects", "is_wrapped"]
+
+_FabricDataLoader = FabricDataLoader
+
+SET_UP: WeakSet[Optimizer] = WeakSet()  # optimizers, which are no object of another type here
+
+
+class _FabricModule(FabricModule):
+    """A set-up module that converts inputs and outputs as Lightning Fabric's precisions do."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._fabric_precision
+        args, kwargs = precision.convert_input((args, kwargs))
+        with precision.tensor_init_context():
+            output = super().__call__(*args, **kwargs)
+        return precision.convert_output(output)
+
+    forward = __call__
+
+    @property
+    def device(self) -> torch.device:
+        return next((each.device for each in self.parameters()), self._fabric_device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def _forward_module(self) -> nn.Module:
+        return self._fabric_prepared
+
+    @property
+    def _original_module(self) -> nn.Module:
+        return self._fabric_original
+
+
+class _IsSetUp(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Optimizer) and instance in SET_UP
+
+
+class _FabricOptimizer(Optimizer, metaclass=_IsSetUp):
+    """Every optimizer that was set up is an instance: it is the user's own, with hooks around its step."""
+
+
+def is_wrapped(obj: object) -> bool:
+    """Whether an object was returned by ``setup`` or ``setup_dataloaders``."""
+    return isinstance(_unwrap_compiled(obj)[0], FabricModule | FabricDataLoader | _FabricOptimizer)
+
+
+def _unwrap_compiled(obj: Any) -> tuple[Any, Any]:
+    """What ``torch.compile`` was given, and whether it was compiled, as a set of options."""
+    inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
+    return inner, None if inner is obj else {}
+
+
+def _to_compiled(module: nn.Module, compile_kwargs: dict[str, Any]) -> Any:
+    return torch.compile(module, **compile_kwargs)
+
+
+def _unwrap_objects(collection: Any) -> Any:
+    """A collection with the user's modules and loaders in place of those that were set up."""
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    def inner(obj: Any) -> Any:
+        plain = _unwrap_compiled(obj)[0]
+        if isinstance(plain, FabricModule):
+            return plain.module
+        return obj.loader if isinstance(obj, FabricDataLoader) else obj
+
+    return apply_to_collection(collection, (nn.Module, FabricDataLoader), inner)

@@ -1,0 +1,132 @@
+"""Imports of Lightning Fabric find its names here, and nothing else of Lightning."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compat.table import ELSEWHERE, LIST, PAGE, failure, imports, table
+
+LISTED = [pair for pair in imports() if not any(word in f"{pair[0]} {pair[1]}".lower() for word in ELSEWHERE)]
+
+
+def run(code: str, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder, check=False
+    )
+
+
+def test_at_least_95_of_100_imports_of_public_projects_resolve() -> None:
+    code = "import fabric_compat.installed; from tests.compat.test_imports import *; "
+    code += "print(sum(map(resolves, LISTED)), is_current())"
+    done = run(code, folder=Path(__file__).parents[2])
+    assert done.returncode == 0, done.stderr
+    assert len(list(imports())) >= 200
+    resolved, is_table_current = done.stdout.split()
+    assert int(resolved) >= 0.95 * len(LISTED)
+    assert is_table_current == "True", "python -m tests.compat.table"
+
+
+def is_current() -> bool:
+    return table() in PAGE.read_text()
+
+
+def resolves(pair: tuple[str, str]) -> bool:
+    return failure(*pair) is None
+
+
+def test_each_import_is_listed_once() -> None:
+    lines = [line.split() for line in LIST.read_text().splitlines() if not line.startswith("#")]
+    assert len({module for module, *_ in lines}) == len(lines)
+    assert all(len(set(names)) == len(names) for _, *names in lines)
+
+
+SAME = """
+import fabric_compat.installed
+import fabric_compat, lightning as L, lightning.fabric, lightning_fabric
+import lightning.fabric.strategies.fsdp, lightning.fabric.utilities.throughput as deep
+from lightning_fabric.plugins.precision.precision import Precision
+assert lightning.fabric is lightning_fabric is fabric_compat, lightning.fabric
+assert L.Fabric is lightning.fabric.fabric.Fabric is fabric_compat.Fabric
+assert lightning.fabric.strategies is fabric_compat.strategies
+assert deep is lightning.fabric.utilities and Precision is fabric_compat.plugins.Precision
+assert fabric_compat.strategies.__spec__.name == "fabric_compat.strategies"
+"""
+
+
+def test_every_name_of_a_module_is_the_same_object() -> None:
+    done = run(SAME)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+REFUSED = {
+    "import lightning.pytorch": "lightning.pytorch is Lightning's Trainer, which cannot use lightning.fabric",
+    "import pytorch_lightning": "pytorch_lightning is Lightning's Trainer",
+    "from lightning import Trainer": "lightning.Trainer belongs to Lightning's Trainer",
+    "import lightning.data": "lightning.data is not part of Lightning Fabric",
+    "import lightning.fabric.nothing": "No module named 'lightning.fabric.nothing'",
+    "from lightning.fabric.strategies import DeepSpeedStrategy": "Use instead: strategy=",
+    "from lightning.fabric.accelerators import XLAAccelerator": "Use instead: there are no TPUs",
+    "from lightning.fabric.plugins import BitsandbytesPrecision": "before fabric.setup(model)",
+    "from lightning.fabric.plugins import Nothing": "cannot import name 'Nothing'",
+}
+
+
+def test_what_is_not_here_says_so() -> None:
+    code = "import sys, fabric_compat.installed\nfor line in sys.stdin:\n    try: exec(line)\n"
+    code += "    except ImportError as error: print(error)\n"
+    command, lines = [sys.executable, "-c", code], "\n".join(REFUSED)
+    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60, check=True)
+    said = done.stdout.splitlines()
+    assert len(said) == len(REFUSED)
+    assert [text for text, line in zip(REFUSED.values(), said, strict=True) if text not in line] == []
+
+
+def test_importing_fabric_or_the_package_changes_no_import() -> None:
+    code = "import sys, fabric._fabric, fabric_compat; print([f for f in sys.meta_path if 'compat' in repr(f)])"
+    assert run(code).stdout == "[]\n"
+    assert "fabric_compat" not in run("import sys, fabric._fabric, fabric.cli; print(sorted(sys.modules))").stdout
+
+
+def test_it_has_to_be_installed_before_lightning_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "lightning.py").touch()
+    done = run("import lightning, fabric_compat.installed", folder=tmp_path)
+    assert "lightning has been imported already" in done.stderr
+
+
+SCRIPT = """
+import sys
+from lightning.fabric import Fabric
+def main(fabric, *args):
+    print("rank", fabric.global_rank, __name__, sys.argv[1:], flush=True)
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="{strategy}")
+    fabric.launch(main) if "{strategy}" != "ddp" else (fabric.launch(), main(fabric))
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
+def test_a_script_and_the_processes_that_it_launches_import_it(strategy: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT.format(strategy=strategy))
+    command = [sys.executable, "-m", "fabric_compat", "script.py", "--x", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert all(line.endswith("['--x', '1']") for line in lines)
+
+
+def test_a_module_runs_too_and_a_wrong_file_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("import sys; from lightning_fabric import Fabric; print(Fabric, sys.argv[1:])")
+    (tmp_path / "test_job.py").write_text("def test_job():\n    import lightning.fabric\n")
+    for words, code, text in (
+        (["fabric_compat", "-m", "job", "-x"], 0, "['-x']"),
+        (["fabric_compat", "nothing.py"], 1, "there is no such file"),
+        (["fabric_compat"], 1, "usage: python -m fabric_compat"),
+        (["pytest", "-q", "-p", "fabric_compat.installed", "-p", "no:cacheprovider"], 0, "1 passed"),
+    ):
+        command = [sys.executable, "-m", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+        assert text in done.stdout + done.stderr

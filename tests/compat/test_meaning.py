@@ -1,0 +1,253 @@
+"""Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fabric_compat import Fabric, is_wrapped
+from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
+from fabric_compat.plugins import (
+    CheckpointIO,
+    DoublePrecision,
+    HalfPrecision,
+    LightningEnvironment,
+    MixedPrecision,
+    Precision,
+    SingleDeviceCollective,
+    TorchCollective,
+)
+from fabric_compat.strategies import STRATEGY_REGISTRY, DDPStrategy
+from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
+from fabric_compat.utilities import AttributeDict, seed_everything
+from fabric_compat.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer, _unwrap_objects
+from tests.ranks import SharedRanks
+
+
+def in_ranks(function: Any, *args: Any, **options: Any) -> list[Any]:
+    options = {"strategy": "ddp", "launcher": SharedRanks(), "accelerator": "cpu", "devices": 2, **options}
+    with Fabric(**options) as fabric:
+        return fabric.launch(function, *args, return_all=True)
+
+
+def single(**options: Any) -> Fabric:
+    return Fabric(accelerator="cpu", devices=1, **options)
+
+
+def collectives(fabric: Fabric) -> Any:
+    own = torch.tensor([float(fabric.global_rank)])
+    fabric.all_reduce({"a": own}, reduce_op="sum")
+    number = fabric.all_gather(3 + fabric.global_rank)
+    groups = [TorchCollective().create_group(ranks=[0, 1]), TorchCollective()]
+    reduced = [group.all_reduce(torch.ones(1), op="sum").item() for group in groups]
+    objects: list[Any] = [None, None]
+    groups[0].all_gather_object(objects, fabric.global_rank)
+    worst = groups[0].all_reduce(torch.tensor(fabric.global_rank), "max").item()
+    groups[0].teardown()
+    return own.item(), number.tolist(), reduced, objects, worst, fabric.all_reduce(2).item()
+
+
+def test_collectives_reduce_in_place_and_make_tensors_of_numbers() -> None:
+    assert in_ranks(collectives) == [(1.0, [3, 4], [2.0, 2.0], [0, 1], 1, 2)] * 2
+
+
+def test_on_one_process_a_gathered_tensor_has_no_new_dimension() -> None:
+    with single() as fabric:
+        assert fabric.all_gather(torch.ones(2, 3)).shape == (2, 3)
+        assert fabric.all_gather({"a": 1})["a"].shape == ()
+    alone = SingleDeviceCollective()
+    assert alone.all_gather([torch.zeros(1)], torch.ones(1)) == [torch.ones(1)] == alone.gather(torch.ones(1), [])
+
+
+@pytest.mark.parametrize(
+    ("precision", "inside"),
+    [("64-true", torch.float64), ("bf16-true", torch.bfloat16), (32, torch.float32), ("bf16-mixed", torch.float32)],
+)
+def test_outputs_are_float32_and_inputs_are_cast(precision: Any, inside: torch.dtype) -> None:
+    class Model(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.seen = input.dtype, torch.zeros(1).dtype
+            return super().forward(input)
+
+    with single(precision=precision) as fabric:
+        model = fabric.setup(Model(2, 2))
+        assert model(torch.ones(1, 2, dtype=torch.float64)).dtype == torch.float32
+        assert model.module.seen == (inside, torch.float32 if precision == "bf16-mixed" else inside)
+        assert model.dtype == (torch.float32 if precision == "bf16-mixed" else inside)
+        assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()])
+def test_precisions_are_objects_with_methods(plugin: Precision) -> None:
+    with single(plugins=plugin) as fabric:
+        fabric.launch()
+        fabric.setup(nn.Linear(1, 1))
+        assert fabric.strategy.precision is plugin
+        converted = plugin.convert_output(plugin.convert_input({"x": torch.ones(1)}))["x"]
+        assert converted.dtype == torch.float32
+        with plugin.forward_context(), plugin.tensor_init_context():
+            assert plugin.convert_module(nn.Linear(1, 1)).weight.dtype == (plugin.param_dtype or torch.float32)
+        assert plugin.precision == plugin.name == fabric.precision.name
+
+
+def test_a_format_and_an_environment_of_the_users_are_plugins(tmp_path: Path, monkeypatch: Any) -> None:
+    class Format(CheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            torch.save(checkpoint, f"{path}.mine")
+
+        def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> Any:
+            return torch.load(f"{path}.mine", weights_only=True)
+
+        def remove_checkpoint(self, path: Any) -> None:
+            Path(f"{path}.mine").unlink()
+
+    class Cluster(LightningEnvironment):
+        creates_processes_externally = True  # type: ignore[assignment]
+
+        def local_rank(self) -> int:
+            return 0
+
+    with single(plugins=[Format(), Cluster()]) as fabric:
+        model = fabric.setup(nn.Linear(1, 1))
+        fabric.save(tmp_path / "state", {"model": model, "step": 3})
+        state = {"model": model, "step": 0}
+        assert fabric.load(tmp_path / "state", state) == {}
+        assert state["step"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["state.mine"]
+    with pytest.raises(TypeError, match="plugins="):
+        single(plugins=object())
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_after_setup(self, fabric: Fabric, module: nn.Module) -> None:
+        self.seen.append(("setup", type(module).__name__))
+
+    def on_after_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(("step", type(optimizer).__name__))
+
+    def mine(self, x: int) -> None:
+        self.seen.append(x)
+
+
+def test_callbacks_are_called_with_the_keywords_that_they_take() -> None:
+    callback = Callback()
+    with single(callbacks=callback) as fabric:
+        model = nn.Linear(1, 1)
+        wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        fabric.backward(wrapped(torch.ones(1, 1)).sum(), model=wrapped)
+        optimizer.step()
+        fabric.call("mine", x=1, y=2)
+        fabric.call("nothing")
+    assert callback.seen == [("setup", "_FabricModule"), ("step", "SGD"), 1]
+
+
+def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
+    with single() as fabric:
+        model = nn.Linear(1, 1)
+        [optimizer] = [fabric.setup_optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))]
+        first, second = fabric.setup(model), fabric.setup(model)
+        assert first is second
+        assert isinstance(first, _FabricModule)
+        assert isinstance(optimizer, _FabricOptimizer)
+        assert not isinstance(torch.optim.SGD(model.parameters()), _FabricOptimizer)
+        loader = fabric.setup_dataloaders(DataLoader([1.0]))
+        assert isinstance(loader, _FabricDataLoader)
+        assert is_wrapped(first)
+        assert is_wrapped(optimizer)
+        assert not is_wrapped(model)
+        assert _unwrap_objects({"a": [first, 1]}) == {"a": [model, 1]}
+        assert (first.device, first._forward_module, first._original_module) == (fabric.device, model, model)
+
+
+def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> None:
+    with Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn") as fabric:
+        assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (0, 0, 0, 2)
+        assert fabric.is_global_zero
+        assert fabric.device == torch.device("cpu")
+    with single() as fabric:
+        fabric.launch()
+        fabric.launch()
+        with pytest.raises(TypeError, match="function"):
+            fabric.launch(3)
+
+
+def test_the_variables_of_its_command_fill_in_arguments(monkeypatch: Any) -> None:
+    monkeypatch.setenv("LT_ACCELERATOR", "cpu")
+    monkeypatch.setenv("LT_PRECISION", "bf16-mixed")
+    monkeypatch.setenv("LT_DEVICES", "1")
+    with Fabric() as fabric:
+        assert fabric.precision.name == "bf16-mixed"
+    with pytest.raises(ValueError, match="LT_PRECISION='bf16-mixed'"):
+        Fabric(precision="64-true")
+
+
+def test_seeding_is_a_static_method_with_a_default(monkeypatch: Any) -> None:
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "7")
+    assert Fabric.seed_everything(verbose=False) == 7
+    first = torch.rand(3)
+    assert seed_everything(7, workers=True, verbose=False) == 7
+    assert torch.equal(torch.rand(3), first)
+    with pytest.raises(ValueError, match="2\\*\\*32"):
+        Fabric.seed_everything(-1)
+
+
+def test_a_strategy_of_ones_own_has_a_name_and_ddp_takes_a_group() -> None:
+    STRATEGY_REGISTRY.register("mine", DDPStrategy, start_method="spawn")
+    try:
+        with Fabric(accelerator="cpu", devices=2, strategy="mine") as fabric:
+            assert fabric.strategy.start_method == "spawn"
+    finally:
+        STRATEGY_REGISTRY.remove("mine")
+    assert DDPStrategy(process_group="a group").ddp_kwargs["process_group"] == "a group"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
+    (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
+    logger = kind(tmp_path, prefix="a")
+    with single(loggers=logger) as fabric:
+        assert (fabric.logger.name, logger.version, logger.root_dir) == ("lightning_logs", 1, str(tmp_path))
+        assert logger.log_dir == str(tmp_path / "lightning_logs" / "version_1")
+        fabric.log("loss", 0.5, step=2)
+        logger.log_hyperparams({"lr": 0.1})
+        assert logger.experiment is not None
+        logger.save()
+    assert any((tmp_path / "lightning_logs" / "version_1").iterdir())
+
+
+def test_an_experiment_of_another_rank_does_nothing(monkeypatch: Any) -> None:
+    from lightning_utilities.core.rank_zero import rank_zero_only
+
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    assert rank_zero_experiment(lambda self: 1 / 0)(None).add_image("x", 1) is not None
+
+
+def test_throughput_is_that_of_a_full_window() -> None:
+    throughput = Throughput(available_flops=100, world_size=2, window_size=3)
+    for step in range(1, 5):
+        throughput.update(time=2.0 * step, batches=step, samples=8 * step, lengths=16 * step, flops=20)
+    found = throughput.compute()
+    assert (found["time"], found["device/samples_per_sec"], found["samples_per_sec"]) == (8.0, 4.0, 8.0)
+    assert (found["device/items_per_sec"], found["device/flops_per_sec"], found["device/mfu"]) == (8.0, 10.0, 0.1)
+    with pytest.raises(ValueError, match="total"):
+        throughput.update(time=1.0, batches=5, samples=50)
+    with torch.device("meta"):
+        model = nn.Linear(4, 8)
+    assert measure_flops(model, lambda: model(torch.ones(2, 4, device="meta"))) == 2 * 2 * 4 * 8
+    with single(loggers=[]) as fabric:
+        assert ThroughputMonitor(fabric, window_size=2).world_size == 1
+
+
+def test_an_attribute_dictionary_reads_and_writes_its_entries() -> None:
+    state = AttributeDict(step=1)
+    state.step += 1
+    assert state == {"step": 2}
+    with pytest.raises(AttributeError, match="'AttributeDict' object has no attribute 'loss'"):
+        _ = state.loss
