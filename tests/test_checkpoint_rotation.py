@@ -23,6 +23,7 @@ from fabric.errors import UsageError
 from fabric.strategies import SingleDeviceStrategy
 from tests.ranks import outcome, run_in_ranks
 from tests.test_checkpoint_failures import in_own_mounts, limited
+from tests.test_promises_checkpoints import Objects
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -356,3 +357,27 @@ def test_after_teardown_there_is_no_saving(tmp_path: Path) -> None:
     assert step_of(checkpoints.latest) == 1
     with pytest.raises(UsageError, match="teardown"):
         checkpoints.save(2, {"step": 2})
+
+
+def keep_objects(fabric: Fabric, folder: Path) -> tuple[Any, ...]:
+    fsspec.register_implementation("objects", Objects, clobber=True)
+    found = []
+    for scheme in ("objects", "file"):
+        checkpoints = fabric.checkpoints(f"{scheme}://{folder}/{scheme}", keep=1, best=BEST)
+        for step in range(4):
+            checkpoints.save(step, {"model": filled(fabric, step), "step": step}, {"val_loss": step})
+        again = fabric.checkpoints(f"{scheme}://{folder}/{scheme}", keep=1, best=BEST)
+        found += [again.restore({"model": filled(fabric, 9), "step": 9}), step_of(again.best)]
+        again.save(7, {"step": 7}, async_=False)
+        fabric.load(again.best, state := {"step": 9, "model": filled(fabric, 9)})
+        found.append(state["step"])
+    return tuple(found)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_paths_with_a_scheme_keep_the_same(strategy: str, tmp_path: Path) -> None:
+    assert run_in_ranks(keep_objects, tmp_path, strategy=strategy) == [(3, 0, 0, 3, 0, 0)] * 2
+    for scheme in ("objects", "file"):
+        files = {path.relative_to(tmp_path / scheme) for path in (tmp_path / scheme).rglob("*") if path.is_file()}
+        kept = {path.parts[0] for path in files} - {".lock", "latest", "best", "00000001-step-0.json"}
+        assert kept == {"00000001-step-0", "00000005-step-7"}, "an object store has no empty folders"

@@ -80,6 +80,7 @@ class Checkpoints:
             return file.locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
+            checkpoints.join_pending()  # it may be one into this folder
             self._communicator, self._io, files = checkpoints.communicator, checkpoints.io, checkpoints.saver.files
         self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
         self._folder = agreed(self._communicator, self._request, check)

@@ -83,9 +83,7 @@ class CheckpointCoordinator:
         def read() -> tuple[Any, Any, Any]:
             self.check()
             states = rank_states(state) if _has_metrics(state) else {}
-            found = [
-                name for name, each in state.items() if isinstance(each, FabricDataLoader) and each.differs_by_rank
-            ]
+            found = [key for key, each in state.items() if isinstance(each, FabricDataLoader) and each.differs_by_rank]
             positions = {name: copy.deepcopy(state[name].state_dict()) for name in found}
             own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
             check_entries(own)

@@ -48,7 +48,8 @@ def ends(strategy: str, *arguments: Any) -> bool:
 
 def check(folder: Path, least: int, ended: bool) -> int:
     """The step that the next job goes on from; what a job left is looked at before and after that has begun."""
-    names = {match[1] for name in os.listdir(folder) if (match := re.match(r"\.?(\d{8}-step-\d+)", name))}
+    pattern = re.compile(r"\.?(\d{8}-step-\d+)(?:\.[0-9a-f]{12}\.tmp)?")  # temporaries count, metrics do not
+    names = {match[1] for name in os.listdir(folder) if (match := pattern.fullmatch(name))}
     assert len(names) <= KEEP + 2, names
     named = [folder / name for name in ("latest", "best") if (folder / name).exists()]
     for file in named:
