@@ -11,8 +11,11 @@ import pytest
 
 from tests.engines.hosts import Hosts
 
+Steps = dict[int, tuple[Any, list[int]]]  # loss and samples of each
 Places = Callable[[], list[tuple[Any, ...]]]
 JOB = Path(__file__).with_name("job.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "long_run.py"
+STEPS = 500
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +44,24 @@ def places(tmp_path: Path, losses: list[float]) -> Places:
         return [tuple(rank[name] for name in names) for rank in ranks]
 
     return read
+
+
+def long_run(folder: Path, steps: int = STEPS) -> list[str]:
+    """The example of a run that is interrupted; it keeps its checkpoints and a record in a folder."""
+    paths = [f"--folder={folder}/kept", f"--record={folder}/record"]
+    return [str(EXAMPLE), "--accelerator=cpu", *paths, f"--steps={steps}", "--save-every=20"]
+
+
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """What :func:`long_run` has written so far, as the keys step, loss, samples and processes."""
+    record = folder / "record"
+    lines = record.read_text().splitlines(keepends=True) if record.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
+    """Loss and samples of each step, of one process that nobody interrupts."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    subprocess.run([sys.executable, *long_run(folder)], check=True, stdout=subprocess.DEVNULL, timeout=90)
+    return {step["step"]: (pytest.approx(step["loss"], rel=1e-4), step["samples"]) for step in steps_of(folder)}

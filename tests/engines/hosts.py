@@ -79,3 +79,7 @@ class Hosts:
         output = process.communicate()[0]
         assert process.returncode == code, f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
         return output
+
+    def kill(self, host: str) -> None:
+        """End all that runs on a host."""
+        self.run("host-a", "sh", "-c", f"ip netns pids {host} | xargs kill -9")

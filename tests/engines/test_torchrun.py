@@ -1,18 +1,21 @@
 """Agents of torchrun, and of `fabric run`, on two hosts."""
 
 import json
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import JOB, Places
+from tests.engines.conftest import JOB, Places, Steps, long_run, steps_of
 from tests.engines.hosts import ADDRESSES, Hosts
 
 pytestmark = pytest.mark.engines
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400"]
+QUICK = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds until a host counts as lost
 FABRIC_RUN = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2"]
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net/tcp and tcp6 write it
 
@@ -24,14 +27,28 @@ def on_both(hosts: Hosts, commands: dict[str, list[object]]) -> None:
 
 
 def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
-    command: list[object] = [*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint=host-a:29400"]
-    command += [f"--log-dir={tmp_path / 'logs'}", JOB, tmp_path]
+    command = [*TORCHRUN, "--nnodes=2", f"--log-dir={tmp_path}/logs", JOB, tmp_path]
     on_both(hosts, dict.fromkeys(ADDRESSES, command))
     found = places()
     # Which host comes first is up to the rendezvous.
     first, second = (found[rank][-1] for rank in (0, 2))
     assert {first, second} == set(ADDRESSES)
     assert found == [(0, 0, 0, 4, first), (1, 1, 0, 4, first), (2, 0, 1, 4, second), (3, 1, 1, 4, second)]
+
+
+def test_a_job_goes_on_with_the_host_that_is_left(hosts: Hosts, tmp_path: Path, uninterrupted: Steps) -> None:
+    elastic = ["--nnodes=1:2", "--max-restarts=3", f"--rdzv-conf={QUICK}", f"--log-dir={tmp_path}/logs"]
+    command = [*TORCHRUN, *elastic, *long_run(tmp_path, steps=150), "--pause=0.05"]
+    with open(tmp_path / "output", "w+") as output:
+        agents = [hosts.start(host, *command, stdout=output, stderr=subprocess.STDOUT) for host in ADDRESSES]
+        hosts.run("host-a", "sh", "-c", f"until grep -qs '\"step\": 30,' {tmp_path}/record; do sleep 0.1; done")
+        hosts.kill("host-b")
+        assert agents[0].wait(120) == 0, output.seek(0) or output.read()
+    steps = steps_of(tmp_path)
+    assert {step["processes"] for step in steps} == {2, 4}
+    # Those that were not saved yet are done twice.
+    assert {step["step"] for step in steps} == set(range(1, 151))
+    assert all((step["loss"], step["samples"]) == uninterrupted[step["step"]] for step in steps)
 
 
 def test_fabric_run_on_each_host_makes_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
