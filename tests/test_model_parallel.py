@@ -502,6 +502,39 @@ def test_weights_count_each_batch_once() -> None:
         assert max(differences) < 1e-12
 
 
+def at_the_end(fabric: Fabric) -> dict[str, list[Any]]:
+    """By what is done about ranks that run out of batches: losses and repeats of steps with weights, and parameters."""
+    found: dict[str, list[Any]] = {}
+    for uneven in ("shortest", "longest"):
+        torch.manual_seed(4)
+        plain = Classifier().double()
+        batches: Any = torch.randn(7, 3, WIDTH, dtype=torch.float64)
+        model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        place: Any = fabric.strategy.distributed_sampler_kwargs
+        own = batches[place["rank"] :: place["num_replicas"]]
+        loader = torch.utils.data.DataLoader(own, batch_size=1)
+        loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False, uneven=uneven)
+        found[uneven] = []
+        for x in loader:
+            loss = model(x).square().sum()
+            fabric.backward(loss, weight=x.shape[1])
+            optimizer.step()
+            optimizer.zero_grad()
+            found[uneven] += [fabric.all_reduce(loss.detach(), reduce_op="sum"), loader.is_repeat]
+        found[uneven] += [full_tensor(each.detach()).clone() for each in model.parameters()]
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_of_one_batch_run_out_of_batches_together() -> None:
+    plan = {**SPLIT, "head": "colwise_rep"}
+    expected = run_in_ranks(at_the_end)
+    for rank, actual in enumerate(on({"tensor_parallel_size": 2, "tp_plan": plan}, at_the_end)):
+        torch.testing.assert_close(actual, expected[rank // 2], rtol=0, atol=1e-12)
+    assert [len(expected[1][uneven]) for uneven in ("shortest", "longest")] == [2 * 3 + 6, 2 * 4 + 6]
+    assert expected[1]["longest"][7]
+
+
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
