@@ -1,6 +1,7 @@
 """What a case is, and the judgment of one."""
 
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -20,6 +21,7 @@ from fabric.strategies import DDPStrategy, FSDPStrategy
 from fabric.testing import RankPool
 
 LIMIT = 60.0  # seconds for a case
+_EXPLAINED = re.compile(r"where each rank is|  Write: ")
 SOON = timedelta(seconds=4)  # for the collectives of a case in which a rank is missing
 WAITS = {"ddp": lambda: DDPStrategy(timeout=SOON), "fsdp": lambda: FSDPStrategy(timeout=SOON)}
 
@@ -83,8 +85,8 @@ def on_rank(fabric: Fabric, function: Callable[[Fabric, int], object], folder: s
         function(fabric, fabric.global_rank)
     except Exception as error:
         notes = "\n".join(getattr(error, "__notes__", []))
-        # torch's own error of a collective that timed out, with our report of who is where.
-        kind = "refused" if isinstance(error, FabricError) or "where each rank is" in notes else "raw"
+        # torch's own error, with our report of who is where, or of what to write.
+        kind = "refused" if isinstance(error, FabricError) or _EXPLAINED.search(notes) else "raw"
         text = f"{type(error).__name__}: {error}\n{notes}"
         text += "".join(traceback.format_exception(error)[-4:]) * (kind == "raw")
         raise

@@ -101,18 +101,10 @@ def nothing_is_set_up(fabric: Fabric, rank: int) -> None:
     assert caught or rank
 
 
-@case(strategy="fsdp", refused=True)
+@both(refused=True)
 def a_model_without_values(fabric: Fabric, rank: int) -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.w
-
     with fabric.init_module(empty_init=True):
-        module = Bare()
+        module = net()
     model, optimizer = fabric.setup(module, sgd(module))
     step(fabric, model, optimizer, batch())
 
