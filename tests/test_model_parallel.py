@@ -346,6 +346,14 @@ class Packed(nn.Module):
         self.num_heads, self.qkv, self.out = heads, nn.Linear(8, 24), nn.Linear(24, 8)
 
 
+class Gated(nn.Module):
+    """A gate and what it gates are the outputs of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
+
+
 def refused(fabric: Fabric) -> dict[str, str]:
     strategy: Any = fabric.strategy
 
@@ -377,6 +385,7 @@ def refused(fabric: Fabric) -> dict[str, str]:
         "splits Linear and Embedding": setup(nn.Sequential(nn.Conv1d(4, 4, 1)), plan={"0": "colwise"}),
         "num_heads 3 / 2 parts leaves 1": setup(Packed(3), plan={"qkv": "colwise", "out": "rowwise"}),
         "write three": setup(Packed(), plan={"qkv": "colwise", "out": "rowwise"}),
+        ".up: a gate and what it gates": setup(Gated(), plan={"up": "colwise", "down": "rowwise"}),
         "uses the weights of its parts itself": setup(nn.MultiheadAttention(4, 2), plan={"out_proj": "rowwise"}),
         "no plan of its own": setup(Tied(), plan="auto"),
         "no layer fits layers.*.up": setup(stranger, plan="auto"),

@@ -10,6 +10,7 @@ the training checks see the difference.
 
 import re
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import Any
 
 import torch
@@ -181,6 +182,13 @@ def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> I
             yield f"{path}: {attribute} {getattr(owner, attribute)} / {parts} parts leaves {rest}"
         elif len(own) == 1 and own[0].out_features > own[0].in_features:
             yield f"{path}: one layer for queries, keys and values has no parts with some heads of each: write three"
+    for path, owner in root.named_modules():
+        linear = [
+            (layers.get(part), name, part) for name, part in owner.named_children() if isinstance(part, nn.Linear)
+        ]
+        taken = max((part.in_features for style, _, part in linear if style == "rowwise"), default=inf)
+        for name in (name for style, name, part in linear if style == "colwise" and part.out_features > taken):
+            yield f"{path}.{name}: a gate and what it gates in one layer have no parts with some of each: write two"
     for names in ways.values():
         if len(set(names.values())) > 1:
             yield f"{' and '.join(names)} are one tensor, and have to be split in one way"
