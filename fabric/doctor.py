@@ -32,6 +32,7 @@ from fabric.world import World, available_cores, read
 __all__ = ["doctor", "examine_rank"]
 
 _GIB, _MIB = 2**30, 2**20
+_IMPORTING = 30.0  # seconds that the import of torch may take besides, from a slow disk or on a busy machine
 _IMPORT = 'python -c "import torch, fabric"'
 _PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
 # That change what a job does, for the first lines of the report.
@@ -67,7 +68,12 @@ def doctor(processes: int, seconds: float) -> int:
             examine_rank(seconds)
         else:
             # To the signal the launcher ends the ranks.
-            with _part(f"{processes} processes", 9 * seconds, _IMPORT, lambda _: signal.raise_signal(signal.SIGTERM)):
+            with _part(
+                f"{processes} processes",
+                2 * _IMPORTING + 7 * seconds,
+                _IMPORT,
+                lambda _: signal.raise_signal(signal.SIGTERM),
+            ):
                 spec = LaunchSpec(num_processes=processes)
                 LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
         return min(1, failures)
@@ -148,7 +154,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     world = (detect(os.environ) or (None, World()))[1]
     rank, size = world.rank, world.world_size
     me = f"rank {rank} of {size} on {socket.gethostname()}"
-    with _part(f"{me}: import of torch", 5 * seconds, _IMPORT):
+    with _part(f"{me}: import of torch", _IMPORTING + seconds, _IMPORT):
         # After the report on the machine, which may say why it fails.
         import torch
         import torch.distributed as dist

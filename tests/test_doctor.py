@@ -1,7 +1,6 @@
 """``fabric doctor`` finds faults that are planted for real, names ranks, and ends in time."""
 
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ DEADLINE = 90
 COMMAND = [sys.executable, "-P", "-m", "fabric", "doctor"]  # as the command does, it looks into no current folder
 # What the machine under the tests may lack.
 OWN = ("/dev/shm", "open files", "GiB free")
-SMALL = 'mount -t tmpfs -o size=4m none /dev/shm && mount -t tmpfs -o size=64k none "$TMPDIR" && exec "$@"'
+SMALL = 'ulimit -n 128; mount -t tmpfs -o size=4m none /dev/shm; mount -t tmpfs -o size=64k none "$TMPDIR"; exec "$@"'
 
 
 @pytest.fixture
@@ -26,9 +25,9 @@ def environment(tmp_path):
     return given | {"PATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
 
 
-def start(tmp_path, environment, *command, **options):
+def start(tmp_path, environment, *command):
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=tmp_path / "work", env=environment, **pipe, **options)
+    return subprocess.Popen(command, cwd=tmp_path / "work", env=environment, **pipe)
 
 
 def finish(process):
@@ -84,10 +83,6 @@ def planted(environment, tmp_path):
     }
 
 
-def limit_files():
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128))
-
-
 def mounts():
     """A command that runs another with folders of its own, where the system allows that."""
     ways = (["unshare", "-m"], ["unshare", "-rm"])
@@ -99,7 +94,7 @@ def test_planted_faults_are_all_found_in_one_report_with_a_remedy_each(tmp_path,
         pytest.skip("needs folders of its own")
     expected = planted(environment, tmp_path)
     command = [*way, "sh", "-c", SMALL, "sh", *COMMAND]
-    code, report = finish(start(tmp_path, environment, *command, preexec_fn=limit_files))
+    code, report = finish(start(tmp_path, environment, *command))
     assert code == 1
     found = failures(report, ignored=())
     for text, remedy in expected.items():
@@ -143,7 +138,7 @@ if "-c" in sys.orig_argv and "forkserver" not in str(sys.orig_argv):
     [
         (1, "os._exit(7)", "exited with exit code 7"),
         (1, "time.sleep(600)", "no sign of rank"),
-        (0, "time.sleep(600)", "2 processes: not done after"),
+        pytest.param(0, "time.sleep(600)", "2 processes: not done after", marks=pytest.mark.soak),
     ],
 )
 def test_a_rank_that_cannot_start_is_named(tmp_path, environment, first, fate, expected):

@@ -20,10 +20,10 @@ FABRIC_RUN = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--dev
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net/tcp and tcp6 write it
 
 
-def on_both(hosts: Hosts, commands: dict[str, list[object]]) -> None:
-    """Run a command on each host, at the same time."""
+def on_both(hosts: Hosts, commands: dict[str, list[object]], code: int = 0) -> list[str]:
+    """What a command on each host writes; they run at the same time."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda host: hosts.run(host, *commands[host]), commands))
+        return list(pool.map(lambda host: hosts.run(host, *commands[host], code=code), commands))
 
 
 def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
@@ -65,3 +65,23 @@ def test_a_job_on_one_host_cannot_be_reached_from_the_other(hosts: Hosts, tmp_pa
         ranks = [json.loads(path.read_text()) for path in (tmp_path / host).iterdir()]
         assert [(rank["host"], rank["world_size"]) for rank in ranks] == [(host, 2)] * 2
         assert all(set() < set(rank["listening"]) <= LOOPBACK for rank in ranks)
+
+
+def doctor(hosts: Hosts, code: int, interface: str = "") -> list[str]:
+    """The report of each host."""
+    run = ["env", f"GLOO_SOCKET_IFNAME={interface}", *FABRIC_RUN, "--num-nodes=2", "--main-address=host-a"]
+    each = {host: [*run, f"--node-rank={node}", "-m", "fabric", "doctor"] for node, host in enumerate(ADDRESSES)}
+    return on_both(hosts, each, code)
+
+
+def test_the_doctor_reports_the_address_from_which_each_rank_reaches_the_first(hosts: Hosts) -> None:
+    first, _ = doctor(hosts, code=0)
+    for rank, host in enumerate(["host-a", "host-a", "host-b", "host-b"]):
+        assert f"ok    rank {rank} of 4 on {host}: at {ADDRESSES[host]}, rank 0 at {ADDRESSES['host-a']}" in first
+    assert "ok    all_reduce" in first
+
+
+def test_the_doctor_names_an_interface_that_does_not_lead_to_the_others(hosts: Hosts) -> None:
+    for report in doctor(hosts, code=1, interface="lo"):
+        assert "process group: " in report
+        assert "GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of lo, eth0 the one" in report
