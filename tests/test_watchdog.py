@@ -214,16 +214,22 @@ FAST = {"fork"}
 
 
 @pytest.mark.parametrize(
-    "command", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in COMMANDS]
+    ("command", "slurm"),
+    [
+        *((name, "") if name in FAST else pytest.param(name, "", marks=pytest.mark.slow) for name in COMMANDS),
+        pytest.param("fork", "17", marks=pytest.mark.slow),
+    ],
 )
-def test_sigusr1_to_the_process_that_launched_prints_the_report(command):
+def test_a_signal_to_the_process_that_launched_prints_the_report(command, slurm, monkeypatch):
+    if slurm:
+        monkeypatch.setenv("SLURM_JOB_ID", slurm)
     with subprocess.Popen(
         list(map(str, COMMANDS[command])), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as job:
         try:
             assert job.stdout is not None
             assert "ready" in job.stdout.readline()
-            job.send_signal(signal.SIGUSR1)
+            job.send_signal(signal.SIGQUIT if slurm else signal.SIGUSR1)
             _, errors = job.communicate(timeout=60)
         finally:
             job.kill()
