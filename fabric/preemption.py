@@ -70,7 +70,7 @@ class StopRequest:
     def _decide(self) -> bool:
         if not self._listens:
             self._listen()
-        until, reporter = time.monotonic() + self._runtime.timeout.total_seconds(), self._reporter
+        until, reporter = time.monotonic() + self._runtime.timeout.total_seconds() + 3 * _POLL, self._reporter
         if reporter is None:
             return any(self._communicator.gather_objects(self._is_requested or time.monotonic() >= self._deadline))
         with reporter.recorder.during("should_stop"):
@@ -82,6 +82,7 @@ class StopRequest:
 
     def _listen(self) -> None:
         self._deadline = min(self._deadline, slurm_deadline(os.environ, self._margin, self._runtime.world.rank))
+        self._listens = True
         is_main, control = threading.current_thread() is threading.main_thread(), ControlThread.of_this_process()
         for number in stop_signals():
             handler = signal.getsignal(number)
@@ -94,7 +95,6 @@ class StopRequest:
             control.send("saving")
         elif not is_main:
             warnings.warn("should_stop cannot note signals in this thread: read it in the main one first", stacklevel=5)
-        self._listens = True
         if self._reporter is not None:
             self._held_at = math.inf
             self._reporter.polls.append(self._poll)
@@ -129,8 +129,8 @@ class StopRequest:
 
     def close(self) -> None:
         """Restore the handlers, and let the other ranks agree without this one."""
-        handlers, self._handlers = self._handlers, {}
-        for number, previous in handlers.items():
+        self._listens = False
+        for number, previous in self._handlers.items():
             if isinstance(previous, SignalHandler):
                 previous.listeners.remove(self._note)
             elif signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
@@ -143,8 +143,8 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any = None) -> None:
         self._is_requested, previous = True, self._handlers.get(number)
-        if not self._handlers:  # closed by another thread than this, the main one
-            signal.signal(number, signal.SIG_DFL)
+        if not self._listens and signal.getsignal(number) == self._note:  # another thread than this main one has closed
+            signal.signal(number, previous or signal.SIG_DFL)
             signal.raise_signal(number)
         elif callable(previous) and not isinstance(previous, SignalHandler):
             previous(number, frame)

@@ -60,6 +60,24 @@ def test_a_signal_is_noted_from_the_first_question_to_teardown(name: str, alone:
     assert heard == [name] * 3, "the handler of the user is called all the same"
 
 
+def test_a_handler_of_the_user_comes_back_though_another_thread_tears_down(alone: None) -> None:
+    heard: list[str] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
+    signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
+    try:
+        fabric = Fabric(accelerator="cpu", devices=1)
+        assert not fabric.should_stop
+        thread = threading.Thread(target=fabric.teardown)
+        thread.start()
+        thread.join()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert heard == ["mine", "mine"]
+
+
 def test_sigusr1_asks_to_stop_under_slurm_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
