@@ -14,15 +14,15 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 93,
-    "code lines": 12_640,
-    "tokens": 131_200,
+    "code lines": 12_751,
+    "tokens": 132_900,
     "code lines of fabric_compat": 1_040,
     "tokens of fabric_compat": 10_400,
     "code lines of the core": 3_000,
-    "tokens of the core": 29_292,
+    "tokens of the core": 29_490,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 970,
-    "code lines of a class": 200,  # but Fabric, which is a line a method
+    "raw lines of _fabric.py": 977,
+    "code lines of a class": 204,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
 # The files that somebody reads in an evening to know how it works: a file, or all files of a package.
