@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from textwrap import indent
-from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from fabric.strategies.base import Group, Strategy, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.world import World
+
+if TYPE_CHECKING:
+    from fabric.timeline import Timings
 
 __all__ = ["Fabric"]
 
@@ -105,6 +108,7 @@ class Fabric:
         callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
         check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
             drift apart. It issues no collective and costs nothing after these steps.
+        timings: whether steps are measured for :meth:`timings`.
 
     Raises:
         ConfigurationError, ArgumentTypeError: a value or a combination that cannot work; nothing has been started.
@@ -128,6 +132,7 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
         check_training: bool = True,
+        timings: bool = False,
     ) -> None:
         self._plan = resolve(
             accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
@@ -135,7 +140,7 @@ class Fabric:
             watchdog=watchdog, time_limit=time_limit, stop_margin=stop_margin,
         )  # fmt: skip
         self._callbacks, self._loggers = as_list(callbacks), Loggers(as_list(loggers))
-        self._check_training = check_training
+        self._check_training, self._timings = check_training, timings
         self._seed: dict[str, Any] | None = None
         self._session: Session | None = None
         self._closed = False
@@ -803,6 +808,18 @@ class Fabric:
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
+    def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
+        """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
+        from fabric.timeline import profile  # few programs need it
+
+        return profile(self._running("profile"), path, steps)
+
+    def timings(self) -> "Timings":
+        """Where the latest steps went, and whom all wait for; see :class:`fabric.timeline.Timings`. Collective."""
+        from fabric.timeline import timings  # few programs need it
+
+        return timings(self._running("timings"))
+
     def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
         """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
 
@@ -897,6 +914,10 @@ class Fabric:
             if self._closed or world is None:
                 raise self._not_running(call)
             self._session = Session(self._plan, world, check_training=self._check_training)
+            if self._timings:
+                from fabric.timeline import Timeline  # few programs need it
+
+                self._session._parts.callback(Timeline(self._session).close)
             atexit.register(self._at_exit)
         return self._session
 

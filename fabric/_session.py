@@ -82,6 +82,9 @@ class Session:
         agreement = Agreement(self.strategy._summing(is_batch=True).size, self.runtime.background, self.modules)
         self._agreement = self._parts.enter_context(closing(agreement))
         self._loader_numbers = count()
+        # The one that measures now, and the latest; see fabric/timeline.py.
+        self.timeline: Any = None
+        self.measured: Any = None
         self._recorder = recorder = self.runtime.recorder
         self.backward = Hooks() if recorder is None else recorder.hooks("backward")
         self._bypass = self._parts.enter_context(closing(BypassChecks(world, self.backward, recorder)))
@@ -168,6 +171,7 @@ class Session:
             active=self.active_iterators,
             agreement=self._agreement,
             on_epoch=() if self._uneven is None else (self.strategy._agree_on_streams, self._uneven.on_epoch),
+            around=lambda batches: batches if self.timeline is None else self.timeline.over(batches),
             **(self.strategy.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}),
             **options,
         )
@@ -176,7 +180,8 @@ class Session:
 
     def phase(self, name: str, needs_all_ranks: bool = True) -> AbstractContextManager[None]:
         """A part of the program in which torch may issue collectives by itself."""
-        return nullcontext() if self._recorder is None else self._recorder.during(name, needs_all_ranks)
+        noted = nullcontext() if self._recorder is None else self._recorder.during(name, needs_all_ranks)
+        return noted if self.timeline is None else self.timeline.during(name, noted)
 
     def check_clipping(self, modules: Sequence[FabricModule], optimizer: Optimizer) -> None:
         """Raise unless the optimizer is set up and updates parameters of the modules; each pair is checked once."""

@@ -2,12 +2,13 @@
 
 import gc
 import os
+import re
 import sys
 import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -258,20 +259,42 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def _param_groups(module: torch.nn.Module) -> Iterator[Any]:
+    """FSDP2's records of parameters that are gathered together, of all parts of a module."""
+    for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
+        state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter up to torch 2.11
+        yield from (group for group in groups if group is not None)
+
+
 def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     """Sharded parameters of which a backward pass without synchronization has left an unsharded gradient on this rank.
 
     FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
     """
     found = []
-    for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
-        state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter up to torch 2.11
-        for record in (record for group in groups if group is not None for record in group.fsdp_params):
-            whole = getattr(record, "_unsharded_param", None)
-            if record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None:
-                found.append(record.sharded_param)
+    for record in (record for group in _param_groups(module) for record in group.fsdp_params):
+        whole = getattr(record, "_unsharded_param", None)
+        if record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None:
+            found.append(record.sharded_param)
     return found
+
+
+@contextmanager
+def around_collectives(module: torch.nn.Module, context: Callable[[str], ContextDecorator]) -> Iterator[None]:
+    """Within, a sharded module issues its collectives within ``context(name)``.
+
+    FSDP2's own setters of what issues them say nothing of what was there before, and refuse some meshes.
+    """
+    names = ("_all_gather_comm", "_reduce_scatter_comm")
+    before = [(group, name, getattr(group, name)) for group in _param_groups(module) for name in names]
+    for group, name, inner in before:
+        call: Any = context(name[1:-5])(inner)
+        call.allocate = inner.allocate
+        setattr(group, name, call)
+    yield
+    for place in before:
+        setattr(*place)
 
 
 def allocates_outputs(operator: Any) -> bool:
@@ -361,3 +384,26 @@ def leave_garbage_here() -> None:
     That waits for the group's threads, which only this process has: it would hang or crash.
     """
     os.register_at_fork(after_in_child=gc.freeze)
+
+
+# Collectives of a backend on the host, and kernels of NCCL on a device.
+_COLLECTIVES = re.compile(r"(gloo|mpi|ucc|xccl):|nccl\w*Kernel")
+
+
+@contextmanager
+def profiled(device: torch.device) -> Iterator[list[tuple[str, int, int]]]:
+    """Within, collectives are noted; afterwards the list has the name of each, and its ends in Unix nanoseconds.
+
+    ``torch.profiler`` notes every operator, which may take longer than the operator does. The function behind it can be
+    told to leave them out.
+    """
+    torchs, found = torch.autograd, list[tuple[str, int, int]]()
+    activities = {torchs.ProfilerActivity.CPU, getattr(torchs.ProfilerActivity, device.type.upper())}
+    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, torch._C._profiler._ExperimentalConfig())
+    torchs._prepare_profiler(config, activities)
+    torchs._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+    try:
+        yield found
+    finally:
+        events = [each for each in torchs._disable_profiler().events() if _COLLECTIVES.match(each.name())]
+        found += [(each.name().partition("(")[0], each.start_ns(), each.end_ns()) for each in events]

@@ -22,6 +22,7 @@ LAYERS = [
     ["_plan", "progress", "plotting", "checkpoint.rotation"],
     ["bare", "module", "sequence_parallel", "weights"],
     ["_session", "ema"],
+    ["timeline"],
     ["_fabric"],
     ["doctor", "dry_run", "throughput"],
     ["cli", "legacy", "testing", "__init__"],

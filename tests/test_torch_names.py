@@ -1,6 +1,7 @@
 """What fabric relies on in names of torch that are private or were renamed."""
 
 from collections import OrderedDict, namedtuple
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -372,3 +373,30 @@ def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
             assert [each.to_local().shape[0] for each in layer.parameters()] == [rows, rows]
             assert len(torch.ones(3).chunk(5)) == len(torch.chunk(torch.ones(3), 5)) == 3
     assert made.count("aten.new_empty.default") <= 2 * 2 * 2
+
+
+def test_collectives_are_profiled_and_operators_are_not(group):
+    with _torch.profiled(torch.device("cpu")) as found:
+        dist.all_reduce(torch.ones(2) + 1)
+    [(name, begin, end)] = found
+    assert name == "gloo:all_reduce"
+    assert 0 < end - begin < 60e9
+
+
+def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
+    from torch.distributed.fsdp import fully_shard
+
+    entered = []
+
+    @contextmanager
+    def note(name):
+        entered.append(name)
+        yield
+
+    with _torch.fake_ranks(2):
+        model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
+        for _ in range(2):
+            with _torch.around_collectives(model, note):
+                model(torch.ones(1, 2)).sum().backward()
+            model(torch.ones(1, 2)).sum().backward()
+    assert entered == 2 * ["all_gather", "reduce_scatter"]

@@ -59,6 +59,7 @@ class FabricDataLoader:
         active: list[ActiveIterator] | None = None,
         agreement: Agreement = _ALONE,
         on_epoch: Sequence[Callable[[str, EpochState, int | None, bool], object]] = (),
+        around: Callable[[Iterator[Any]], Iterator[Any]] = iter,
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
 
@@ -101,6 +102,7 @@ class FabricDataLoader:
             agreement: by which the ranks agree on the end of a loop.
             on_epoch: called in order at the start of each iteration, with the name, its state, its number of batches
                 (None when that is not known), and whether an order is drawn for all ranks.
+            around: called at the start of each iteration; what it returns is iterated over.
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -143,6 +145,7 @@ class FabricDataLoader:
             _active=[] if active is None else active,
             _agreement=agreement,
             _on_epoch=on_epoch,
+            _around=around,
             _name=name,
             _epoch=0,  # the number of the next one
             _saved=None,  # what load_state_dict was given, until the next iteration begins
@@ -191,7 +194,7 @@ class FabricDataLoader:
         if ends or agrees:
             upcoming, pick = Upcoming(batches, left, state, self._own_state), min if spec.uneven == "shortest" else max
             batches = agreement.batches(upcoming, pick, ends) if agrees else upcoming.all()
-        return state, self._hand_out(state, batches if self._move is None else map(self._move, batches))
+        return state, self._hand_out(state, self._around(batches if self._move is None else map(self._move, batches)))
 
     def __len__(self) -> int:
         return len(self.loader)

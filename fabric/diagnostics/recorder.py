@@ -142,6 +142,7 @@ class FlightRecorder:
         param_groups: how many each optimizer has, by its id.
         on_param_group: called before the step of an optimizer that has got another one.
         unread: the signatures that calls have left on the device, and the call.
+        around: a context around the making of a collective, if that is of interest.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
@@ -160,6 +161,7 @@ class FlightRecorder:
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
         self.unread: list[tuple[Tensor, str]] = []
+        self.around: Callable[[Entry], contextlib.AbstractContextManager[None]] | None = None
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that note a phase."""
@@ -305,6 +307,9 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
+            if recorder.around is not None:
+                with recorder.around(entry):
+                    return self._run_signed(collective, entry)
             return self._run_signed(collective, entry)
         except RuntimeError as error:
             recorder.annotate(error)
