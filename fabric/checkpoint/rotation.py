@@ -137,8 +137,9 @@ class Checkpoints:
             checkpoints.check()
             if own[:2] != first[:2]:
                 problem = f"the step and {best!r} are {own[:2]} here, and {first[:2]} on rank 0"
-                suggestion = "metrics=fabric.all_reduce(metrics)"
-                raise ConfigurationError(request, problem, "the same on every rank", suggestion)
+                raise ConfigurationError(
+                    request, problem, "the same on every rank", "metrics=fabric.all_reduce(metrics)"
+                )
 
         with self._session("save").checkpoints("save") as checkpoints:
             own = agreed(self._communicator, request, check)
