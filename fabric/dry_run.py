@@ -142,7 +142,9 @@ def plan(
         options |= {"precision": replace(own, loss_scale=None), "check_training": False}  # both look at values
         fabric = Fabric(accelerator="cpu", strategy=strategy, **options)
         with fake_ranks(world) as fake, fabric.launch(lambda own: own), fake, _Trace(fake) as trace:
-            model, *optimizers = [built] if isinstance(built := build(fabric), nn.Module) else built
+            built: Any = build(fabric)
+            parts: list[Any] = [built] if isinstance(built, nn.Module) else [*built]
+            model, *optimizers = parts
             blocks.update({type(part): None for part in find_fsdp_modules(model)})
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 if accelerator != "cpu" and "foreach" in group and not group.get("fused"):
