@@ -1,4 +1,4 @@
-"""``preempted.py METHOD [FOLDER]``: two ranks train until they should stop, save, and exit as preempted.
+"""``preempted.py METHOD FOLDER``: two ranks train until they should stop, save, and exit as preempted.
 
 Each says ``ready RANK PID`` once it has asked for the first time, and ``saved RANK STEP``.
 """
@@ -6,7 +6,6 @@ Each says ``ready RANK PID`` once it has asked for the first time, and ``saved R
 import os
 import random
 import sys
-import threading
 import time
 
 import torch
@@ -32,24 +31,5 @@ def train(fabric: Fabric, folder: str) -> None:
     fabric.exit_preempted(requeue=True)
 
 
-def train_in_a_thread(fabric: Fabric, folder: str) -> None:
-    fabric.barrier()
-    codes: list[object] = []
-
-    def run() -> None:
-        try:
-            train(fabric, folder)
-        except SystemExit as leaving:
-            codes.append(leaving.code)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    sys.exit(codes[0])
-
-
 if __name__ == "__main__":
-    method, folder, *more = sys.argv[1:]
-    limit = next((word for word in more if ":" in word), None)
-    function = train_in_a_thread if "thread" in more else train
-    Fabric(accelerator="cpu", devices=2, launcher=method, time_limit=limit).launch(function, folder)
+    Fabric(accelerator="cpu", devices=2, launcher=sys.argv[1]).launch(train, sys.argv[2])
