@@ -336,7 +336,7 @@ def test_what_cannot_be_is_one_error_on_every_rank(tmp_path: Path) -> None:
         assert "Error: " in second[name], name
     for name in ("not reduced", "first only", "steps"):
         assert second[name].startswith("ConfigurationError: checkpoints.save("), name
-        assert "the same on every rank" in second[name], name
+        assert "the same on all ranks" in second[name], name
         assert "failed on rank 1" in first[name], name
     assert "nan" in second["nan"]
     assert "failed on rank 1" in first["nan"]

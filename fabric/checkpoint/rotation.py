@@ -138,7 +138,7 @@ class Checkpoints:
             if own[:2] != first[:2]:
                 problem = f"the step and {best!r} are {own[:2]} here, and {first[:2]} on rank 0"
                 raise ConfigurationError(
-                    request, problem, "the same on every rank", "metrics=fabric.all_reduce(metrics)"
+                    request, problem, "the same on all ranks", "metrics=fabric.all_reduce(metrics)"
                 )
 
         with self._session("save").checkpoints("save") as checkpoints:
