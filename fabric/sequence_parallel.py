@@ -76,7 +76,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
         raise ConfigurationError(f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others")
     # Parts of different batches would be taken for one.
     sums = [int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu]
-    name, own = f"{_BLOCK} of {found}", torch.tensor(sums, dtype=torch.int64, device=ranks.device)
+    name, own = f"{_BLOCK} of {found}", torch.tensor(sums or [0], device=ranks.device)
     seen = all_gather(ranks, {name: own})[name]
     if sums and len({*map(tuple, seen.tolist())}) > 1:
         problem = f"the bytes of these tensors have the sums {seen.tolist()}, by rank of the group"
