@@ -345,9 +345,8 @@ def from_pickle(message: bytes) -> Any:
     try:
         return pickle.loads(message)  # noqa: S301 - from a rank of this job, as torch does itself
     except Exception as error:
-        problem = f"it was sent, and cannot be read here: {type(error).__name__}: {error}"
-        suggestion = "what it is made of: state_dict(), numbers, names; or its module imported on every rank"
-        raise ArgumentTypeError("receiving an object", problem, suggestion=suggestion) from error
+        problem = f"it cannot be read here: {type(error).__name__}: {error}"
+        raise ArgumentTypeError("receiving an object", problem, "one of modules that each rank can import") from error
 
 
 def sendable(error: Exception) -> FabricError:

@@ -19,6 +19,8 @@ __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 # Named as torch names them; its mean is one that not every backend has.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
 
+_LARGEST = 2**63 - 1
+
 
 class ProcessGroupCommunicator(Communicator):
     """The collectives of a :class:`torch.distributed.ProcessGroup`.
@@ -81,9 +83,8 @@ class ProcessGroupCommunicator(Communicator):
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
             # Backends pass over what is not a number, or not, by place; as an integer it is the largest, or least.
-            bits, limits = _in_order(buffer.double().view(torch.int64)), torch.iinfo(torch.int64)
-            bits.masked_fill_(buffer.isnan(), limits.max if op is Reduce.MAX else limits.min)
-            dist.all_reduce(bits, op=_OPS[op], group=self._group)
+            bits, last = _in_order(buffer.double().view(torch.int64)), _LARGEST if op is Reduce.MAX else ~_LARGEST
+            dist.all_reduce(bits.masked_fill_(buffer.isnan(), last), op=_OPS[op], group=self._group)
             return buffer.copy_(_in_order(bits).view(torch.float64))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
@@ -159,7 +160,7 @@ class ProcessGroupCommunicator(Communicator):
 
 def _in_order(bits: Tensor) -> Tensor:
     """The bits of floats as integers of the same order, and back."""
-    return bits ^ ((bits >> 63) & torch.iinfo(torch.int64).max)
+    return bits ^ ((bits >> 63) & _LARGEST)
 
 
 def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:

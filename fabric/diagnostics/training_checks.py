@@ -48,7 +48,6 @@ _LONGEST = 400  # characters of a list of parameters
 _CHUNK = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _PRIME = 1_000_003
-_PLAIN = (bool, int, float, str, tuple)  # types of the options of an optimizer that are compared
 
 Contracts = Collection[GradientContract]
 
@@ -93,9 +92,9 @@ class TrainingChecks:
             self._compare(self._store.get_nowait(self._key("other")))
             self._synchronized += any(each.synchronizes() for each in self._contracts)
             # Of what is sharded a rank may hold nothing, and then counts no steps.
-            may_differ = self._is_finished or not self._had_gradient
-            ahead = None if may_differ else self._store.get_nowait(self._key("first", 1))
-            if ahead is not None and json.loads(ahead)[2] < self._synchronized:
+            steps = self._had_gradient and not self._is_finished
+            ahead = self._store.get_nowait(self._key("first", 1)) if steps else None
+            if ahead and json.loads(ahead)[2] < self._synchronized:
                 problem = f"rank {json.loads(ahead)[0]} made step {self._steps + 1} before the last backward pass"
                 suggestion = f"optimizer.step() outside of any branch on the rank; {_OFF}"
                 self._refuse(f"{problem}, and this rank has not", "the same steps on all ranks", suggestion)
@@ -182,7 +181,7 @@ class TrainingChecks:
             self._names = [names[id(each)] for each in replicated]
             self._fingerprint = fingerprint(replicated)
         elif _set_up(self._contracts) & _ids(trained):  # shards
-            plain = [(key, each) for one in optimizer.param_groups for key, each in one.items() if type(each) in _PLAIN]
+            plain = [(key, each) for one in optimizer.param_groups for key, each in one.items() if type(each) is float]
             self._names, self._fingerprint = ["its options"], [crc32(f"{self._kind} {plain}".encode())]
         if self._names:
             published = json.dumps([self._store.rank, self._fingerprint, self._synchronized]).encode()

@@ -85,8 +85,7 @@ class UnevenInputDetector:
             self._store.read(f"batches/{loader}", self._neighbors).items() if number == 1 else ()
         ):
             if theirs != has_orders:
-                drawn = f"has an order that is drawn anew in each iteration on rank {other if theirs else self._rank}"
-                problem = f"it {drawn}, and one that is not on rank {self._rank if theirs else other}"
+                problem = f"only one of it and rank {other} draws an order anew in each iteration, as with shuffle=True"
                 raise UsageError(f"iteration over loader {loader} on rank {self._rank}", problem, "the same loader")
         self._ended = self._latest.progress.received if self._latest is not None else 0
         self._latest = _Iteration(loader, number, progress, length, list(self._neighbors), has_orders)

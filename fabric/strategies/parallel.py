@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from fabric._torch import uncompiled
 from fabric.communicators import Communicator
-from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, RankFailedError, UsageError
+from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.strategies.base import Strategy
 
 __all__ = ["ParallelStrategy", "as_list", "check_passed_on", "check_same_model", "refuse_unprepared"]
@@ -82,15 +82,13 @@ class ParallelStrategy(Strategy):
             raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed")
 
 
-def check_same_model(
-    communicator: Communicator, root: nn.Module, error: FabricError | None = None, plan: object = None
-) -> None:
+def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
     """Raise on every rank where any rank has an error, or another model. Collective.
 
     Args:
         communicator: all ranks.
         root: the model.
-        error: why this rank cannot set it up; None if it can.
+        error: a FabricError, why this rank cannot set it up; None if it can.
         plan: what will be made of which part, as text tells it.
 
     Raises:

@@ -10,7 +10,6 @@ the training checks see the difference.
 
 import re
 from collections.abc import Iterator, Mapping
-from math import inf
 from typing import Any
 
 import torch
@@ -186,7 +185,7 @@ def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> I
         linear = [
             (layers.get(part), name, part) for name, part in owner.named_children() if isinstance(part, nn.Linear)
         ]
-        taken = max((part.in_features for style, _, part in linear if style == "rowwise"), default=inf)
+        taken = max((part.in_features for style, _, part in linear if style == "rowwise"), default=1 << 62)
         for name in (name for style, name, part in linear if style == "colwise" and part.out_features > taken):
             yield f"{path}.{name}: a gate and what it gates in one layer have no parts with some of each: write two"
     for names in ways.values():

@@ -99,7 +99,7 @@ def judge(name: str) -> tuple[list[str], list[str]]:
 
     A rank that is refused ends the job, as a launcher does: the others then need not have come to an end.
     """
-    case, wrong = CASES[name], list[str]()
+    case, wrong, hung = CASES[name], list[str](), list[str]()
     options = {key: value() if callable(value) else value for key, value in case.options.items()}
     with ExitStack() as stack:
         folder, ends, temporary = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3))
@@ -109,14 +109,15 @@ def judge(name: str) -> tuple[list[str], list[str]]:
             with RankPool(case.ranks, timeout=LIMIT, **options) as pool:
                 pool.run(on_rank, case.function, folder, ends)
         except RankFailedError as error:
-            wrong += [] if any(Path(ends).iterdir()) else [f"it hung, or was killed: {error}"]
+            hung = [f"it hung, or was killed: {error}"]
         finally:
             tempfile.tempdir = kept
         found = [path.read_text() for path in sorted(Path(ends).iterdir())]
-        wrong += [text for text in found if text.startswith("raw")]
         refused = any(text.startswith("refused") for text in found)
+        # A rank that has lost one that was refused is no cause, as a launcher sees it.
+        wrong += [text for text in found if text.startswith("raw") and not (refused and " by peer" in text)]
         if not refused and (case.refused or len(found) < case.ranks):
-            wrong.append("no rank has refused it")
+            wrong += ["no rank has refused it", *hung]
         wrong += [f"left behind: {path}" for path in _left(Path(folder), Path(temporary))]
         wrong += [f"left behind: {process}" for process in _alive(before)]
     return wrong, found

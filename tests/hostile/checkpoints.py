@@ -9,7 +9,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.errors import CheckpointError
-from tests.hostile.base import batch, case, net, step
+from tests.hostile.base import WAITS, batch, case, net, step
 from tests.hostile.training import both, trained
 
 
@@ -84,7 +84,7 @@ def a_load_on_one_rank(fabric: Fabric, rank: int) -> None:
         fabric.all_reduce(1, reduce_op="sum")
 
 
-@case(refused=True, strategy="fsdp")
+@case(refused=True, strategy=WAITS["fsdp"])
 def a_state_dict_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     if rank == 0:
@@ -92,10 +92,17 @@ def a_state_dict_on_one_rank(fabric: Fabric, rank: int) -> None:
     fabric.all_reduce({"loss": 1.0})
 
 
-@both(refused=True)
+@case()
 def other_names_in_the_state(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
-    fabric.save("x", {"model" if rank else "net": model, "step": 1})
+    fabric.save("x", {"model" if rank else "net": model, "step": rank})
+    fabric.load("x", kept := {"net": model, "step": -1})  # that of rank 0, as one file always is
+    assert kept["step"] == 0
+
+
+@case(strategy="fsdp", refused=True)
+def other_names_of_shards(fabric: Fabric, rank: int) -> None:
+    fabric.save("x", {"model" if rank else "net": fabric.setup(net())})
 
 
 @both()

@@ -228,7 +228,7 @@ def a_call_of_a_group_from_outside(fabric: Fabric, rank: int) -> None:
     fabric.all_reduce({"a" if rank else "b": 1}, reduce_op="sum")
 
 
-@case(refused=True)
+@case(refused=True, strategy=WAITS["ddp"])
 def groups_of_other_members(fabric: Fabric, rank: int) -> None:
     group = fabric.new_group([0] if rank else [0, 1])
     if group:

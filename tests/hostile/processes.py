@@ -1,7 +1,6 @@
 """Processes that end, fork or close what others need."""
 
 import os
-import sys
 import warnings
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.errors import FabricError, UsageError
+from fabric.errors import FabricError
 from fabric.loggers import CSVLogger
 from fabric.strategies import SingleDeviceStrategy
 from tests.hostile.base import case, net
@@ -69,16 +68,6 @@ def an_error_while_one_rank_goes_first(fabric: Fabric, rank: int) -> None:
     raise AssertionError("rank 1 went on")
 
 
-@case(refused=True)
-def a_seed_that_is_none(fabric: Fabric, rank: int) -> None:
-    fabric.seed_everything("forty-two")  # type: ignore[arg-type]
-
-
-@case(refused=True)
-def a_decision_that_is_no_decision(fabric: Fabric, rank: int) -> None:
-    fabric.reduce_boolean_decision(torch.tensor([True, False]))  # type: ignore[arg-type]
-
-
 @case(loggers=CSVLogger("."))
 def metrics_of_each_rank(fabric: Fabric, rank: int) -> None:
     fabric.log("loss", 1.0 + rank, step=0)
@@ -102,14 +91,6 @@ def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
     found = model(torch.ones(2, 4))
     fabric.backward(found["loss"])
     assert (found["n"], found["none"], found["text"], type(found["pair"])) == (3, None, "a", tuple)
-
-
-@case(refused=True)
-def nothing_to_print_to(fabric: Fabric, rank: int) -> None:
-    sys.stdout.close()
-    fabric.print("epoch 1")
-    fabric.describe()
-    raise UsageError("all went well")
 
 
 @case()

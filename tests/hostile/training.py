@@ -373,7 +373,7 @@ def a_sampler_of_the_users(fabric: Fabric, rank: int) -> None:
     assert sorted(found) == list(range(16)), found
 
 
-@case(refused=True)
+@case(refused=True, strategy=WAITS["ddp"])
 def data_of_other_lengths(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(16 + 8 * rank), batch_size=2))
     found = [fabric.gather_for_metrics(part).tolist() for part in loader]
