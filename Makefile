@@ -32,7 +32,7 @@ test-slow: .venv/installed ## samples of the fault matrix, crash points and long
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
 	$(BIN)/python -m pytest -m "soak and not gpu and not engines" --timeout 1800
 
-test-engines: .venv/installed ## jobs on real SLURM, Open MPI, MPICH, and two hosts; ENGINES="mpi" takes some
+test-engines: .venv/installed ## jobs on real SLURM, Open MPI, MPICH, Ray, and two hosts; ENGINES="mpi" takes some
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
 
 wheel: ## build the wheel, install it without extras, train and save there

@@ -1,7 +1,11 @@
 """Each launcher's variables, as recorded from it, lead to the right place in the job; half of them lead to an error."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
+from fabric import Fabric
 from fabric.environments import (
     Environment,
     MPICHEnvironment,
@@ -11,7 +15,7 @@ from fabric.environments import (
     TorchrunEnvironment,
     detect,
 )
-from fabric.errors import ConfigurationError
+from fabric.errors import ConfigurationError, MissingDependencyError
 from fabric.world import World
 
 Variables = dict[str, str]
@@ -522,3 +526,13 @@ def test_an_environment_of_ones_own_needs_a_name_and_one_method() -> None:
 def test_names_are_distinct_and_lower_case() -> None:
     names = [environment().name for _, environment in LAUNCHERS]
     assert sorted(set(names)) == ["mpich", "openmpi", "ray", "slurm", "torchrun"]
+
+
+def test_a_worker_of_ray_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ray(0, per_node=1).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    with Fabric(accelerator="cpu") as fabric:
+        checkpoints = fabric.checkpoints(tmp_path)
+        with pytest.raises(MissingDependencyError, match=r'pip install "torch-fabric\[ray\]"'):
+            checkpoints.save(1, {}, async_=False)

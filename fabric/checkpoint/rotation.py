@@ -24,6 +24,7 @@ from typing import Any, Literal, final
 from fabric.checkpoint import file
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.file import raise_on_any_rank_error as agreed
+from fabric.checkpoint.ray_report import report_to_ray
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
 from fabric.checkpoint.state import State, listed
 from fabric.checkpoint.storage import Location, RemotePath
@@ -207,6 +208,8 @@ class Checkpoints:
         self._stale.remove(name)
         self._metrics[name] = metrics
         self._rotate(communicator)
+        step = int(name.rpartition("-")[2])
+        report_to_ray(self._folder / name, {"step": step, **metrics}, communicator.rank == 0)
 
     def _rotate(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
         newest = {name.rpartition("-")[2]: name for name in self._metrics}.values()
