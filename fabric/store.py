@@ -132,7 +132,8 @@ def generation(store: dist.Store, world: World) -> str:
         first = store.get(own).decode()
         jobs.set(f"{first}/{world.rank}", "")
         return first
-    missing, deadline = list(range(1, world.world_size)), time.monotonic() + store.timeout.total_seconds()
+    timeout: timedelta = store.timeout  # pyright: ignore[reportAttributeAccessIssue] - the stub lacks it
+    missing, deadline = list(range(1, world.world_size)), time.monotonic() + timeout.total_seconds()
     while missing:
         for rank in missing:
             if name := jobs.get_nowait(f"fabric/name/{rank}"):
