@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 93,
-    "code lines": 12_751,
-    "tokens": 132_900,
+    "code lines": 12_769,
+    "tokens": 133_105,
     "code lines of fabric_compat": 1_040,
     "tokens of fabric_compat": 10_400,
     "code lines of the core": 3_000,
