@@ -138,9 +138,8 @@ class Checkpoints:
             checkpoints.check()
             if own[:2] != first[:2]:
                 problem = f"the step and {best!r} are {own[:2]} here, and {first[:2]} on rank 0"
-                raise ConfigurationError(
-                    request, problem, "the same on all ranks", "metrics=fabric.all_reduce(metrics)"
-                )
+                expected, suggestion = "the same on all ranks", "metrics=fabric.all_reduce(metrics)"
+                raise ConfigurationError(request, problem, expected, suggestion)
 
         with self._session("save").checkpoints("save") as checkpoints:
             own = agreed(self._communicator, request, check)
@@ -242,8 +241,7 @@ class Checkpoints:
             self._owner = _claim(self._request, self._folder, files)
             file.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
             found = {match[1] for each in self._folder.iterdir() if (match := _FILE.fullmatch(each.name))}
-            whole = [name for name in sorted(found) if self._is_whole(name) or self._remove(name)]
-            return {name: self._read(name) for name in whole}
+            return {name: self._read(name) for name in sorted(found) if self._is_whole(name) or self._remove(name)}
 
     def _is_whole(self, name: str) -> bool:
         """Whether it was committed; what is left of a save into it is brought to its end."""
