@@ -56,29 +56,26 @@ def doctor(processes: int, seconds: float) -> int:
         if world.rank == 0:
             versions = (f"{each.name} {each.version}" for name in _PACKAGES for each in distributions(name=name))
             print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
-            size, by = world.world_size if launcher else processes, launcher.name if launcher else "fabric"
-            print(f"{size} processes by {by} on {available_cores()} cores: {sys.executable} in {os.getcwd()}")
+            by = launcher.name if launcher and not world.store else "fabric"
+            size = world.world_size if launcher else processes
+            print(f"{size} processes by {by} on {available_cores()} cores: {sys.executable}")
             print(*(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)), flush=True)
         with _part("this machine", 2 * seconds, "what the line after the last one would have been about"):
             for finding in _examine_machine() if world.local_rank == 0 else ():
                 failures += finding.startswith("FAIL")
                 if world.rank == 0 or finding.startswith("FAIL"):
                     print(finding, flush=True)
+        limit = 2 * _IMPORTING + 7 * seconds
         if launcher:
             examine_rank(seconds)
         else:
             # To the signal the launcher ends the ranks.
-            with _part(
-                f"{processes} processes",
-                2 * _IMPORTING + 7 * seconds,
-                _IMPORT,
-                lambda _: signal.raise_signal(signal.SIGTERM),
-            ):
+            with _part(f"{processes} processes", limit, _IMPORT, lambda _: signal.raise_signal(signal.SIGTERM)):
                 spec = LaunchSpec(num_processes=processes)
                 LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
         return min(1, failures)
     except SystemExit as error:
-        print(error, flush=True)
+        print(error if isinstance(error.code, str) else "ended by a signal", flush=True)
         return 1
 
 
@@ -189,8 +186,9 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         fabric = Fabric(accelerator="cpu" if is_new and cards < size else "auto", timeout=seconds, watchdog=0)
         fabric.launch()
     with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        row, ranks, began = torch.arange(size, device=fabric.device), [*range(size)], monotonic()
-        large = torch.full((_MIB,), rank, device=fabric.device)  # which finds packets that are too long for the network
+        ranks, began = [*range(size)], monotonic()
+        row = torch.tensor(ranks, device=fabric.device)
+        large = row[rank].repeat(_MIB)  # which finds packets that are too long for the network
         results: dict[str, tuple[Any, Any]] = {
             "all_reduce": (fabric.all_reduce(large, reduce_op="sum").unique().tolist(), [sum(ranks)]),
             "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
@@ -202,6 +200,6 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         }
         if wrong := {name: pair for name, pair in results.items() if pair[0] != pair[1]}:
             raise UsageError(f"not what was expected: {wrong}")
-        took = f"{', '.join(results)} on {fabric.device}: right, in {monotonic() - began:.3f} s"
+        took = f"{', '.join(results)} on {row.device}: right, in {monotonic() - began:.3f} s"
     if rank == 0:
         print(*map(_finding, [*there.values(), took]), sep="\n", flush=True)
