@@ -85,7 +85,8 @@ def test(engine: str, end: float) -> bool:
     python = VENV / "bin" / "python" if is_extra else sys.executable
     seconds = max(1, int(end - time.monotonic()))
     print(f"test-engines: {engine}, in {seconds} s at most", flush=True)
-    with tempfile.TemporaryDirectory(prefix="engines-") as folder:
+    # A short name: sockets are in it, whose paths may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="e") as folder:
         # Ends with this process, whatever ends that.
         pytest = ["setpriv", "--pdeathsig", "INT", python, "-m", "pytest", "-v", "-m", "engines"]
         limits = [f"--session-timeout={seconds}", f"--basetemp={folder}/tests"]
