@@ -15,7 +15,7 @@ Steps = dict[int, tuple[Any, list[int]]]  # loss and samples of each
 Places = Callable[[], list[tuple[Any, ...]]]
 JOB = Path(__file__).with_name("job.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "long_run.py"
-STEPS = 500
+STEPS = 200
 
 
 @pytest.fixture(scope="module")

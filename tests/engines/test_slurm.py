@@ -35,7 +35,7 @@ def test_hosts_may_have_different_numbers_of_tasks(slurm: Cluster, places: Place
 STOPS = {"signal": "--time=3 --signal=USR1@90", "end": "--time=2"}
 SCRIPT = """#!/bin/sh
 #SBATCH --ntasks=2 --requeue --open-mode=append --output=output.txt {options}
-pause=0.2
+pause=0.6
 if [ "$SLURM_RESTART_COUNT" ]; then pause=0; scontrol update JobId=$SLURM_JOB_ID TimeLimit=60; fi
 srun {command} --pause $pause
 """
