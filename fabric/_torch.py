@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._profiler import RecordScope, _ExperimentalConfig
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
 from torch.overrides import TorchFunctionMode
@@ -399,9 +400,9 @@ def profiled(device: torch.device) -> Iterator[list[tuple[str, int, int]]]:
     """
     torchs, found = torch.autograd, list[tuple[str, int, int]]()
     activities = {torchs.ProfilerActivity.CPU, getattr(torchs.ProfilerActivity, device.type.upper())}
-    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, torch._C._profiler._ExperimentalConfig())
+    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())
     torchs._prepare_profiler(config, activities)
-    torchs._enable_profiler(config, activities, {torch._C._profiler.RecordScope.USER_SCOPE})
+    torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
     try:
         yield found
     finally:

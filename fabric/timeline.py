@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -131,9 +131,11 @@ class Timeline:
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        for calls, call in ((hooks.before, partial(self._enter, name)), (hooks.after, partial(self._exit, name))):
-            calls.insert(0, call)
-            self._hooks.callback(calls.remove, call)
+        enter, leave = partial(self._enter, name), partial(self._exit, name)
+        hooks.before.insert(0, enter)
+        hooks.after.insert(0, leave)
+        self._hooks.callback(hooks.before.remove, enter)
+        self._hooks.callback(hooks.after.remove, leave)
 
     def _watch_module(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> None:
         """Note the forward passes of a prepared module, and when its gradients and buffers are there."""
@@ -265,14 +267,15 @@ def compare(ranks: Sequence[Sequence[tuple[int, Totals]]]) -> Timings:
     rows = [[[each[number].get(name, [0.0, 0.0]) for name in names] for each in rounds] for number in numbers]
     took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     waits = called - called.amin(1, keepdim=True)
-    own, waited, delays = took - waits, waits.sum(2), Counter[tuple[int, str]]()
+    own, waited, delays = took - waits, waits.sum(2), defaultdict[tuple[int, str], float](float)
     for works, each in zip(own, waited, strict=True):
         last = int(each.argmin())
         phase = names[int((works[last] - works.amin(0)).argmax())]
         if len(ranks) > 1:
             delays[last, phase] += float((each - each.min()).sum()) / (len(ranks) - 1) / len(numbers)
     means = dict(zip(names, own.mean(0).T.tolist(), strict=True))
-    return Timings(len(numbers), float(took.sum(2).mean()), means, waited.mean(0).tolist(), dict(delays.most_common()))
+    delays = dict(sorted(delays.items(), key=lambda each: -each[1]))
+    return Timings(len(numbers), float(took.sum(2).mean()), means, waited.mean(0).tolist(), delays)
 
 
 def timings(session: Session) -> Timings:
@@ -318,6 +321,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     def tracing() -> Iterator[None]:
         timeline.wait()
         mark, began, timeline.trace = timeline.now(), time_ns() - lag, []
+        calls = list[tuple[str, int, int]]()
         try:
             with profiled(session.runtime.device) as calls:
                 yield
@@ -379,8 +383,6 @@ def _write(path: Path, store: JobStore, topic: str) -> None:
                 events += [{**event, "ph": "b", "id": number}, {**event, "ph": "e", "id": number, "ts": end}]
             else:
                 events.append({**event, "dur": took / 1e3})
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    scratch.replace(path)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     if missing := set(everyone) - found.keys():
         warnings.warn(f"{path} lacks {in_words(missing)}, which did not get to its end", stacklevel=2)
