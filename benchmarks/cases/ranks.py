@@ -14,9 +14,9 @@ from benchmarks.timing import count_calls, seconds
 RANKS = 2
 
 
-def raw_ddp() -> Callable[[], None]:
+def raw_ddp(width: int = 16) -> Callable[[], None]:
     dist.init_process_group("gloo")
-    model, optimizer, inputs, targets = tiny()
+    model, optimizer, inputs, targets = tiny(width=width)
     return step_of(nn.parallel.DistributedDataParallel(model), optimizer, torch.Tensor.backward, inputs, targets)
 
 
@@ -30,12 +30,12 @@ def raw_fsdp() -> Callable[[], None]:
     return step_of(sharded, optimizer, torch.Tensor.backward, inputs, targets)
 
 
-def ours(strategy: str) -> Callable[[], None]:
+def ours(strategy: str, width: int = 16, timings: bool = False) -> Callable[[], None]:
     from fabric import Fabric
 
-    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
+    fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy, timings=timings)
     fabric.launch()
-    model, optimizer, inputs, targets = tiny()
+    model, optimizer, inputs, targets = tiny(width=width)
     prepared = fabric.setup(model, optimizer)
     return step_of(*prepared, fabric.backward, inputs, targets)
 
@@ -112,5 +112,17 @@ CASES = [
         ranks=RANKS,
         rounds=20,
         notes={"accelerate": NO_FSDP},
+    ),
+    Case(
+        name="step-timings",
+        title="A step of two layers of width 1024 on two ranks, DDP, with Fabric(timings=True)",
+        rows={"time": Row("us", "ratio", 1.02)},
+        contestants={
+            "raw": preparing(lambda: raw_ddp(1024), 20),
+            "fabric": preparing(lambda: ours("ddp", 1024, timings=True), 20),
+        },
+        ranks=RANKS,
+        rounds=20,
+        notes={"lightning-fabric": "has no such table", "accelerate": "has no such table"},
     ),
 ]
