@@ -203,7 +203,7 @@ class Fabric:
 
     @property
     def logger(self) -> Any:
-        """The first logger, or None."""
+        """The first logger, or None; the user's own, which called directly writes on each process: see :meth:`log`."""
         return next(iter(self._loggers.given), None)
 
     @property
