@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,7 +21,7 @@ FABRIC_RUN = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--dev
 LOOPBACK = {"0100007F", "00000000000000000000000001000000"}  # as /proc/net/tcp and tcp6 write it
 
 
-def on_both(hosts: Hosts, commands: dict[str, list[object]], code: int = 0) -> list[str]:
+def on_both(hosts: Hosts, commands: Mapping[str, Sequence[object]], code: int = 0) -> list[str]:
     """What a command on each host writes; they run at the same time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda host: hosts.run(host, *commands[host], code=code), commands))
