@@ -396,7 +396,7 @@ def test_a4_what_a_receiver_cannot_read_is_an_error_that_says_so() -> None:
     first, second = run_in_ranks(received)
     assert [text.partition(":")[0] for text in first] == ["fine"] * 3 + ["ArgumentTypeError", "2"]
     assert [text.partition(":")[0] for text in second] == ["ArgumentTypeError"] * 3 + ["fine", "2"]
-    assert "it cannot be read here: ModuleNotFoundError: no such module" in second[0]
+    assert "it cannot be read here: ModuleNotFoundError('no such module')" in second[0]
 
 
 class Broken(dict[str, Any]):

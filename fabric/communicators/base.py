@@ -345,8 +345,9 @@ def from_pickle(message: bytes) -> Any:
     try:
         return pickle.loads(message)  # noqa: S301 - from a rank of this job, as torch does itself
     except Exception as error:
-        problem = f"it cannot be read here: {type(error).__name__}: {error}"
-        raise ArgumentTypeError("receiving an object", problem, "one of modules that each rank can import") from error
+        raise ArgumentTypeError(
+            "recv of what not every rank can import", f"it cannot be read here: {error!r}"
+        ) from error
 
 
 def sendable(error: Exception) -> FabricError:

@@ -92,12 +92,11 @@ class TrainingChecks:
             self._compare(self._store.get_nowait(self._key("other")))
             self._synchronized += any(each.synchronizes() for each in self._contracts)
             # Of what is sharded a rank may hold nothing, and then counts no steps.
-            steps = self._had_gradient and not self._is_finished
-            ahead = self._store.get_nowait(self._key("first", 1)) if steps else None
+            skips = self._is_finished or not self._had_gradient
+            ahead = None if skips else self._store.get_nowait(self._key("first", 1))
             if ahead and json.loads(ahead)[2] < self._synchronized:
-                problem = f"rank {json.loads(ahead)[0]} made step {self._steps + 1} before the last backward pass"
-                suggestion = f"optimizer.step() outside of any branch on the rank; {_OFF}"
-                self._refuse(f"{problem}, and this rank has not", "the same steps on all ranks", suggestion)
+                problem = f"rank {json.loads(ahead)[0]} has made step {self._steps + 1}, before this backward pass"
+                self._refuse(problem, "the same steps on all ranks", f"no branch on the rank around it; {_OFF}")
         if self._is_finished:
             self.close()
 
