@@ -345,9 +345,8 @@ def from_pickle(message: bytes) -> Any:
     try:
         return pickle.loads(message)  # noqa: S301 - from a rank of this job, as torch does itself
     except Exception as error:
-        raise ArgumentTypeError(
-            "recv of what not every rank can import", f"it cannot be read here: {error!r}"
-        ) from error
+        request = "receiving an object of a module that each rank has to import"
+        raise ArgumentTypeError(request, f"it cannot be read here: {error!r}") from error
 
 
 def sendable(error: Exception) -> FabricError:
