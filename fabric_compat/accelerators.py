@@ -1,5 +1,6 @@
 """Accelerators: ours, under Lightning's names."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from fabric_compat.missing import refuse
 __all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator", "find_usable_cuda_devices"]
 
 
+num_cuda_devices, is_cuda_available = torch.cuda.device_count, torch.cuda.is_available
+
+
 def __getattr__(name: str) -> Any:
     refuse(__name__, name)
 
@@ -18,28 +22,14 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """The first ``num_devices`` CUDA devices on which memory can be had; all of them for -1.
 
     Raises:
-        ValueError: there are fewer.
-        RuntimeError: fewer of them can be used.
+        ValueError: there are fewer, or fewer of them can be used.
     """
-    if num_devices > torch.cuda.device_count():
-        raise ValueError(f"num_devices={num_devices}: this machine has {torch.cuda.device_count()} CUDA devices")
-    usable = []
+    usable: list[int] = []
     for index in range(torch.cuda.device_count()):
-        try:
-            torch.ones(1, device=torch.device("cuda", index))
-        except RuntimeError:  # in use by a process that has it to itself
-            continue
-        usable.append(index)
-        if len(usable) == num_devices:
-            return usable
-    if num_devices != -1:
-        raise RuntimeError(f"num_devices={num_devices}: of the CUDA devices only {usable} can be used")
+        if len(usable) != num_devices:
+            with suppress(RuntimeError):  # in use by a process that has it to itself
+                torch.ones(1, device=torch.device("cuda", index))
+                usable.append(index)
+    if num_devices not in (-1, len(usable)):
+        raise ValueError(f"num_devices={num_devices}: of the CUDA devices {usable} can be used")
     return usable
-
-
-def num_cuda_devices() -> int:
-    return torch.cuda.device_count()
-
-
-def is_cuda_available() -> bool:
-    return torch.cuda.is_available()

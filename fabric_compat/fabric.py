@@ -2,7 +2,6 @@
 
 import inspect
 import os
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,10 +12,11 @@ from torch.optim import Optimizer
 from fabric._fabric import Fabric as _Fabric
 from fabric.module import FabricModule
 from fabric.strategies.parallel import as_list
+from fabric.tree import flatten, unflatten
 from fabric.world import World
 from fabric_compat.plugins import AsEnvironment, CheckpointIO, ClusterEnvironment, Precision, precision_object
 from fabric_compat.strategies import STRATEGY_REGISTRY
-from fabric_compat.utilities import apply_to_collection, convert_to_tensors, rank_zero_warn, seed_everything
+from fabric_compat.utilities import convert_to_tensors, seed_everything
 from fabric_compat.wrappers import SET_UP, _FabricModule
 
 __all__ = ["Fabric"]
@@ -35,11 +35,10 @@ class Fabric(_Fabric):
     def __init__(self, *, plugins: Any = None, **options: Any) -> None:
         given = {**_DEFAULTS, **options}
         for name, default in _DEFAULTS.items():
-            value = os.environ.get(f"LT_{name.upper()}")
-            if value is not None:
-                if str(given[name]) not in (str(default), value):
-                    raise ValueError(f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise")
-                given[name] = value
+            value = os.environ.get(f"LT_{name.upper()}", given[name])
+            if str(given[name]) not in (str(default), str(value)):
+                raise ValueError(f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise")
+            given[name] = value
         if isinstance(given["strategy"], str):
             given["strategy"] = STRATEGY_REGISTRY.get(given["strategy"], given["strategy"])
         formats = []
@@ -68,15 +67,12 @@ class Fabric(_Fabric):
     def _world(self, call: str) -> World:
         return self._plan.world or World()  # ranks are 0 before there are processes
 
-    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
         """Start the processes; a second call without a function does nothing."""
-        if function is None:
-            has_launched, self._launched = self._launched, True
-            return None if has_launched else super().launch(*args, **kwargs)
-        if not callable(function):
-            raise TypeError(f"launch({function!r}): it takes a function, whose first argument is the Fabric")
-        self._launched = True
-        return super().launch(function, *args, **kwargs)
+        if function_and_args and not callable(function_and_args[0]):
+            raise TypeError(f"launch{function_and_args}: it takes a function, whose first argument is the Fabric")
+        has_launched, self._launched = self._launched, True
+        return None if has_launched and not function_and_args else super().launch(*function_and_args, **kwargs)
 
     def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True, **_: Any) -> Any:
         """Set up a module, again too, and optimizers; calls ``on_after_setup`` of the callbacks."""
@@ -122,10 +118,7 @@ class Fabric(_Fabric):
         """Call a method of all callbacks that have it, with those of the keywords that it takes."""
         for callback in self._callbacks:
             hook = getattr(callback, hook_name, None)
-            if hook is None:
-                continue
             if not callable(hook):
-                rank_zero_warn(f"{type(callback).__name__}.{hook_name} is not called: it is no method")
                 continue
             parameters = inspect.signature(hook).parameters
             takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
@@ -140,24 +133,18 @@ class Fabric(_Fabric):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors in place, and return them; numbers as tensors."""
-        tensors = convert_to_tensors(data, self.device)
+        tensors, structure = flatten(convert_to_tensors(data, self.device))
         name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        name = {"avg": "mean"}.get(name, name)
+        is_mean = name in ("mean", "avg")  # of integers it is cut off
+        operands = [each.double() if is_mean and not each.is_floating_point() else each for each in tensors]
+        results = super().all_reduce(operands, group, "mean" if is_mean else name)
 
-        def averaged(tensor: Tensor) -> Tensor:  # a mean of integers is cut off
-            return tensor.double() if name == "mean" and not tensor.is_floating_point() else tensor
-
-        reduced = super().all_reduce(apply_to_collection(tensors, Tensor, averaged), group, name)
-        results = []
-        apply_to_collection(reduced, Tensor, results.append)
-
-        def replace(tensor: Tensor) -> Tensor:
-            result = results.pop(0)
+        def filled(tensor: Tensor, result: Tensor) -> Tensor:
             if result.requires_grad:
                 return result
-            return tensor.detach().copy_(result) if tensor.requires_grad else tensor.copy_(result)
+            return (tensor.detach() if tensor.requires_grad else tensor).copy_(result)
 
-        return apply_to_collection(tensors, Tensor, replace)
+        return unflatten(structure, map(filled, tensors, results))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""

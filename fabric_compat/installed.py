@@ -17,6 +17,7 @@ _ROOTS = {
     "lightning": "fabric_compat.lightning",
     "lightning.fabric": "fabric_compat",
     "lightning_fabric": "fabric_compat",
+    **dict.fromkeys(("lightning.fabric.connector", "lightning_fabric.connector"), "fabric_compat.plugins"),
 }
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 

@@ -1,6 +1,6 @@
 """The top of ``lightning``, as far as it is Fabric."""
 
-from typing import Any, NoReturn
+from typing import Any
 
 import fabric_compat as fabric
 from fabric_compat import Fabric, seed_everything
@@ -10,9 +10,5 @@ __all__ = ["Fabric", "fabric", "seed_everything"]
 
 def __getattr__(name: str) -> Any:
     if name in ("Trainer", "LightningModule", "LightningDataModule", "Callback", "pytorch"):
-        _refuse(name)
+        raise ImportError(f"lightning.{name} belongs to Lightning's Trainer, which fabric_compat does not have")
     raise AttributeError(f"fabric_compat has no lightning.{name}")
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ImportError(f"lightning.{name} belongs to Lightning's Trainer, which fabric_compat does not have")

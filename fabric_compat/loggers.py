@@ -3,7 +3,8 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import cached_property, wraps
+from pathlib import Path
 from typing import Any, ClassVar
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -21,9 +22,6 @@ class Logger(ABC):
 
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        """Nothing; for subclasses."""
 
     def save(self) -> None:
         """Nothing; for subclasses."""
@@ -56,43 +54,41 @@ class _FileLogger(Logger):
     _kind: ClassVar[Any]  # of ours
 
     def __init__(
-        self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, prefix: str = "", **_: Any
-    ) -> None:
+        self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, prefix: str = "",
+        sub_dir: str | None = None, **_: Any,
+    ) -> None:  # fmt: skip
         self.root_dir, self.name, self._version, self._prefix = os.fspath(root_dir), name or "", version, prefix
-        self._ours: Any = None
+        self._sub_dir = sub_dir or ""
 
     @property
     def version(self) -> int | str:
         if self._version is None:
-            folder = os.path.join(self.root_dir, self.name)
-            taken = [entry.removeprefix("version_") for entry in os.listdir(folder)] if os.path.isdir(folder) else []
+            taken = (path.name.removeprefix("version_") for path in Path(self.root_dir, self.name).glob("version_*"))
             self._version = max((int(number) for number in taken if number.isdecimal()), default=-1) + 1
         return self._version
 
     @property
     def log_dir(self) -> str:
         version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return os.path.join(self.root_dir, self.name, version)
+        return str(Path(self.root_dir, self.name, version, self._sub_dir))
 
-    def _logger(self) -> Any:
-        if self._ours is None:
-            folder, version = os.path.split(self.log_dir)
-            self._ours = self._kind(folder, "", version)
-        return self._ours
+    @cached_property
+    def _ours(self) -> Any:
+        folder, version = os.path.split(self.log_dir)
+        return self._kind(folder, "", version)
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         prefix = f"{self._prefix}/" if self._prefix else ""
-        self._logger().log_metrics({f"{prefix}{name}": value for name, value in metrics.items()}, step)
+        self._ours.log_metrics({f"{prefix}{name}": value for name, value in metrics.items()}, step)
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self._logger().log_hyperparams(params)
+        self._ours.log_hyperparams(params)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        if self._ours is not None:
-            self._ours.close()
+        self._ours.close()
 
 
 class CSVLogger(_FileLogger):
@@ -110,7 +106,7 @@ class CSVLogger(_FileLogger):
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        return self._logger()
+        return self._ours
 
 
 class TensorBoardLogger(_FileLogger):
@@ -118,18 +114,10 @@ class TensorBoardLogger(_FileLogger):
 
     _kind = ours.TensorBoardLogger
 
-    def __init__(self, root_dir: Any, *args: Any, sub_dir: str | None = None, **kwargs: Any) -> None:
-        super().__init__(root_dir, *args, **kwargs)
-        self._sub_dir = sub_dir
-
-    @property
-    def log_dir(self) -> str:
-        return os.path.join(super().log_dir, *([self._sub_dir] if self._sub_dir else []))
-
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        return self._logger()._open()
+        return self._ours._open()
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

@@ -1,9 +1,10 @@
 """Precisions, environments, checkpoint formats and collectives, as the objects that Lightning Fabric has for them."""
 
+import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -11,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
 from torch.optim import Optimizer
 
 from fabric import environments
@@ -18,7 +20,7 @@ from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as OurPrecision
 from fabric.tree import map_tensors
-from fabric.world import World
+from fabric.world import World, read_integer
 from fabric_compat.missing import refuse
 
 CollectibleGroup = dist.ProcessGroup
@@ -36,8 +38,10 @@ def __getattr__(name: str) -> Any:
 class Precision(OurPrecision):
     """A precision of ours with the methods of Lightning's: 32-bit, unless a class below says otherwise."""
 
-    def __init__(self, precision: str = "32-true", *_: Any, **__: Any) -> None:
-        row = parse_precision(precision)
+    _default = "32-true"
+
+    def __init__(self, precision: str | None = None, *_: Any, **__: Any) -> None:
+        row = parse_precision(precision or self._default)
         for field in fields(row):  # the fields are frozen
             object.__setattr__(self, field.name, getattr(row, field.name))
 
@@ -95,15 +99,13 @@ class MixedPrecision(Precision):
 class HalfPrecision(Precision):
     """``"16-true"`` or ``"bf16-true"``."""
 
-    def __init__(self, precision: str = "16-true") -> None:
-        super().__init__(precision)
+    _default = "16-true"
 
 
 class DoublePrecision(Precision):
     """``"64-true"``."""
 
-    def __init__(self) -> None:
-        super().__init__("64-true")
+    _default = "64-true"
 
 
 class FSDPPrecision(Precision):
@@ -125,12 +127,10 @@ def _convert_fp_tensor(data: Any, dst_type: torch.dtype) -> Any:
 
 @contextmanager
 def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    with ExitStack() as stack:
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(dtype)
         yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 class ClusterEnvironment:
@@ -220,8 +220,7 @@ class SLURMEnvironment(ClusterEnvironment):
 
     @staticmethod
     def job_id() -> int | None:
-        text = os.environ.get("SLURM_JOB_ID", "")
-        return int(text) if text.isdecimal() else None
+        return read_integer(os.environ, "SLURM_JOB_ID")
 
     @staticmethod
     def job_name() -> str | None:
@@ -239,15 +238,6 @@ class MPIEnvironment(ClusterEnvironment):
 
 
 LSFEnvironment = MPIEnvironment
-
-
-def find_free_network_port() -> int:
-    """A port of this machine that nobody listened on a moment ago."""
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 class CheckpointIO(ABC):
@@ -286,6 +276,9 @@ class TorchCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: Any) -> None:
         FullCheckpoint().remove(Path(path))
+
+
+_PLUGIN_INPUT = Precision | ClusterEnvironment | CheckpointIO
 
 
 class Collective:
@@ -374,29 +367,19 @@ class TorchCollective(Collective):
         if group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
             dist.destroy_process_group(group)
 
-    @staticmethod
-    def _convert_to_native_op(op: Any) -> Any:
-        found = getattr(dist.ReduceOp, op.upper(), None) if isinstance(op, str) else op
-        if found is None:
-            raise ValueError(f"op={op!r} is no reduction of torch.distributed.ReduceOp")
-        return found
 
+def _of_torch(name: str, result: int) -> Any:
+    function: Any = getattr(dist, name)
+    signature = inspect.signature(function)
 
-def _of_torch(name: str, result: int, reduces: bool) -> Any:
-    function = getattr(dist, name)
+    def method(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs, group=self.group)
+        if isinstance(op := given.arguments.get("op"), str):
+            given.arguments["op"] = getattr(dist.ReduceOp, op.upper())
+        if "barrier" not in name or self.group != dist.GroupMember.NON_GROUP_MEMBER:
+            function(*given.args, **given.kwargs)
+        return None if "barrier" in name else [*given.arguments.values()][result]
 
-    def call(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
-        if reduces:
-            kwargs["op"] = self._convert_to_native_op(kwargs.get("op", "sum"))
-        if self.group != dist.GroupMember.NON_GROUP_MEMBER or name != "barrier":
-            function(*args, group=self.group, **kwargs)
-        return args[result] if len(args) > result else None
-
-    def reduce(self: TorchCollective, *args: Any, **kwargs: Any) -> Any:
-        is_given = isinstance(args[-1], str | dist.ReduceOp | dist.ReduceOp.RedOpType)  # by position, the last one
-        return call(self, *args[: -1 if is_given else None], **(kwargs | ({"op": args[-1]} if is_given else {})))
-
-    method = reduce if reduces else call
     method.__name__, method.__doc__ = name, f"``torch.distributed.{name}`` over the group; returns what it has filled."
     return method
 
@@ -406,4 +389,4 @@ for _name in (
     "gather", "gather_object", "monitored_barrier", "recv", "reduce", "reduce_scatter", "scatter",
     "scatter_object_list", "send",
 ):  # fmt: skip
-    setattr(TorchCollective, _name, _of_torch(_name, int(_name.startswith("gather")), "reduce" in _name))
+    setattr(TorchCollective, _name, _of_torch(_name, int(_name.startswith("gather"))))

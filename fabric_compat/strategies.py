@@ -5,29 +5,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fabric.strategies import (
-    DataParallelStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    ParallelStrategy,
-    SingleDeviceStrategy,
-    Strategy,
-)
+from fabric.strategies import *  # noqa: F403 (all of ours, but DDP)
 from fabric.strategies import DDPStrategy as _DDPStrategy
 from fabric_compat.missing import refuse
 
-__all__ = [
-    "DataParallelStrategy",
-    "FSDPStrategy",
-    "ModelParallelStrategy",
-    "ParallelStrategy",
-    "SingleDeviceStrategy",
-    "Strategy",
-]
-
 TBroadcast = TypeVar("TBroadcast")
-_DDP_FORK_ALIASES = ("ddp_fork", "ddp_notebook")
-_FSDP_ALIASES = ("fsdp", "fsdp_cpu_offload")
 
 
 def __getattr__(name: str) -> Any:
@@ -57,15 +39,12 @@ class _Registry(dict[str, dict[str, Any]]):
         return strategy
 
     def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]["strategy"](**self[name]["init_params"])
+        return self[name]["strategy"](**self[name]["init_params"]) if name in self else default
 
     def available_strategies(self) -> list[str]:
         return list(self)
 
-    def remove(self, name: str) -> None:
-        del self[name]
+    remove = dict.pop
 
 
 STRATEGY_REGISTRY = _Registry()

@@ -2,13 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 __all__ = ["Throughput", "ThroughputMonitor", "get_available_flops", "measure_flops"]
+
+
+_RATES = {"batches": "batches_per_sec", "samples": "samples_per_sec", "lengths": "items_per_sec"}
 
 
 class Throughput:
@@ -40,15 +42,13 @@ class Throughput:
         """
         if samples < batches or (lengths is not None and lengths < samples):
             raise ValueError(f"batches={batches}, samples={samples}, lengths={lengths} have to be in ascending order")
-        totals = {"time": time, "batches": batches, "samples": samples, "lengths": lengths}
-        for name, value in totals.items():
+        given = {"time": time, "batches": batches, "samples": samples, "lengths": lengths, "flops": flops}
+        for name, value in given.items():
             if value is not None:
                 window = self._window.setdefault(name, deque(maxlen=self._size))
-                if window and window[-1] >= value:
+                if window and window[-1] >= value and name != "flops":
                     raise ValueError(f"{name}={value} after {window[-1]}: it is a total, which grows")
                 window.append(value)
-        if flops is not None:
-            self._window.setdefault("flops", deque(maxlen=self._size)).append(flops)
 
     def compute(self) -> dict[str, Any]:
         """The totals, and once the window is full the rates: ``device/...`` of one device, without it of all."""
@@ -56,14 +56,9 @@ class Throughput:
         full = {name: list(window) for name, window in self._window.items() if len(window) == self._size}
         if "time" not in full:
             return totals
-        seconds, rates = full["time"][-1] - full["time"][0], {}
-        for name, rate in (
-            ("batches", "batches_per_sec"),
-            ("samples", "samples_per_sec"),
-            ("lengths", "items_per_sec"),
-        ):
-            if name in full:
-                rates[rate] = sum(after - before for before, after in pairwise(full[name])) / seconds
+        grown = {name: values[-1] - values[0] for name, values in full.items()}
+        seconds = grown["time"]
+        rates = {rate: grown[name] / seconds for name, rate in _RATES.items() if name in grown}
         if "flops" in full:
             rates["flops_per_sec"] = sum(full["flops"][1:]) / seconds
         everywhere = {name: value * self.world_size for name, value in rates.items()} if self.world_size > 1 else {}
@@ -99,10 +94,9 @@ def measure_flops(
 ) -> int:  # fmt: skip
     """The FLOPs of a forward pass, and with ``loss_fn`` of the backward pass too; of a model on ``meta`` as well."""
     with FlopCounterMode(display=False) as counter:
-        if loss_fn is None:
-            forward_fn()
-        else:
-            loss_fn(forward_fn()).backward()
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()
     return counter.get_total_flops()
 
 
@@ -120,14 +114,4 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         return None
     name = torch.cuda.get_device_name(device).lower()
     found = next((peaks for part, peaks in _PEAKS.items() if part in name), None)
-    is_half = dtype in (
-        torch.float16,
-        torch.bfloat16,
-        "float16",
-        "bfloat16",
-        "16-true",
-        "bf16-true",
-        "16-mixed",
-        "bf16-mixed",
-    )
-    return None if found is None else int(found[not is_half])
+    return None if found is None else int(found["16" not in str(dtype)])

@@ -1,42 +1,42 @@
 """Utilities of Lightning Fabric that its clients use, under the names of all of its files."""
 
+import copy
 import json
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from tempfile import NamedTemporaryFile
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core import (
-    rank_zero as _rank_zero,  # our own name: that of the module is taken by imports of it
-)
+from lightning_utilities.core import rank_zero as _rank_zero  # imports of rank_zero find this file
 from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.enums import StrEnum as LightningEnum
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed import ReduceOp
-from torch.nn.parameter import Parameter
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.checkpoint.stateful import Stateful as _Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from fabric import seed as seeding
 from fabric import tree
+from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.launchers.base import is_interactive
-from fabric.world import World
+from fabric.strategies.init_module import WithoutInit
+from fabric.world import World, available_cores
 from fabric_compat.missing import refuse
-from fabric_compat.plugins import find_free_network_port
+from fabric_compat.plugins import CollectibleGroup, find_free_network_port
 from fabric_compat.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith(("_TORCH_GREATER_EQUAL_", "_TORCH_LESS_EQUAL_")):
-        asked = tuple(int(part) for part in name.split("EQUAL_")[1].split("_") if part.isdecimal())
-        here = tuple(int(part) for part in torch.__version__.split(".")[: len(asked)])
-        return here >= asked if "GREATER" in name else here <= asked
+    if name.startswith("_TORCH_GREATER_EQUAL_"):
+        return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
     return getattr(_rank_zero, name) if hasattr(_rank_zero, name) else refuse(__name__, name)
 
 
@@ -44,24 +44,12 @@ def __getattr__(name: str) -> Any:
 _PATH = str | Path
 _DEVICE = torch.device | str | int
 _MAP_LOCATION_TYPE = torch.device | str | Callable[..., Any] | dict[str, str] | None
-_PARAMETERS = Iterator[Parameter]
-ProcessGroup = dist.ProcessGroup
-CollectibleGroup = dist.ProcessGroup
+_PARAMETERS = Iterator[nn.Parameter]
 group = dist.group
 _IS_WINDOWS, _IS_INTERACTIVE = sys.platform == "win32", is_interactive()
 
 
-@runtime_checkable
-class Optimizable(Protocol):
-    """Has a state and makes steps."""
-
-    param_groups: list[Any]
-    state_dict: Callable[[], dict[str, Any]]
-    load_state_dict: Callable[[dict[str, Any]], None]
-    step: Callable[..., Any]
-
-
-Steppable = _Stateful = Optimizable
+Optimizable = Steppable = Optimizer
 
 
 class MisconfigurationException(Exception):
@@ -83,21 +71,13 @@ class AttributeDict(dict[str, Any]):
     """A dictionary whose entries are attributes, too."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
+        if name not in self:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return self[name]
 
     __setattr__ = dict.__setitem__
 
-    def __delattr__(self, name: str) -> None:
-        if name not in self:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        del self[name]
-
-    def __repr__(self) -> str:
-        width = max((len(str(name)) for name in self), default=0) + 1
-        return "\n".join(f"{name + ':':<{width}} {value!r}" for name, value in self.items())
+    __delattr__ = dict.__delitem__
 
 
 # seed
@@ -111,13 +91,11 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         ValueError: the seed, or the variable, is no integer from 0 below 2**32.
     """
-    chosen = int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed)
-    if not 0 <= chosen < 2**32:
-        raise ValueError(f"seed={chosen} is not from 0 to 2**32 - 1")
+    chosen = seeding.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed))
     if verbose:
-        rank_zero_info(f"Seed set to {chosen}")
+        _rank_zero.rank_zero_info(f"Seed set to {chosen}")
     os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"] = str(chosen), str(int(workers))
-    return seeding.seed_everything(chosen)
+    return chosen
 
 
 def reset_seed() -> None:
@@ -135,8 +113,7 @@ def _collect_rng_states(include_cuda: bool = True) -> dict[str, Any]:
     return seeding.rng_state()
 
 
-def _set_rng_states(rng_state_dict: dict[str, Any]) -> None:
-    seeding.set_rng_state(rng_state_dict)
+_set_rng_states = seeding.set_rng_state
 
 
 # data
@@ -179,15 +156,8 @@ def has_len(dataloader: Any) -> bool:
 
 
 def suggested_max_num_workers(local_world_size: int) -> int:
-    """Cores of this machine for the workers of each of its processes.
-
-    Raises:
-        ValueError: there is no process.
-    """
-    if local_world_size < 1:
-        raise ValueError(f"local_world_size={local_world_size} is less than 1")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // local_world_size - 1)
+    """Cores of this machine for the workers of each of its processes."""
+    return max(1, available_cores() // local_world_size - 1)
 
 
 class DistributedSamplerWrapper(DistributedSampler[Any]):
@@ -203,11 +173,9 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
 
 
 def _update_dataloader(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    from torch.utils.data import BatchSampler
-
-    copied: Any = object.__new__(type(dataloader))
+    copied = copy.copy(dataloader)
     batches = BatchSampler(sampler, dataloader.batch_size or 1, dataloader.drop_last)
-    vars(copied).update({**vars(dataloader), "sampler": sampler, "batch_sampler": batches})
+    vars(copied).update(sampler=sampler, batch_sampler=batches)
     return copied
 
 
@@ -220,17 +188,12 @@ def _distributed_is_initialized() -> bool:
 
 def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int = 3) -> bool:
     """Whether all processes see the same folder at ``path``, the current one by default. Collective."""
-    folder, mark = Path(Path.cwd() if path is None else path), None
     if strategy.world_size == 1 or strategy.runtime.world.num_nodes == 1:
         return True
-    if strategy.is_global_zero:
-        import tempfile
-
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".shared-") as file:
-            mark = strategy.broadcast(Path(file.name).name)
-            return strategy.reduce_boolean_decision(True)
-    mark = strategy.broadcast(mark)
-    return strategy.reduce_boolean_decision((folder / str(mark)).exists())
+    folder = Path.cwd() if path is None else Path(path)
+    with NamedTemporaryFile(dir=folder) if strategy.is_global_zero else nullcontext() as file:
+        name = strategy.broadcast(file and Path(file.name).name)
+        return strategy.reduce_boolean_decision((folder / name).exists())
 
 
 def _get_default_process_group_backend_for_device(device: torch.device) -> str:
@@ -238,29 +201,22 @@ def _get_default_process_group_backend_for_device(device: torch.device) -> str:
 
 
 def _get_rank() -> int | None:
-    place = World.from_env(os.environ)
-    return None if place is None else place.rank
+    return getattr(World.from_env(os.environ), "rank", None)
 
 
 def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = None) -> Tensor:
     if _distributed_is_initialized():
-        is_mean = isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg")
-        named = getattr(ReduceOp, reduce_op.upper(), ReduceOp.SUM) if isinstance(reduce_op, str) else reduce_op
-        dist.all_reduce(result, ReduceOp.SUM if is_mean or named is None else named, group)
-        if is_mean:
-            result.div_(dist.get_world_size(group))
+        name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        is_mean = name in ("mean", "avg")
+        dist.all_reduce(result, ReduceOp.SUM if is_mean else getattr(ReduceOp, name.upper()), group)
+        return result.div_(dist.get_world_size(group)) if is_mean else result
     return result
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
-    size = dist.get_world_size(group)
-    shapes: list[Any] = [None] * size
-    dist.all_gather_object(shapes, tuple(result.shape), group)
-    parts = [result.new_empty(shape) for shape in shapes]
-    for rank, part in enumerate(parts):
-        part.copy_(result) if rank == dist.get_rank(group) else None
-        dist.broadcast(part, group=group, group_src=rank)
-    return parts
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, result.detach().cpu(), group)  # they may differ in shape
+    return [part.to(result.device) for part in parts]
 
 
 # models, optimizers, checkpoints
@@ -284,10 +240,7 @@ def _has_meta_device_parameters_or_buffers(obj: Any, recurse: bool = True) -> bo
 
 def _materialize(module: nn.Module, device: _DEVICE) -> None:
     module.to_empty(device=device, recurse=False)
-    reset: Any = getattr(module, "reset_parameters", None)
-    if not callable(reset):
-        raise TypeError(f"{type(module).__name__} is on the meta device and has no reset_parameters() to fill it")
-    reset()
+    module.reset_parameters()  # type: ignore[operator] # AttributeError: there is no other way to fill it
 
 
 def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
@@ -296,17 +249,9 @@ def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
             _materialize(each, device)
 
 
-class _EmptyInit(torch.overrides.TorchFunctionMode):
-    """Within, the functions of ``torch.nn.init`` leave tensors as they are."""
-
-    def __init__(self, enabled: bool = True) -> None:
-        super().__init__()
-        self._enabled = enabled
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._enabled and getattr(func, "__module__", None) == "torch.nn.init":
-            return (kwargs or {}).get("tensor", args[0] if args else None)
-        return func(*args, **(kwargs or {}))
+def _EmptyInit(enabled: bool = True) -> Any:
+    """A context in which random initial values are not drawn: what a checkpoint does not fill is nan."""
+    return WithoutInit() if enabled else nullcontext()
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -349,21 +294,11 @@ def _is_dir(fs: Any, path: _PATH, strict: bool = False) -> bool:
 
 
 def _atomic_save(checkpoint: dict[str, Any], filepath: _PATH) -> None:
-    from fabric.checkpoint.file import FullCheckpoint
-
     FullCheckpoint().save(checkpoint, Path(filepath))
 
 
 def _load_distributed_checkpoint(checkpoint_folder: Path) -> dict[str, Any]:
-    import tempfile
-
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-    with tempfile.TemporaryDirectory() as folder:
-        dcp_to_torch_save(checkpoint_folder, Path(folder) / "file")
-        content = torch.load(Path(folder) / "file", weights_only=True)
-    extra = checkpoint_folder / "meta.pt"
-    return content | (torch.load(extra, weights_only=True) if extra.exists() else {})
+    return ShardedCheckpoint().load(checkpoint_folder)
 
 
 # loggers

@@ -37,7 +37,9 @@ from fabric._torch import DispatchMode, allocates_outputs
 from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
-__all__ = ["EmptyParameter", "MappedMemory", "created_on", "fill_empty", "registered_on_meta", "release_pages"]
+__all__ = [
+    "EmptyParameter", "MappedMemory", "WithoutInit", "created_on", "fill_empty", "registered_on_meta", "release_pages"
+]  # fmt: skip
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -59,7 +61,7 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
         if empty:
-            stack.enter_context(_WithoutInit())
+            stack.enter_context(WithoutInit())
         stack.enter_context(device)
         yield
 
@@ -144,7 +146,7 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
         handle.remove()
 
 
-class _WithoutInit(TorchFunctionMode):
+class WithoutInit(TorchFunctionMode):
     """Has those random functions of torch.nn.init that a mode sees, which the common layers call, fill in nan."""
 
     def __torch_function__(

@@ -194,7 +194,7 @@ def test_seeding_is_a_static_method_with_a_default(monkeypatch: Any) -> None:
     first = torch.rand(3)
     assert seed_everything(7, workers=True, verbose=False) == 7
     assert torch.equal(torch.rand(3), first)
-    with pytest.raises(ValueError, match="2\\*\\*32"):
+    with pytest.raises(ValueError, match="seed_everything\\(-1\\)"):
         Fabric.seed_everything(-1)
 
 
