@@ -88,7 +88,8 @@ def draw(trace: Path, picture: Path) -> None:
     handles = [axes.broken_barh([], (0, 0), color=color, label=named.get(name, name)) for name, color in COLORS.items()]
     handles.append(axes.broken_barh([], (0, 0), color="0.4", label="collectives of torch"))
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.set(xlabel="ms", ylim=(max(ranks) + 0.5, -0.5), xlim=(0, None))
+    axes.set(xlabel="ms", ylim=(max(ranks) + 0.5, -0.5))
+    axes.margins(x=0)
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(picture, dpi=110)
 

@@ -16,7 +16,7 @@ from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.bare import BARE, average_gradients, replicate
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.collectives import all_reduce, broadcast
-from fabric.communicators import Communicator, Reduce
+from fabric.communicators import Reduce
 from fabric.data import ActiveIterator, Agreement, FabricDataLoader, check_no_window
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
@@ -103,7 +103,6 @@ class Session:
         if self.strategy.checkpoint_io is not None:
             self._parts.callback(self.strategy.checkpoint_io.wait)
         self._saves = self._parts.enter_context(closing(AsyncSaver(self.runtime.background)))
-        self._node_group: Communicator | None = None
 
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
         """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
@@ -139,6 +138,8 @@ class Session:
         model = FabricModule(module, prepared, self._plan.precision, self.runtime.device, hooks, contract, guard)
         self.originals.add(uncompiled(module))
         self.modules[model] = None
+        if self.timeline is not None:
+            self.timeline.watch(model)
         return model
 
     def setup_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
@@ -252,7 +253,7 @@ class Session:
     @contextmanager
     def rank_zero_first(self, local: bool) -> Iterator[None]:
         """``Fabric.rank_zero_first``: the first rank runs the block and then sends the others its outcome."""
-        communicator = self._node_communicator() if local else self.runtime.communicator
+        communicator = self.runtime.node_communicator() if local else self.runtime.communicator
         failure = None
         if communicator.rank == 0:
             try:
@@ -280,15 +281,6 @@ class Session:
     def close(self) -> None:
         """Remove all hooks and close the strategy, even when a part of that raises."""
         self._parts.close()
-
-    def _node_communicator(self) -> Communicator:
-        """All processes of this node. Collective when first called on several nodes."""
-        communicator, world = self.runtime.communicator, self.runtime.world
-        if self._node_group is None and world.num_nodes > 1:
-            nodes = communicator.gather_objects(world.node_rank)
-            ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
-            [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
-        return self._node_group or communicator
 
 
 def loss_weights(session: Session) -> LossWeights:

@@ -392,19 +392,19 @@ _COLLECTIVES = re.compile(r"(gloo|mpi|ucc|xccl):|nccl\w*Kernel")
 
 
 @contextmanager
-def profiled(device: torch.device) -> Iterator[list[tuple[str, int, int]]]:
-    """Within, collectives are noted; afterwards the list has the name of each, and its ends in Unix nanoseconds.
+def profiled(device: torch.device, found: list[tuple[str, int, int]]) -> Iterator[None]:
+    """Within, collectives are noted; at its end ``found`` gets the name of each, and its ends in Unix nanoseconds.
 
     ``torch.profiler`` notes every operator, which may take longer than the operator does. The function behind it can be
     told to leave them out.
     """
-    torchs, found = torch.autograd, list[tuple[str, int, int]]()
+    torchs = torch.autograd
     activities = {torchs.ProfilerActivity.CPU, getattr(torchs.ProfilerActivity, device.type.upper())}
     config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())
     torchs._prepare_profiler(config, activities)
     torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
     try:
-        yield found
+        yield
     finally:
         events = [each for each in torchs._disable_profiler().events() if _COLLECTIVES.match(each.name())]
         found += [(each.name().partition("(")[0], each.start_ns(), each.end_ns()) for each in events]

@@ -78,6 +78,7 @@ class Runtime:
         self._is_started = False
         self._background: dict[str, Communicator] = {}
         self._closers = ExitStack()
+        self._node_group: Communicator | None = None
         self.meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
     def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
@@ -147,6 +148,15 @@ class Runtime:
             assert made, "every rank is a member"
             self._background[purpose] = made
         return self._background[purpose]
+
+    def node_communicator(self) -> Communicator:
+        """All processes of this node. Collective when first called on several nodes."""
+        communicator, world = self.communicator, self.world
+        if self._node_group is None and world.num_nodes > 1:
+            nodes = communicator.gather_objects(world.node_rank)
+            ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
+            [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
+        return self._node_group or communicator
 
     def close(self) -> None:
         """Release what :meth:`start` took, not a process group that was there before; idempotent."""

@@ -78,10 +78,14 @@ class JobStore:
         """Write this rank's value of a topic, over one that is there: what JSON can hold."""
         self.set(f"{topic}/{self.rank}", json.dumps(value, separators=(",", ":")))
 
-    def read(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """What these ranks have published; those that have published nothing yet are left out."""
-        keys = {rank: f"{topic}/{rank}" for rank in ranks}
-        self._present |= {key for key in keys.values() if key not in self._present and self._store.check([key])}
+    def read(self, topic: str, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, Any]:
+        """What these ranks have published, if need be some seconds later; those that have not are left out."""
+        keys, deadline = {rank: f"{topic}/{rank}" for rank in ranks}, time.monotonic() + seconds
+        while missing := {*keys.values()} - self._present:
+            self._present |= {key for key in missing if self._store.check([key])}
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL)
         there = {rank: key for rank, key in keys.items() if key in self._present}
         values = self._store.multi_get(list(there.values())) if there else ()
         return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}

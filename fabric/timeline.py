@@ -14,47 +14,40 @@ above that of the fastest rank.
 On a CUDA device the times are those of its stream: an event stands at each end of a span, and is read when somebody
 asks for the times, steps later.
 
-[Note: Clocks] The times of a trace are those of rank 0's clock. Before it begins, rank 0 writes its time into the store
-of the job and enters a barrier, a few times; a rank that leaves the barrier reads what is written. The least difference
-that it sees is taken for that of the clocks: too large by the time of a barrier, some tenths of a millisecond.
+[Note: Clocks] The times of a trace are those of rank 0's clock. Before it begins, all ranks enter a barrier, a few
+times. How much later than rank 0 has entered a rank leaves, at least, is the difference of their clocks and the time of
+a barrier, which is the same for all to some tenths of a millisecond.
 """
 
 import json
 import os
-import sys
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from threading import get_ident
-from time import monotonic, sleep, time_ns
-from typing import Any
+from time import time_ns
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fabric._session import Session
 from fabric._torch import around_collectives, in_backward, profiled
-from fabric.diagnostics.bypass import GradientContract
 from fabric.diagnostics.recorder import Hooks, in_words
 from fabric.errors import ConfigurationError, UsageError
-from fabric.runtime import Runtime
-from fabric.store import JobStore
+from fabric.module import FabricModule
 
-__all__ = ["Timeline", "Timings", "Wait", "compare", "profile", "timings"]
+__all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 
-Totals = dict[str, list[float]]  # of each phase its seconds, and those of waits in it
+Span = tuple[str, str, Any, Any]  # its name, the phase that it is a part of, and marks of its ends
 
 _OTHER, _END = "other", object()  # what is in no phase
-_KEPT, _MOST_SPANS = 100, 40_000  # rounds; and spans of a trace, some megabytes in the store of the job
+_KEPT, _MOST_SPANS = 100, 40_000  # the latest rounds; and spans of a trace, some megabytes in the store of the job
 _SHOWN = 0.01  # of a step: nothing is said of shorter waits
-_READINGS = 8  # of the clocks
-_PATIENCE, _PAUSE = 10.0, 0.02  # seconds for which rank 0 waits for the spans of the others
+_READINGS, _PATIENCE = 8, 10.0  # of the clocks; and seconds for which rank 0 waits for the spans of the others
 
 
 class Wait(str):
@@ -68,19 +61,19 @@ class Timeline:
         now: a mark of the present time.
         close: removes all hooks; what was measured stays.
         steps: how many have ended.
-        on_step: called with that number when one has.
-        trace: names and marks of the spans, and of steps, since somebody put a list there.
+        on_step: called with that number when one has; ``bool`` if nobody follows.
+        trace: the latest spans, also of steps, as many as there is room for.
     """
 
     def __init__(self, session: Session) -> None:
         runtime, self._thread = session.runtime, get_ident()
         self._has_peers, self._is_cuda = runtime.world.world_size > 1, runtime.device.type == "cuda"
         self.now: Callable[[], Any] = partial(_event, runtime.device) if self._is_cuda else time_ns
-        self.on_step: Callable[[int], object] | None = None
-        self.trace: list[tuple[str, Any, Any]] | None = None
+        self.on_step: Callable[[int], object] = bool
+        self.trace = deque[Span](maxlen=0)
         self.steps, self._first, self._last_gradient = 0, 0, None
-        self._open, self._spans = list[tuple[str, Any]](), list[tuple[str, str, Any, Any]]()
-        self._rounds = deque[tuple[int, Any, Any, Any]](maxlen=_KEPT)
+        self._open, self._spans = list[tuple[str, Any]](), list[Span]()
+        self._rounds = deque[tuple[int, Any, Any, list[Span]]](maxlen=_KEPT)
         self._step_began = self._round_began = self.now()
         self._is_disturbed = True  # this round, by something beside the loop
         hooks = self._hooks = ExitStack()
@@ -92,11 +85,21 @@ class Timeline:
             recorder.around = lambda entry: self.during(Wait(entry))
             hooks.callback(setattr, recorder, "around", None)
         for model in session.modules:
-            self._watch_module(model._fabric_contract, model._fabric_prepared, model._fabric_hooks)
-        session._bypass.on_module = self._watch_module
+            self.watch(model)
         session.timeline = session.measured = self
         hooks.callback(setattr, session, "timeline", None)
-        hooks.callback(setattr, session._bypass, "on_module", None)
+
+    def watch(self, model: FabricModule) -> None:
+        """Note the forward passes of a module that was set up, and when its gradients and buffers are there."""
+        contract, undo = model._fabric_contract, self._hooks.callback
+        self._watch("forward", model._fabric_hooks)
+        if contract.is_sharded:
+            self._hooks.enter_context(around_collectives(model._fabric_prepared, lambda name: self.during(Wait(name))))
+        elif self._has_peers:
+            for each in (each for each in contract.parameters().values() if each.requires_grad):
+                undo(each.register_post_accumulate_grad_hook(self._note_gradient).remove)
+            if contract.needs_forward and any(True for _ in contract.module.buffers()):
+                undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
 
     def over(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches; the wait for each is a phase."""
@@ -114,15 +117,15 @@ class Timeline:
         finally:
             self._exit(name)
 
-    def totals(self) -> list[tuple[int, Totals]]:
-        """Those of the latest rounds, by number; if no other has ended, of one that was disturbed or is under way.
+    def totals(self) -> dict[int, dict[str, list[float]]]:
+        """Of each phase its seconds, and those of waits in it, in the latest rounds, by their numbers.
 
-        Waits for the device.
+        If no other has ended, of one that was disturbed or is under way. Waits for the device.
         """
         under_way = (0, self._round_began, self.now(), self._spans)
-        self.wait()
         rounds = [each for each in self._rounds if each[0]] or self._rounds or [under_way]
-        return [(number, _total(*rest)) for number, *rest in rounds]
+        self.wait()
+        return {number: _total(*rest) for number, *rest in rounds}
 
     def wait(self) -> None:
         """Wait for the device, in a round that is not to count."""
@@ -136,19 +139,6 @@ class Timeline:
         hooks.after.insert(0, leave)
         self._hooks.callback(hooks.before.remove, enter)
         self._hooks.callback(hooks.after.remove, leave)
-
-    def _watch_module(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> None:
-        """Note the forward passes of a prepared module, and when its gradients and buffers are there."""
-        self._watch("forward", forward)
-        if contract.is_sharded:
-            self._hooks.enter_context(around_collectives(prepared, lambda name: self.during(Wait(name))))
-        elif self._has_peers:
-            trained = (each for each in contract.parameters().values() if each.requires_grad)
-            handles = [each.register_post_accumulate_grad_hook(self._note_gradient) for each in trained]
-            if contract.needs_forward and any(True for _ in contract.module.buffers()):
-                handles.append(contract.module.register_forward_pre_hook(self._note_buffers))
-            for handle in handles:
-                self._hooks.callback(handle.remove)
 
     def _is_here(self) -> bool:
         return get_ident() == self._thread or in_backward()  # for which autograd has threads of its own
@@ -168,18 +158,17 @@ class Timeline:
                 self._keep(Wait("gradients"), self._last_gradient, end, name)
 
     def _keep(self, name: str, begin: Any, end: Any, outer: str) -> None:
-        self._spans.append((name, outer, begin, end))
-        if self.trace is not None and len(self.trace) < _MOST_SPANS:
-            self.trace.append((name, begin, end))
+        for spans in (self._spans, self.trace):
+            spans.append((name, outer, begin, end))
 
-    def _note_gradient(self, parameter: Any) -> None:
+    def _note_gradient(self, *_: object) -> None:
         self._last_gradient = self.now()
 
-    def _note_buffers(self, module: nn.Module, args: Any) -> None:
+    def _note_buffers(self, *_: object) -> None:
         if self._open and self._open[-1][0] == "forward":
             self._keep(Wait("buffers"), self._open[-1][1], self.now(), "forward")
 
-    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _before_step(self, optimizer: Any, *_: object) -> None:
         self._first = self._first or id(optimizer)
         if self._first == id(optimizer):
             now, number = self.now(), 0 if self._is_disturbed else self.steps
@@ -187,42 +176,36 @@ class Timeline:
             self._round_began, self._spans, self._is_disturbed = now, [], False
         self._enter("optimizer")
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
+    def _after_step(self, optimizer: Any, *_: object) -> None:
         self._exit("optimizer")
         if self._first == id(optimizer):
-            began, self._step_began = self._step_began, self.now()
-            if self.trace is not None:
-                self.trace.append((f"step {self.steps}", began, self._step_began))
-            self.steps += 1
-            if self.on_step is not None:
-                self.on_step(self.steps)
+            now = self.now()
+            self.trace.append((f"step {self.steps}", "", self._step_began, now))
+            self.steps, self._step_began = self.steps + 1, now
+            self.on_step(self.steps)
 
 
-def _event(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
+def _event(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device).record_event(torch.cuda.Event(enable_timing=True))
 
 
 def _nanoseconds(begin: Any, end: Any) -> float:
     return end - begin if isinstance(begin, int) else 1e6 * begin.elapsed_time(end)
 
 
-def _total(begin: Any, end: Any, spans: Sequence[tuple[str, str, Any, Any]]) -> Totals:
-    totals = defaultdict[str, list[float]](lambda: [0.0, 0.0])
-    for name, outer, *ends in [*spans, (_OTHER, "", begin, end)]:
+def _total(begin: Any, end: Any, spans: Sequence[Span]) -> dict[str, list[float]]:
+    totals = defaultdict[str, list[float]](lambda: [0.0, 0.0], {_OTHER: [_nanoseconds(begin, end) / 1e9, 0.0]})
+    for name, outer, *ends in spans:
         took = _nanoseconds(*ends) / 1e9
         if isinstance(name, Wait):
             totals[outer][1] += took
         else:
             totals[name][0] += took
             totals[outer][0] -= took
-    del totals[""]
     return dict(totals)
 
 
-@dataclass(frozen=True)
-class Timings:
+class Timings(NamedTuple):
     """Where the steps of a job go; ``str()`` of it is a table in milliseconds.
 
     Attributes:
@@ -258,9 +241,11 @@ class Timings:
         return "\n".join(lines)
 
 
-def compare(ranks: Sequence[Sequence[tuple[int, Totals]]]) -> Timings:
-    """The timings of a job, from the totals of the rounds of each rank."""
-    rounds = [dict(each) for each in ranks]
+def timings(session: Session) -> Timings:
+    """``fabric.timings()``, under ``Fabric(timings=True)`` and from a profile on: of the latest steps. Collective."""
+    if session.measured is None:
+        raise UsageError("fabric.timings()", "nothing has been measured", suggestion="Fabric(timings=True), profile()")
+    rounds = session.runtime.communicator.gather_objects(session.measured.totals())
     numbers = [number for number in rounds[0] if all(number in each for each in rounds)]
     names = list(dict.fromkeys(name for number in numbers for each in rounds for name in each[number]))
     # In dimensions of rounds, ranks and phases.
@@ -268,22 +253,13 @@ def compare(ranks: Sequence[Sequence[tuple[int, Totals]]]) -> Timings:
     took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     waits = called - called.amin(1, keepdim=True)
     own, waited, delays = took - waits, waits.sum(2), defaultdict[tuple[int, str], float](float)
-    for works, each in zip(own, waited, strict=True):
+    for works, each in zip(own, waited, strict=True) if len(rounds) > 1 else ():
         last = int(each.argmin())
         phase = names[int((works[last] - works.amin(0)).argmax())]
-        if len(ranks) > 1:
-            delays[last, phase] += float((each - each.min()).sum()) / (len(ranks) - 1) / len(numbers)
+        delays[last, phase] += float((each - each.min()).sum()) / (len(rounds) - 1) / len(numbers)
     means = dict(zip(names, own.mean(0).T.tolist(), strict=True))
     delays = dict(sorted(delays.items(), key=lambda each: -each[1]))
     return Timings(len(numbers), float(took.sum(2).mean()), means, waited.mean(0).tolist(), delays)
-
-
-def timings(session: Session) -> Timings:
-    """``fabric.timings()``, under ``Fabric(timings=True)`` and from a profile on: of the latest steps. Collective."""
-    if session.measured is None:
-        suggestion = "Fabric(timings=True), or with fabric.profile(path): around some steps"
-        raise UsageError("fabric.timings()", "nothing has been measured", suggestion=suggestion)
-    return compare(session.runtime.communicator.gather_objects(session.measured.totals()))
 
 
 @contextmanager
@@ -304,85 +280,61 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         ConfigurationError, UsageError: other steps; another profile is under way.
         OSError: the first process cannot write there, of which the others raise a UsageError.
     """
-    request, steps = f"fabric.profile({path!r}, {steps=})", range(sys.maxsize) if steps is None else steps
+    request, steps = f"fabric.profile({path!r}, {steps=})", range(2**62) if steps is None else steps
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
         raise ConfigurationError(request, expected="steps that follow each other, from 0 on, such as range(10, 20)")
-    if session.timeline is not None and session.timeline.on_step is not None:
+    runtime, current = session.runtime, session.timeline
+    if current is not None and current.on_step is not bool:
         raise UsageError(request, "another profile is under way")
-    target, store = Path(f"{os.fspath(path).removesuffix('.json')}.json"), session.runtime.store
+    target, store = Path(f"{os.fspath(path).removesuffix('.json')}.json"), runtime.store
     with session.rank_zero_first(local=False):
         if store.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
-    topic, lag = _compare_clocks(session.runtime)
-    rows, before = list[tuple[str, int, float, float]](), 0
+    # See [Note: Clocks].
+    readings = [(time_ns(), runtime.communicator.barrier("fabric.profile"), time_ns()) for _ in range(_READINGS)]
+    firsts = runtime.communicator.broadcast_object(readings, 0)
+    start, lag = firsts[0][0], min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True))
+    topic, events, calls = f"trace/{start}", list[dict[str, Any]](), list[tuple[str, int, int]]()
+    for kind, name in (("process_name", f"rank {store.rank}"), ("thread_name", "phases")):
+        events.append({"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}})
 
-    @contextmanager
-    def tracing() -> Iterator[None]:
-        timeline.wait()
-        mark, began, timeline.trace = timeline.now(), time_ns() - lag, []
-        calls = list[tuple[str, int, int]]()
-        try:
-            with profiled(session.runtime.device) as calls:
-                yield
-        finally:
-            timeline.wait()
-            rows.extend((name, 1, begin - lag, end - begin) for name, begin, end in calls)
-            for name, begin, end in timeline.trace:
-                rows.append((name, 0, began + _nanoseconds(mark, begin), _nanoseconds(begin, end)))
-            timeline.trace = None
+    def add(kind: str, name: str, begin: float, track: int, **options: Any) -> None:
+        place = {"pid": store.rank, "tid": track, "ts": (begin - lag - start) / 1e3}
+        events.append({"ph": kind, "name": name, "cat": "fabric", **place, **options})
+
+    def finish(mark: Any, began: int) -> None:
+        for name, _, begin, end in timeline.trace:
+            add("X", name, began + _nanoseconds(mark, begin), 0, dur=_nanoseconds(begin, end) / 1e3)
+        for number, (name, begin, end) in enumerate(calls):  # they overlap, for which there are events of two ends
+            add("b", name, begin, 1, id=f"{store.rank}/{number}")
+            add("e", name, end, 1, id=f"{store.rank}/{number}")
 
     def on_step(ended: int) -> None:
         if ended - before == steps.start:
-            under_way.enter_context(tracing())
+            timeline.wait()
+            timeline.trace = deque(maxlen=_MOST_SPANS)
+            ends.callback(finish, timeline.now(), time_ns())
+            ends.enter_context(profiled(runtime.device, calls))
+            ends.callback(timeline.wait)
         elif ended - before == steps.stop:
-            under_way.close()
+            ends.close()
 
     def write() -> None:
+        timeline.on_step, timeline.trace = bool, deque(maxlen=0)
         try:
-            store.publish(topic, rows)
+            store.publish(topic, events)
             if store.rank == 0:
-                _write(target, store, topic)
+                found = store.read(topic, everyone := range(store.size), _PATIENCE)
+                trace = [event for each in found.values() for event in each]
+                target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
+                if missing := {*everyone} - found.keys():
+                    warnings.warn(f"{target} lacks {in_words(missing)}, which did not get to its end", stacklevel=2)
         except (OSError, RuntimeError) as error:  # which must not end a job, nor take the place of another error
             warnings.warn(f"{target} was not written: {error}", stacklevel=2)
 
-    with nullcontext(session.timeline) if session.timeline else closing(Timeline(session)) as timeline:
+    with nullcontext(current) if current else closing(Timeline(session)) as timeline, ExitStack() as ends:
         before, timeline.on_step = timeline.steps, on_step
-        with ExitStack() as under_way:
-            under_way.callback(write)
-            under_way.callback(setattr, timeline, "on_step", None)
-            on_step(before)
-            yield
-
-
-def _compare_clocks(runtime: Runtime) -> tuple[str, int]:
-    """A topic for a trace, and by how much the clock of this rank is ahead of rank 0's; see ``[Note: Clocks]``."""
-    topic, store, lags = runtime.communicator.broadcast_object(f"trace/{time_ns()}", 0), runtime.store, [0]
-    for number in range(_READINGS if runtime.world.world_size > 1 else 0):
-        if store.rank == 0:
-            store.set(f"{topic}/clock/{number}", str(time_ns()))
-        runtime.communicator.barrier("fabric.profile")
-        if left := store.rank and time_ns():
-            lags.append(left - int(store.from_rank0(f"{topic}/clock/{number}", b"")))
-    return topic, min(lags[1:], default=0)
-
-
-def _write(path: Path, store: JobStore, topic: str) -> None:
-    """Write what the ranks publish."""
-    everyone, deadline = range(store.size), monotonic() + _PATIENCE
-    while len(found := store.read(topic, everyone)) < len(everyone) and monotonic() < deadline:
-        sleep(_PAUSE)
-    zero, events = min((begin for rows in found.values() for _, _, begin, _ in rows), default=0), list[dict[str, Any]]()
-    for rank, rows in found.items():
-        for kind, name in (("process_name", f"rank {rank}"), ("thread_name", "phases")):
-            events.append({"ph": "M", "name": kind, "pid": rank, "tid": 0, "args": {"name": name}})
-        for number, (name, track, begin, took) in enumerate(rows):
-            event = {"ph": "X", "name": name, "cat": "fabric", "pid": rank, "tid": track, "ts": (begin - zero) / 1e3}
-            if track:  # calls overlap each other, for which there are events with two ends
-                end = event["ts"] + took / 1e3
-                events += [{**event, "ph": "b", "id": number}, {**event, "ph": "e", "id": number, "ts": end}]
-            else:
-                events.append({**event, "dur": took / 1e3})
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    if missing := set(everyone) - found.keys():
-        warnings.warn(f"{path} lacks {in_words(missing)}, which did not get to its end", stacklevel=2)
+        ends.callback(write)
+        on_step(before)
+        yield

@@ -376,7 +376,8 @@ def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
 
 
 def test_collectives_are_profiled_and_operators_are_not(group):
-    with _torch.profiled(torch.device("cpu")) as found:
+    found = []
+    with _torch.profiled(torch.device("cpu"), found):
         dist.all_reduce(torch.ones(2) + 1)
     [(name, begin, end)] = found
     assert name == "gloo:all_reduce"

@@ -108,7 +108,6 @@ class BypassChecks:
         on_forward: what is called at the start of each forward pass that gradients need, or parameters, to be gathered.
         is_sharded: whether a module whose forward passes are noted is, and then its ``peers`` among the neighbors.
         structures: what each module was set up with, by the contracts of all.
-        on_module: called with what :meth:`watch` is called with.
     """
 
     def __init__(self, world: World, backward: Hooks, recorder: FlightRecorder | None = None) -> None:
@@ -118,7 +117,6 @@ class BypassChecks:
         self.on_forward: list[Callable[..., None]] = []
         self.is_sharded, self.peers = False, frozenset[int]()
         self.structures: WeakKeyDictionary[GradientContract, _Structure] = WeakKeyDictionary()
-        self.on_module: Callable[[GradientContract, nn.Module, Hooks], object] | None = None
         torchs = nn.modules.module
         hooks = (torchs.register_module_module_registration_hook, torchs.register_module_parameter_registration_hook)
         # Without other ranks there is nothing to synchronize.
@@ -129,8 +127,6 @@ class BypassChecks:
     def watch(self, contract: GradientContract, prepared: nn.Module, forward: Hooks) -> "BypassGuard | None":
         """Watch a prepared module by hooks around its forward pass; the guard, where gradients need that pass."""
         self.structures[contract] = _Structure(contract, self, forward)
-        if self.on_module is not None:
-            self.on_module(contract, prepared, forward)
         guard = None
         if contract.needs_forward:
             if not self._guards:
