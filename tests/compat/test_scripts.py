@@ -1,6 +1,8 @@
 """Scripts as users of Lightning Fabric write them run unchanged, with the numbers of a plain loop."""
 
+import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +15,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
-from tests.compat.scripts.models import Net, images
+from tests.compat.scripts.models import (
+    GPT,
+    Agent,
+    Net,
+    Walk,
+    adapt_and_evaluate,
+    collect,
+    images,
+    loss_of,
+    make_task,
+    next_token_loss,
+    sentences,
+)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -96,7 +110,73 @@ def kfold() -> Iterator[dict[str, float]]:
     yield {"mean": sum(losses) / 4}
 
 
+def language_model_fsdp() -> Iterator[dict[str, float]]:
+    torch.manual_seed(5)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for iteration, batch in enumerate(DataLoader(sentences(48), 8, shuffle=True)):
+        loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield {"iteration": iteration, "loss": loss.item(), "norm": norm.item()}
+
+
+def pretrain() -> Iterator[dict[str, float]]:
+    torch.manual_seed(1337)
+    model = GPT()
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    for index, batch in enumerate(sentences(96).split(8)):
+        cosine = 0.01 * (1 + math.cos(math.pi * (index - 4) / 8))
+        optimizer.param_groups[0]["lr"] = 0.02 * (index + 1) / 4 if index < 4 else cosine
+        loss = next_token_loss(model(batch[:, :-1]), batch[:, 1:])
+        (loss / 2).backward()
+        if index % 2:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            yield {"loss": loss.item(), "iter": index + 1, "step": (index + 1) // 2}
+
+
+def meta_learning() -> Iterator[dict[str, float]]:
+    torch.manual_seed(11)
+    model = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for iteration in range(5):
+        tasks = [make_task(8 * iteration + number, "cpu") for number in range(8)]
+        loss = sum(adapt_and_evaluate(model, task) for task in tasks) / 8
+        step(optimizer, loss)
+        yield {"iteration": iteration, "loss": loss.item()}
+
+
+def actor_critic() -> Iterator[dict[str, float]]:
+    torch.manual_seed(7)
+    agent, env = Agent(), Walk()
+    optimizer, obs = torch.optim.Adam(agent.parameters(), lr=0.01), env.position
+    for update in range(5):
+        rollout, obs = collect(agent, env, obs)
+        loss = loss_of(agent, rollout)
+        step(optimizer, loss)
+        yield {"update": update, "loss": loss.item(), "reward": rollout["rewards"].mean().item()}
+
+
+PLAIN = (gan, kfold, language_model_fsdp, meta_learning, actor_critic)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("plain", [gan, kfold], ids=lambda plain: plain.__name__)
+@pytest.mark.parametrize("plain", PLAIN, ids=lambda plain: plain.__name__)
 def test_a_script_has_the_numbers_of_the_plain_loop(plain, tmp_path: Path) -> None:
     assert_agree(run(plain.__name__, tmp_path), list(plain()))
+
+
+@pytest.mark.slow
+def test_pretraining_resumes_where_it_was_saved(tmp_path: Path) -> None:
+    expected = list(pretrain())
+    assert_agree(run("pretrain", tmp_path), expected)
+    assert_agree(run("pretrain", tmp_path, "--resume"), expected[3:])
+    for version, first in enumerate((2, 8)):
+        with open(tmp_path / "logs" / f"version_{version}" / "metrics.csv", newline="") as file:
+            rows = list(csv.DictReader(file))
+        assert [int(row["step"]) for row in rows if row["loss"]] == list(range(first, 13, 2))
+        assert all(float(row["samples_per_sec"]) > 0 for row in rows[-2:] if not row["loss"])

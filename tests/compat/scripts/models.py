@@ -1,8 +1,10 @@
-"""Models and data of the scripts beside this file, and of the plain loops that they are compared with."""
+"""Models, tasks and data of the scripts beside this file, and of the plain loops that they are compared with."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.func import functional_call
 from torch.utils.data import TensorDataset
 
 
@@ -62,3 +64,68 @@ def sentences(count: int, length: int = 13) -> Tensor:
 
 def next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Agent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 16)
+        self.actor = nn.Linear(16, 2)
+        self.critic = nn.Linear(16, 1)
+
+    def forward(self, obs):
+        hidden = torch.tanh(self.body(obs))
+        return self.actor(hidden), self.critic(hidden).squeeze(-1)
+
+
+class Walk:
+    """A point on a line that is rewarded near zero."""
+
+    def __init__(self):
+        self.position = torch.tensor([1.0, 0.0])
+
+    def step(self, action):
+        speed = 0.5 * self.position[1] + (0.2 if action else -0.2)
+        self.position = torch.stack([self.position[0] + speed, speed]).clamp(-2, 2)
+        return self.position, -self.position[0].abs().item()
+
+
+def collect(agent, env, obs):
+    rollout = {"obs": [], "actions": [], "rewards": []}
+    for _ in range(16):
+        with torch.no_grad():
+            logits, _ = agent(obs)
+        action = Categorical(logits=logits).sample()
+        rollout["obs"].append(obs)
+        rollout["actions"].append(action)
+        obs, reward = env.step(action.item())
+        rollout["rewards"].append(torch.tensor(reward))
+    return {name: torch.stack(values) for name, values in rollout.items()}, obs
+
+
+def loss_of(agent, rollout):
+    returns, future = [], 0.0
+    for reward in reversed(rollout["rewards"].tolist()):
+        future = reward + 0.9 * future
+        returns.append(future)
+    returns = torch.tensor(returns[::-1])
+    logits, values = agent(rollout["obs"])
+    advantages = returns - values.detach()
+    policy_loss = -(Categorical(logits=logits).log_prob(rollout["actions"]) * advantages).mean()
+    return policy_loss + 0.5 * F.mse_loss(values, returns)
+
+
+def make_task(number, device):
+    x = torch.linspace(-2, 2, 20, device=device)[:, None]
+    y = torch.sin(x + 0.3 * number) * (1 + 0.1 * number)
+    return (x[::2], y[::2]), (x[1::2], y[1::2])
+
+
+def adapt_and_evaluate(model, task):
+    (x, y), (x_query, y_query) = task
+    weights = dict(model.named_parameters())
+    for _ in range(2):
+        loss = F.mse_loss(functional_call(model, weights, (x,)), y)
+        gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
+        weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+    return F.mse_loss(functional_call(model, weights, (x_query,)), y_query)
