@@ -8,10 +8,8 @@ launcher ends the others.
 
 import os
 import platform
-import re
 import resource
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -21,8 +19,8 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any
+from signal import SIGTERM, raise_signal
+from time import monotonic
 
 from fabric.environments import detect
 from fabric.errors import UsageError
@@ -52,27 +50,24 @@ def doctor(processes: int, seconds: float) -> int:
     failures = 0
     try:
         with _part("the place of this process in its job", seconds, "start it as its launcher does"):
-            launcher, world = detect(os.environ) or (None, World())
+            launcher, world = detect(os.environ) or (None, World(world_size=processes))
         if world.rank == 0:
             versions = (f"{each.name} {each.version}" for name in _PACKAGES for each in distributions(name=name))
             print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
             by = launcher.name if launcher and not world.store else "fabric"
-            size = world.world_size if launcher else processes
-            print(f"{size} processes by {by} on {available_cores()} cores: {sys.executable}")
+            print(f"{world.world_size} processes by {by} on {available_cores()} cores: {sys.executable}")
             print(*(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)), flush=True)
         with _part("this machine", 2 * seconds, "what the line after the last one would have been about"):
             for finding in _examine_machine() if world.local_rank == 0 else ():
                 failures += finding.startswith("FAIL")
                 if world.rank == 0 or finding.startswith("FAIL"):
                     print(finding, flush=True)
-        limit = 2 * _IMPORTING + 7 * seconds
         if launcher:
             examine_rank(seconds)
         else:
-            # To the signal the launcher ends the ranks.
-            with _part(f"{processes} processes", limit, _IMPORT, lambda _: signal.raise_signal(signal.SIGTERM)):
-                spec = LaunchSpec(num_processes=processes)
-                LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, spec)
+            # Which may import torch twice, one after the other. To the signal the launcher ends the ranks.
+            with _part(f"{processes} processes", 60 + 7 * seconds, _IMPORT, lambda _: raise_signal(SIGTERM)):
+                LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, LaunchSpec(num_processes=processes))
         return min(1, failures)
     except SystemExit as error:
         print(error if isinstance(error.code, str) else "ended by a signal", flush=True)
@@ -84,7 +79,7 @@ def _finding(text: str, remedy: str = "") -> str:
 
 
 @contextmanager
-def _part(title: str, seconds: float, remedy: str, end: Callable[[int], Any] = os._exit) -> Iterator[None]:
+def _part(title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
     """What the process does not go on without: it ends in time, and what it raises is a finding."""
 
     def expire() -> None:
@@ -92,7 +87,6 @@ def _part(title: str, seconds: float, remedy: str, end: Callable[[int], Any] = o
         end(1)
 
     timer = threading.Timer(seconds, expire)
-    timer.daemon = True
     timer.start()
     try:
         yield
@@ -115,7 +109,7 @@ def _examine_machine() -> Iterator[str]:
         remedy = f"pip uninstall {' '.join(others)} torch-fabric; pip install torch-fabric"
         yield _finding(f"import fabric: {' '.join(others)} has the same name in this environment", remedy)
     command = shutil.which("fabric")
-    is_ours = command is None or re.search(r"\bfrom fabric\.cli ", Path(command).read_text(errors="replace"))
+    is_ours = command is None or "from fabric.cli " in Path(command).read_text(errors="replace")
     yield _finding(f"the command fabric: {command}", "" if is_ours else "it is another package's: python -m fabric")
 
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -123,8 +117,7 @@ def _examine_machine() -> Iterator[str]:
     yield _finding(f"open files: at most {files}", remedy if 0 <= files < 1024 else "")
     if sys.platform == "linux":
         yield _space("shared memory", "/dev/shm", 256 * _MIB, "docker run --shm-size=8g; workers of loaders use it")
-    scratch = read(os.environ, "TMPDIR") or tempfile.gettempdir()
-    yield _space("scratch", scratch, _GIB, "export TMPDIR=<a folder with room>")
+    yield _space("scratch", read(os.environ, "TMPDIR") or tempfile.gettempdir(), _GIB, "export TMPDIR=<another folder>")
     yield _space("working folder", os.getcwd(), _GIB, "make room, or save checkpoints elsewhere")
 
 
@@ -149,35 +142,30 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         SystemExit: with what is wrong.
     """
     world = (detect(os.environ) or (None, World()))[1]
-    rank, size = world.rank, world.world_size
+    rank, size, address, port = world.rank, world.world_size, world.address, world.port
     me = f"rank {rank} of {size} on {socket.gethostname()}"
     with _part(f"{me}: import of torch", _IMPORTING + seconds, _IMPORT):
         # After the report on the machine, which may say why it fails.
         import torch
-        import torch.distributed as dist
+        from torch.distributed import PrefixStore, TCPStore
 
         from fabric._fabric import Fabric
         from fabric.store import JobStore, find_store
 
         cards = torch.cuda.device_count()
     remedy = "MASTER_ADDR and MASTER_PORT: the host of rank 0, as all others reach it, and a free port there"
-    with _part(f"{me}: rendezvous at {world.store or f'{world.address}:{world.port}'}", 2 * seconds, remedy):
-        family, _, _, _, main = socket.getaddrinfo(world.address, world.port or 1, type=socket.SOCK_DGRAM)[0]
+    with _part(f"{me}: rendezvous at {world.store or f'{address}:{port}'}", 2 * seconds, remedy):
+        family, _, _, _, main = socket.getaddrinfo(address, port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(main)  # sends nothing
             own = probe.getsockname()[0]
-        wait, until = timedelta(seconds=seconds), monotonic() + seconds
-        if world.port is None:
-            shared = find_store(world, wait)
-        else:  # that waits for all ranks, and does not say for which
-            hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            shared = dist.TCPStore(world.address, world.port, None, hosts, wait, False, True)
-        store = JobStore(dist.PrefixStore("doctor", shared), rank, size)
+        # The store of torch that does not wait for all ranks, which would not say for which.
+        wait, hosts = timedelta(seconds=seconds), rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        base = TCPStore(address, port, None, hosts, wait, False, True) if port else find_store(world, wait)
+        store = JobStore(PrefixStore("doctor", base), rank, size)
         store.publish("rank", f"{me}: at {own}, rank 0 at {main[0]}, {cards} CUDA devices")
-        awaited = range(size if rank == 0 else 1)
-        while len(there := store.read("rank", awaited)) < len(awaited) and monotonic() < until:
-            sleep(0.02)
-        if missing := [each for each in awaited if each not in there]:
+        there = store.read("rank", awaited := range(size if rank == 0 else 1), seconds)
+        if missing := {*awaited} - there.keys():
             problem = "it has not started, is slower than --timeout, or cannot reach this address: see what it printed"
             raise UsageError(f"no sign of rank {', '.join(map(str, missing))}", problem)
     names = ", ".join(name for _, name in socket.if_nameindex())
@@ -188,9 +176,9 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
         ranks, began = [*range(size)], monotonic()
         row = torch.tensor(ranks, device=fabric.device)
-        large = row[rank].repeat(_MIB)  # which finds packets that are too long for the network
-        results: dict[str, tuple[Any, Any]] = {
-            "all_reduce": (fabric.all_reduce(large, reduce_op="sum").unique().tolist(), [sum(ranks)]),
+        results = {
+            # A large one, which finds packets that are too long for the network.
+            "all_reduce": (fabric.all_reduce(row[rank].repeat(_MIB), reduce_op="sum").unique().tolist(), [sum(ranks)]),
             "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
             "reduce_scatter": (fabric.reduce_scatter(row, reduce_op="sum").item(), rank * size),
             "all_to_all": (fabric.all_to_all(torch.full_like(row, rank)).tolist(), ranks),
