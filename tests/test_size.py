@@ -13,16 +13,16 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 93,
-    "code lines": 12_769,
-    "tokens": 133_105,
+    "files": 91,
+    "code lines": 12_711,
+    "tokens": 132_672,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 3_000,
-    "tokens of the core": 29_490,
+    "code lines of the core": 2_994,
+    "tokens of the core": 29_482,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 977,
-    "code lines of a class": 204,  # but Fabric, which is a line a method
+    "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
 # The files that somebody reads in an evening to know how it works: a file, or all files of a package.
