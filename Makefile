@@ -27,7 +27,7 @@ test: .venv/installed ## everything but the slow, gpu and engines marks
 	$(BIN)/python -m pytest -m "not slow and not gpu and not engines" -n 2 --dist loadfile
 
 test-slow: .venv/installed ## samples of the fault matrix, crash points and long property profiles
-	$(BIN)/python -m pytest -m "slow and not soak and not gpu and not engines" --timeout 600 --session-timeout 3600
+	$(BIN)/python -m pytest -m "slow and not soak and not gpu and not engines" -n 2 --dist loadfile --timeout 600 --session-timeout 3600
 
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
 	$(BIN)/python -m pytest -m "soak and not gpu and not engines" --timeout 1800
