@@ -400,9 +400,9 @@ def profiled(device: torch.device, found: list[tuple[str, int, int]]) -> Iterato
     """
     torchs = torch.autograd
     activities = {torchs.ProfilerActivity.CPU, getattr(torchs.ProfilerActivity, device.type.upper())}
-    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())
+    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())  # pyright: ignore[reportCallIssue] - the stub lacks some
     torchs._prepare_profiler(config, activities)
-    torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})
+    torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # pyright: ignore[reportCallIssue]
     try:
         yield
     finally:

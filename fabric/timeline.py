@@ -169,6 +169,8 @@ class Timeline:
             self._keep(Wait("buffers"), self._open[-1][1], self.now(), "forward")
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
+        if "optimizer" in dict(self._open):
+            return  # torch calls these for a step, and again for that of its base class
         self._first = self._first or id(optimizer)
         if self._first == id(optimizer):
             now, number = self.now(), 0 if self._is_disturbed else self.steps
@@ -177,6 +179,8 @@ class Timeline:
         self._enter("optimizer")
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
+        if "optimizer" not in dict(self._open):
+            return
         self._exit("optimizer")
         if self._first == id(optimizer):
             now = self.now()

@@ -5,8 +5,8 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fabric.strategies import *  # noqa: F403 (all of ours, but DDP)
-from fabric.strategies import DDPStrategy as _DDPStrategy
+from fabric import strategies
+from fabric.strategies import *  # noqa: F403 - ours, but DDP # pyright: ignore[reportAssignmentType]
 from fabric_compat.missing import refuse
 
 TBroadcast = TypeVar("TBroadcast")
@@ -20,7 +20,7 @@ def _has_fsdp_modules(module: nn.Module) -> bool:
     return any(isinstance(each, FSDPModule) for each in module.modules())
 
 
-class DDPStrategy(_DDPStrategy):
+class DDPStrategy(strategies.DDPStrategy):
     """DDP over all processes, or with ``process_group`` over those of one group."""
 
     def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:

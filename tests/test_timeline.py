@@ -255,6 +255,7 @@ def test_without_a_measurement_there_are_no_timings() -> None:
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 2)])
 def test_one_process_is_measured_too(strategy: str, devices: int, tmp_path: Path) -> None:
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # from now on the hooks of its subclasses are called twice
     with Fabric(accelerator="cpu", strategy=strategy, devices=devices) as fabric:
         with fabric.profile(tmp_path / "trace.json"):
             list(loop(fabric, phase="backward"))
