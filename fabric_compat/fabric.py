@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric as _Fabric
-from fabric.module import FabricModule
+from fabric._fabric import _without_none
 from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, unflatten
 from fabric.world import World
@@ -58,6 +58,7 @@ class Fabric(_Fabric):
         for plugin in formats:
             self.strategy.checkpoint_io = plugin
         self._launched = False
+        self._strategy, self._precision = self.strategy, precision_object(self.precision)
 
     @property
     def device(self) -> torch.device:
@@ -77,18 +78,15 @@ class Fabric(_Fabric):
     def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True, **_: Any) -> Any:
         """Set up a module, again too, and optimizers; calls ``on_after_setup`` of the callbacks."""
         session = self._running("setup")
-        known = next((each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None)
-        if known is None:
+        model = next((each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None)
+        if model is None:
             session.check_setup(module, [each for each in optimizers if each not in session.optimizers])
-            model: FabricModule = session.setup_module(module, move_to_device)
+            model = session.setup_module(module, move_to_device)
             object.__setattr__(model, "__class__", _FabricModule)
             model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
-        else:
-            model = known
         self._set_up(optimizers)
         self.call("on_after_setup", fabric=self, module=model)
-        results = (model, *optimizers, *([] if scheduler is None else [scheduler]))
-        return results if len(results) > 1 else model
+        return _without_none(model, *optimizers, scheduler)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> Any:
         """Set up a module on its own."""
@@ -97,7 +95,7 @@ class Fabric(_Fabric):
     def setup_optimizers(self, *optimizers: Any, **_: Any) -> Any:
         """Set up optimizers, also of parameters that belong to no module that is set up."""
         self._set_up(optimizers)
-        return optimizers[0] if len(optimizers) == 1 else optimizers
+        return _without_none(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
         session = self._running("setup_optimizers")
@@ -133,18 +131,20 @@ class Fabric(_Fabric):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors in place, and return them; numbers as tensors."""
-        tensors, structure = flatten(convert_to_tensors(data, self.device))
+        leaves, structure = flatten(convert_to_tensors(data, self.device))
         name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         is_mean = name in ("mean", "avg")  # of integers it is cut off
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
         operands = [each.double() if is_mean and not each.is_floating_point() else each for each in tensors]
-        results = super().all_reduce(operands, group, "mean" if is_mean else name)
+        results = iter(super().all_reduce(operands, group, "mean" if is_mean else name))
 
-        def filled(tensor: Tensor, result: Tensor) -> Tensor:
-            if result.requires_grad:
-                return result
-            return (tensor.detach() if tensor.requires_grad else tensor).copy_(result)
+        def filled(leaf: Any):
+            if not isinstance(leaf, Tensor):
+                return leaf
+            result = next(results)
+            return result if result.requires_grad else (leaf.detach() if leaf.requires_grad else leaf).copy_(result)
 
-        return unflatten(structure, map(filled, tensors, results))
+        return unflatten(structure, map(filled, leaves))
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""

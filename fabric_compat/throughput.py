@@ -75,7 +75,6 @@ class ThroughputMonitor(Throughput):
     """A :class:`Throughput` that logs by a Fabric, whose devices and their peak it knows."""
 
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
-        fabric._running("ThroughputMonitor")
         dtype = fabric.precision.compute_dtype or fabric.precision.param_dtype or torch.float32
         super().__init__(get_available_flops(fabric.device, dtype), fabric.world_size, **kwargs)
         self._fabric, self.step = fabric, -1
