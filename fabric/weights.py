@@ -3,9 +3,7 @@
 [Note: Loss weights] A loss that is a sum has a *weight*, the number of its terms. The *window* of an optimizer holds
 the weighted backward passes since its last step, or since its gradients were found cleared. Strategies average
 gradients over ranks: at the step, or in ``clip_gradients`` before it, they are multiplied once by the number of ranks
-over the sum of the weights of all ranks in the window, which takes one message. On CPUs it travels in a thread during
-the backward pass that is expected to be the last, of those in which gradients are synchronized and that all ranks make
-together: it has the number that the last one had in the window before. Until then each loss is divided by a
+over the sum of the weights of all ranks in the window, which takes one message. Until then each loss is divided by a
 power of two near the sum over ranks of its weights by their number, so that its gradients are about those of a mean,
 for a loss scale or for gradients that are float16 anywhere: a division that rounds nothing. It is the power of the
 optimizer's last step; at the first step that of the first backward pass, for which there is another message, once.
@@ -15,7 +13,6 @@ each backward pass and before the next, without waiting for a device; all are on
 """
 
 from collections.abc import Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -28,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fabric._torch import foreach_multiply, local_tensor, unscale_and_check, version
 from fabric.collectives import all_reduce
-from fabric.communicators import Communicator, Reduce
+from fabric.communicators import Reduce
 from fabric.diagnostics.bypass import GradientContract
 from fabric.errors import ConfigurationError, UsageError
 from fabric.loss_scaler import LossScaler, gradients, holds_gradients
@@ -42,8 +39,6 @@ __all__ = ["LossWeights"]
 class _Window:
     divisor: Any = None  # of the losses
     weight: Any = 0  # on this rank
-    passes: int = 0  # in which gradients were synchronized
-    mean: Any = None  # a future of :meth:`LossWeights._mean_over_ranks`, from the latest pass
     result: Any = None  # at the step: the factor of the gradients, and the divisor of the next window
 
 
@@ -72,15 +67,12 @@ class LossWeights:
         self, runtime: Runtime, scaler: LossScaler | None, optimizers: Collection[Optimizer],
         contracts: Collection[GradientContract], cleanup: ExitStack,
     ) -> None:  # fmt: skip
-        self._ranks, self._device, self._scaler, self._runtime = runtime.communicator, runtime.device, scaler, runtime
+        self._ranks, self._device, self._scaler = runtime.communicator, runtime.device, scaler
         self._optimizers, self._contracts = optimizers, contracts
         # Before the hooks of each optimizer, so that those of users see divided gradients.
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.reads = runtime.device.type != "cuda"
-        self._thread = ThreadPoolExecutor(1, "fabric-weights")
-        cleanup.callback(self._thread.shutdown)
-        self._passes = 1  # of the last window
         self._is_good: Tensor | bool = True  # the last sum, once it has been copied
         self._copied = torch.cpu.Event() if self.reads else torch.cuda.Event()
         # By optimizer, of those that have had weighted losses: the divisor of the next window, and gradients seen last.
@@ -109,8 +101,8 @@ class LossWeights:
         if window and weight is None:
             self._refuse("it has no weight, and a loss since the last step has one", f"weight=...; or {_WHOSE}")
         if weight is not None:
-            divisor: Tensor = window.divisor if window else self._first_divisor(targets, weight)
-            window = self._extended(window or _Window(), divisor, weight)
+            divisor = window.divisor if window else self._first_divisor(targets, weight)
+            window = _Window(divisor, window.weight + weight if window else weight)
             loss = loss.float() if loss.dtype is torch.float16 else loss
             loss = loss / divisor.to(loss.device, loss.dtype)
         others = {each: _probe(each) for each in self._optimizers if each not in targets}
@@ -139,9 +131,7 @@ class LossWeights:
             self._refuse("it has gradients of losses with weights for others", _CLEAR, type(optimizer).__name__)
         if window.result is None:
             self.check()
-            self._passes = max(1, window.passes)
-            later = window.mean
-            mean, next_divisor = self._mean_over_ranks(self._ranks, window.weight) if later is None else later.result()
+            mean, next_divisor = self._mean_over_ranks(window.weight)
             is_good = (mean > 0) & mean.isfinite()
             self._is_good = is_good.to("cpu", non_blocking=True)
             self._copied.record()
@@ -149,8 +139,7 @@ class LossWeights:
                 self.check()
             window.result = torch.where(is_good, window.divisor / mean, 0), next_divisor
         factor, self._divisors[optimizer] = window.result
-        is_one = self.reads and float(factor) == 1  # as for batches of one shape, if its size is a power of two
-        for grads in [] if is_one else gradients(optimizer):
+        for grads in gradients(optimizer):
             factor = factor.to(grads[0].device)
             if grads[0].dtype in (torch.float16, torch.bfloat16):
                 # In float32: as one of these the factor would be rounded first.
@@ -191,27 +180,13 @@ class LossWeights:
             problem = f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters"
             self._refuse(problem, f"{_CLEAR}; {_WHOSE}")
         known = [self._divisors[target] for target in targets if target in self._divisors]
-        return known[0] if known else 2 * self._mean_over_ranks(self._ranks, weight)[1]  # more losses may follow
+        return known[0] if known else self._mean_over_ranks(weight)[1]
 
-    def _extended(self, window: _Window, divisor: Tensor, weight: Any) -> _Window:
-        """A window with one more loss; its weights are on the way if this is the last pass, as it seems."""
-        synchronizes = [each.synchronizes() for each in self._contracts if each.needs_forward or each.is_sharded]
-        is_synchronized, total = bool(synchronizes) and all(synchronizes), window.weight + weight
-        passes, runtime, mean = window.passes + is_synchronized, self._runtime, None
-        # A device does not wait for the message; and checked mode compares calls in the order of one thread.
-        in_thread = self.reads and self._ranks.size > 1 and not runtime.check_collectives
-        if in_thread and is_synchronized and passes == self._passes:
-            mean = self._thread.submit(self._mean_over_ranks, runtime.background("weights"), total)
-        return _Window(divisor, total, passes, mean)
-
-    @staticmethod
-    def _mean_over_ranks(ranks: Communicator, weight: Any) -> tuple[Tensor, Tensor]:
-        """The mean, and the power of two at or above it: 1 if the mean is zero or not finite."""
-        total = all_reduce(ranks, weight, Reduce.SUM) if ranks.size > 1 else weight
-        mean = torch.as_tensor(total, dtype=torch.float64) / ranks.size
-        mantissa = mean.frexp().mantissa
-        divisor = mean / mantissa.where(mantissa != 0.5, 1.0)
-        return mean, divisor.clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
+    def _mean_over_ranks(self, weight: Any) -> tuple[Tensor, Tensor]:
+        """The mean, and the power of two above it: 1 if the mean is zero or not finite."""
+        total = all_reduce(self._ranks, weight, Reduce.SUM) if self._ranks.size > 1 else weight
+        mean = torch.as_tensor(total, dtype=torch.float64) / self._ranks.size
+        return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer in self._pass[0] or (kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes):

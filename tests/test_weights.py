@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fabric import Fabric
 from fabric._session import loss_weights
 from fabric._torch import full_tensor
-from fabric.diagnostics.recorder import JOB
 from fabric.errors import ConfigurationError, NonFiniteGradientError, RankFailedError, UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.ranks import outcome, run_in_ranks
@@ -390,30 +390,26 @@ def messages(fabric: Fabric) -> Any:
     model, optimizer = linear(fabric)
     latents = fabric.setup(nn.ParameterList([nn.Parameter(torch.zeros(1))]))
     other = fabric.setup_optimizers(torch.optim.SGD(latents.parameters(), lr=1.0))
-    counts, steps, begun = [], [], fabric.strategy.runtime.recorder.counts
-
-    def sent() -> int:
-        return sum(count for group, count in begun.items() if group.startswith(JOB))
-
+    counts, steps = [], []
     for _ in range(3):
-        before = sent()
         loss = model(torch.full((1, 1), 4.0)).sum() + latents[0].sum() * (6 if fabric.global_rank else 0)
         fabric.backward(loss, weight=1 + 2 * fabric.global_rank)
-        steps.append(moved(model, optimizer))
-        counts.append(sent() - before)
+        with CommDebugMode() as mode:
+            steps.append(moved(model, optimizer))
+        counts.append(mode.get_total_counts())
         fabric.clip_gradients(latents, other, max_norm=10.0)
         other.step()
         steps.append(latents[0].item())
         other.zero_grad()
-    before = sent()
     fabric.backward(model(torch.ones(1, 1)).sum())  # and none for a loss without a weight
-    optimizer.step()
-    return [*counts, sent() - before], steps
+    with CommDebugMode() as mode:
+        optimizer.step()
+    return [*counts, mode.get_total_counts()], steps
 
 
 def test_a_window_costs_one_message_for_all_its_optimizers() -> None:
     for counts, steps in run_in_ranks(messages):
-        assert counts == [3, 1, 1, 0]  # the first has one for its power of two, and makes the group
+        assert counts == [1, 1, 1, 0]
         assert steps == [2.0, -1.5, 2.0, -3.0, 2.0, -4.5]
 
 
