@@ -282,8 +282,8 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)
         raise CheckpointError(request, f"{lock.read().decode()} saves into it", "a folder for each job") from error
-    except OSError:
-        pass  # a file system without locks
+    except OSError as error:
+        warnings.warn(f"{request}: no lock tells whether another job saves into it: {error}", stacklevel=2)
     lock.truncate(0)
     lock.write(owner)
     return owner
