@@ -1,6 +1,5 @@
 """Collectives are right on every rank, or an error on every rank, without checked mode."""
 
-import os
 import random
 from collections.abc import Callable
 from decimal import Decimal
@@ -25,6 +24,7 @@ from fabric.communicators import (
 )
 from fabric.communicators.base import BITWISE, ORDERED
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator, agree, front_of, sign
+from tests.hostile.collectives import Unreadable
 from tests.ranks import outcome, run_in_ranks
 
 CPU = torch.device("cpu")
@@ -367,18 +367,6 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
     found["mean"] = [outcome(lambda: fabric.all_reduce(1)), outcome(lambda: fabric.all_reduce(1 if first else 1.0))]
     found["afterwards"] = [str(fabric.all_reduce(1, reduce_op="sum"))]
     return found
-
-
-class Unreadable:
-    """Can be read where it was sent from alone, as an object of a module that the others have not."""
-
-    def __reduce__(self) -> Any:
-        return read, (os.getpid(),)
-
-
-def read(sender: int) -> None:
-    if os.getpid() != sender:
-        raise ModuleNotFoundError("no such module")
 
 
 def received(fabric: Fabric) -> list[str]:

@@ -9,7 +9,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -70,11 +70,11 @@ def save(fabric: Fabric, path: Path, value: int, columns: int, async_: bool, dea
         fabric.save(path, {"model": model, "step": value})
 
 
-def saved(strategy: str, *arguments: Any) -> bool:
-    """Whether a save got through."""
+def gets_through(function: Callable[..., None], strategy: str, *arguments: Any) -> bool:
+    """Whether two ranks came to the end of a function, rather than that one of them was killed."""
     try:
         with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver") as fabric:
-            fabric.launch(save, *arguments)
+            fabric.launch(function, *arguments)
     except RankFailedError as error:
         if error.exit_code not in (-signal.SIGKILL, -signal.SIGXFSZ):
             raise
@@ -93,10 +93,10 @@ def value_of(path: Path) -> int:
 def survive(strategy: str, path: Path, columns: int, async_: bool, deaths: Iterable[Death]) -> int:
     """Kill a save in each of these ways, until one gets through; how many were killed."""
     if not path.exists():
-        assert saved(strategy, path, 0, columns, False, Death(rank=-1))
+        assert gets_through(save, strategy, path, 0, columns, False, Death(rank=-1))
     present, killed = value_of(path), 0
     for value, death in enumerate(deaths, present + 1):
-        through = saved(strategy, path, value, columns, async_, death)
+        through = gets_through(save, strategy, path, value, columns, async_, death)
         found = value_of(path)
         assert found == value or (found == present and not through), (death, found, present)
         present, killed = found, killed + (not through)
@@ -106,7 +106,7 @@ def survive(strategy: str, path: Path, columns: int, async_: bool, deaths: Itera
 
 
 def assert_no_litter(strategy: str, path: Path, columns: int) -> None:
-    assert saved(strategy, path, 9999, columns, False, Death(rank=-1))
+    assert gets_through(save, strategy, path, 9999, columns, False, Death(rank=-1))
     assert value_of(path) == 9999
     assert list(path.parent.iterdir()) == [path]
     assert not path.is_dir() or len(list(path.iterdir())) == 5, "an index, shards and random states"

@@ -3,15 +3,13 @@
 import os
 import random
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fabric import Fabric
-from fabric.errors import RankFailedError
-from tests.faults.test_crash_points import SMALL, Constant, Death, prepare, value_of
+from tests.faults.test_crash_points import SMALL, Constant, Death, gets_through, prepare, value_of
 
 KEEP = 2
 BEST = ("loss", "min")
@@ -32,18 +30,6 @@ def live(fabric: Fabric, folder: Path, async_: bool, death: Death) -> None:
             parameter.data.fill_(step)
         state["step"] = step
         checkpoints.save(step, state, {"loss": step % 3}, async_)
-
-
-def ends(strategy: str, *arguments: Any) -> bool:
-    """Whether a life got to its end."""
-    try:
-        with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver") as fabric:
-            fabric.launch(live, *arguments)
-    except RankFailedError as error:
-        if error.exit_code not in (-signal.SIGKILL, -signal.SIGXFSZ):
-            raise
-        return False
-    return True
 
 
 def check(folder: Path, least: int, ended: bool) -> int:
@@ -85,7 +71,7 @@ def survive(folder: Path, tries: list[int]) -> int:
     for seed in tries:
         strategy = ("ddp", "fsdp")[seed % 2]
         death = deaths(seed, strategy)
-        ended = ends(strategy, folder, seed % 4 > 1, death)
+        ended = gets_through(live, strategy, folder, seed % 4 > 1, death)
         step = check(folder, step + SAVES if ended else step, ended)
         killed += not ended
     return killed

@@ -125,7 +125,7 @@ def what_cannot_be_pickled(fabric: Fabric, rank: int) -> None:
 
 
 class Unreadable:
-    """Raises where it is received."""
+    """Can be read where it was sent from alone, as an object of a module that the others have not."""
 
     def __reduce__(self) -> Any:
         return _raise_on_arrival, (os.getpid(),)
@@ -133,7 +133,7 @@ class Unreadable:
 
 def _raise_on_arrival(sender: int) -> Any:
     if os.getpid() != sender:
-        raise LookupError("this rank has not imported that module")
+        raise ModuleNotFoundError("no such module")
     return Unreadable()
 
 
