@@ -84,7 +84,8 @@ class Loggers:
     def log_hyperparams(self, params: Any) -> None:
         """Hand hyperparameters to each of them that takes them."""
         for logger in self._loggers:
-            _call(logger, "log_hyperparams", params)
+            with suppress(NotImplementedError):  # as Lightning's CSVLogger says that it takes none
+                _call(logger, "log_hyperparams", params)
 
     def close(self, status: str) -> None:
         """Finish all of them, the last one first, also where one raises."""

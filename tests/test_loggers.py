@@ -191,6 +191,9 @@ class MetricsOnly:
     def log_metrics(self, metrics, step=None):
         self.seen.append((dict(metrics), step))
 
+    def log_hyperparams(self, params):
+        raise NotImplementedError
+
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_logger_needs_log_metrics_and_hears_the_rest_where_it_can(fails):
