@@ -2,15 +2,13 @@
 
 import atexit
 import functools
-import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from textwrap import indent
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +36,7 @@ from fabric.metrics import compute_metrics
 from fabric.module import FabricModule
 from fabric.precision import Precision
 from fabric.preemption import exit_preempted
-from fabric.progress import Metrics, Progress
+from fabric.reporting import Reporting
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies.base import Group, Strategy, without_sync
@@ -46,15 +44,11 @@ from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.world import World
 
-if TYPE_CHECKING:
-    from fabric.timeline import Timings
-
 __all__ = ["Fabric"]
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 Os = TypeVarTuple("Os")
 S = TypeVar("S")
-T = TypeVar("T")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
@@ -73,7 +67,7 @@ class _Options(TypedDict, total=False):
     uneven: Uneven
 
 
-class Fabric:
+class Fabric(Reporting):
     """Runs a hand-written PyTorch loop on one device or on many, with defaults that suit the machine.
 
     [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
@@ -200,16 +194,6 @@ class Fabric:
     def is_global_zero(self) -> bool:
         """Whether this is the first process of all nodes."""
         return self.global_rank == 0
-
-    @property
-    def logger(self) -> Any:
-        """The first logger, or None; the user's own, which called directly writes on each process: see :meth:`log`."""
-        return next(iter(self._loggers.given), None)
-
-    @property
-    def loggers(self) -> list[Any]:
-        """All loggers."""
-        return list(self._loggers.given)
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
@@ -808,71 +792,6 @@ class Fabric:
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
-    def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
-        """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
-        from fabric.timeline import profile  # few programs need it
-
-        return profile(self._running("profile"), path, steps)
-
-    def timings(self) -> "Timings":
-        """Where the latest steps went, and whom all wait for; see :class:`fabric.timeline.Timings`. Collective."""
-        from fabric.timeline import timings  # few programs need it
-
-        return timings(self._running("timings"))
-
-    def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
-        """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
-
-        Collective with ``all_ranks``.
-        """
-        if all_ranks:
-            print(*args, **{**kwargs, "file": (text := io.StringIO()), "flush": False})
-            parts = self.gather(text.getvalue()) or []
-            args = ("".join(indent(part, f"[rank {rank}] ", bool) for rank, part in enumerate(parts)),)
-            kwargs |= {"end": ""}
-        if self._is_first():
-            print(*args, **kwargs)
-
-    def progress(self, batches: Iterable[T], desc: str = "", metrics: Metrics = None) -> Iterable[T]:
-        """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
-
-        The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
-        has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
-        memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
-        written, which waits for a tensor on a device.
-        """
-        ranks = (self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        return Progress(batches, desc, metrics, ranks, self._is_first())
-
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
-        for callback in self._callbacks:
-            hook = getattr(callback, hook_name, None)
-            if hook is not None:
-                hook(*args, **kwargs)
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
-        if self._is_first():
-            self._loggers.log_metrics({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand metrics to every logger, on the first process only.
-
-        They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
-        """
-        if self._is_first():
-            self._loggers.log_metrics(metrics, step)
-
-    def log_hyperparams(self, params: Any) -> None:
-        """Hand what the run was started with, a mapping or a namespace, to every logger that takes it, on rank 0."""
-        if self._is_first():
-            self._loggers.log_hyperparams(params)
-
-    def add_logger(self, logger: Any) -> None:
-        """Log to one more from now on: in every process of a launched job, or before it. See :mod:`fabric.loggers`."""
-        self._loggers.add(logger)
-
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
@@ -937,9 +856,6 @@ class Fabric:
         if self._plan.world is None:
             raise self._not_running(call)
         return self._plan.world
-
-    def _is_first(self) -> bool:
-        return (self._plan.world or World()).rank == 0
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting for a call that this one will never make.

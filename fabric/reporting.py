@@ -1,0 +1,179 @@
+"""What a loop reports, mostly on the first process: text, progress, metrics, hyperparameters, times."""
+
+import io
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from textwrap import indent
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+
+from fabric import collectives
+from fabric._plan import Plan
+from fabric._session import Session
+from fabric.loggers import Loggers, metrics_as_floats
+from fabric.tree import flatten
+from fabric.world import World
+
+if TYPE_CHECKING:
+    from fabric.timeline import Timings
+
+__all__ = ["Progress", "Reporting"]
+
+_Path = str | os.PathLike[str]
+
+T = TypeVar("T")
+Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+
+
+class Reporting:
+    """The part of ``Fabric`` that reports what a loop does."""
+
+    _plan: Plan
+    _callbacks: list[Any]
+    _loggers: Loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None; the user's own, which called directly writes on each process: see :meth:`log`."""
+        return next(iter(self._loggers.given), None)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return list(self._loggers.given)
+
+    def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
+        """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
+        from fabric.timeline import profile  # few programs need it
+
+        return profile(self._running("profile"), path, steps)
+
+    def timings(self) -> "Timings":
+        """Where the latest steps went, and whom all wait for; see :class:`fabric.timeline.Timings`. Collective."""
+        from fabric.timeline import timings  # few programs need it
+
+        return timings(self._running("timings"))
+
+    def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
+        """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
+
+        Collective with ``all_ranks``.
+        """
+        if all_ranks:
+            communicator = self._running("print").strategy.communicator()
+            print(*args, **{**kwargs, "file": (text := io.StringIO()), "flush": False})
+            parts = collectives.gather(communicator, text.getvalue(), 0, communicator.device) or []
+            args = ("".join(indent(part, f"[rank {rank}] ", bool) for rank, part in enumerate(parts)),)
+            kwargs |= {"end": ""}
+        if self._is_first():
+            print(*args, **kwargs)
+
+    def progress(self, batches: Iterable[T], desc: str = "", metrics: Metrics = None) -> Iterable[T]:
+        """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
+
+        The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
+        has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
+        memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
+        written, which waits for a tensor on a device.
+        """
+        ranks = (self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        return Progress(batches, desc, metrics, ranks, self._is_first())
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
+        for callback in self._callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is not None:
+                hook(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
+        if self._is_first():
+            self._loggers.log_metrics({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand metrics to every logger, on the first process only.
+
+        They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
+        """
+        if self._is_first():
+            self._loggers.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Hand what the run was started with, a mapping or a namespace, to every logger that takes it, on rank 0."""
+        if self._is_first():
+            self._loggers.log_hyperparams(params)
+
+    def add_logger(self, logger: Any) -> None:
+        """Log to one more from now on: in every process of a launched job, or before it. See :mod:`fabric.loggers`."""
+        self._loggers.add(logger)
+
+    def _is_first(self) -> bool:
+        return (self._plan.world or World()).rank == 0
+
+    def _running(self, call: str) -> Session:
+        """The session, as ``Fabric`` begins it."""
+        raise NotImplementedError
+
+
+class Progress(Generic[T]):
+    """Yields what ``batches`` does and writes how far the loop is to standard error; see ``Fabric.progress``."""
+
+    def __init__(self, batches: Iterable[T], desc: str, metrics: Metrics, ranks: int, is_shown: bool) -> None:
+        self._batches, self._desc, self._metrics, self._ranks, self._is_shown = batches, desc, metrics, ranks, is_shown
+
+    def __iter__(self) -> Iterator[T]:
+        if not self._is_shown:
+            yield from self._batches
+            return
+        stream = sys.stderr
+        is_notebook = type(stream).__module__.startswith("ipykernel")
+        is_live = is_notebook or (stream.isatty() and os.environ.get("TERM") != "dumb")
+        width = 100 if is_notebook else shutil.get_terminal_size().columns - 1
+        start = shown = monotonic()
+        done, samples, line = 0, 0, ""
+        try:
+            for batch in self._batches:
+                yield batch
+                done, samples = done + 1, samples + _samples(batch)
+                if monotonic() - shown > (0.2 if is_live else 30):
+                    shown, before = monotonic(), len(line)
+                    line = self._line(done, samples, shown - start)[: width if is_live else None]
+                    text, after = (f"\r{line:{before}}", "") if is_live else (line, "\n")
+                    print(text, end=after, file=stream, flush=True)
+        finally:
+            end = self._line(done, samples, monotonic() - start)
+            print(f"\r{end:{len(line)}}" if is_live else end, file=stream, flush=True)
+
+    def _line(self, done: int, samples: int, seconds: float) -> str:
+        total = len(self._batches) if hasattr(self._batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
+        metrics = metrics_as_floats((self._metrics() if callable(self._metrics) else self._metrics) or {})
+        rate, unit = (samples * self._ranks, "samples") if samples else (done, "batches")
+        is_under_way = 0 < done < total
+        parts = [self._desc, f"{done}/{total} {done / total:.0%}" if total else f"{done}"]
+        parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
+        parts += [f"{rate / max(seconds, 1e-9):,.4g} {unit}/s"]
+        parts += [f"{_clock(seconds / done * (total - done))} left" if is_under_way else _clock(seconds)]
+        return "  ".join(filter(None, [*parts, f"{_peak_memory() / 2**30:.2f} GiB"]))
+
+
+def _clock(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"
+
+
+def _samples(batch: Any) -> int:
+    return next((len(leaf) for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+
+
+def _peak_memory() -> int:
+    """Bytes: of the accelerator once it is used, else of this process."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
