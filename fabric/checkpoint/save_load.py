@@ -2,7 +2,7 @@
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,34 +10,29 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
 
 from fabric.checkpoint.async_save import AsyncSaver, PendingSave
 from fabric.checkpoint.file import CheckpointIO, FullCheckpoint, find, gather_on_first, locate, raise_on_any_rank_error
+from fabric.checkpoint.restore import check_fits, destinations, restore
 from fabric.checkpoint.sharded import ShardedCheckpoint, StoredCheckpoint
 from fabric.checkpoint.state import (
     FORMAT_VERSION,
     METADATA_KEY,
     Access,
     Filter,
-    ModuleState,
     State,
     check_entries,
     collect,
     is_stateful,
-    listed,
     read_metadata,
-    uncompiled_state,
 )
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.metrics import load_rank_states, rank_states
 from fabric.seed import rng_state, set_rng_state
-from fabric.tree import flatten, map_tensors
 
-__all__ = ["CheckpointCoordinator", "check_fits", "own_format", "restore"]
+__all__ = ["CheckpointCoordinator", "own_format"]
 
 T = TypeVar("T")
 # Metadata; and the other entries and those of modules, each with what fills their tensors.
@@ -210,8 +205,7 @@ class CheckpointCoordinator:
 
     def _prepare_shards(self, stored: StoredCheckpoint, state: State | None, strict: bool) -> _Prepared:
         """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
-        content, modules = stored.content, {}
-        others: dict[str, Any] = dict.fromkeys(content)
+        modules, others = {}, dict.fromkeys(stored.content)
         metadata = read_metadata({METADATA_KEY: stored.metadata})
         if stored.per_rank and (metadata["world_size"] == self.communicator.size or _has_metrics(state or {})):
             own = {rank: stored.read_values(rank) for rank in self._ranks_of(metadata)}
@@ -219,109 +213,9 @@ class CheckpointCoordinator:
         elif stored.per_rank and (rank := self.communicator.rank) < metadata["world_size"]:
             metadata["rng"] = {rank: stored.read_values(rank)["rng"]}
         if state is not None:
-            check_fits(content, state, self.access.module_state, strict)
-            for name in content:
-                value = state.get(name)
-                if isinstance(value, nn.Module):
-                    del others[name]
-                    own = self.access.module_state(value).items()
-                    modules[name] = {key: None if is_lazy(item) else item for key, item in own}
-                elif name in state:
-                    others[name] = _targets(value, content[name])
-                elif _tensors(content[name]):
-                    del others[name]  # nobody asks for it
+            check_fits(stored.content, state, self.access.module_state, strict)
+            modules, others = destinations(stored.content, state, self.access.module_state)
         return metadata, [stored.prepare(others), stored.prepare(modules)]
-
-
-def restore(loaded: State, state: MutableMapping[str, Any], access: Access, strict: bool) -> dict[str, Any]:
-    """Restore the objects in ``state`` from ``loaded``, in place, and return the entries that ``state`` did not name.
-
-    Plain values in ``state`` are replaced by the loaded ones; what was restored shares no memory with ``loaded``, whose
-    tensors may be mapped from a file.
-
-    Args:
-        loaded: the content of a checkpoint that fits, see :func:`check_fits`.
-        state: names and objects to restore.
-        access: how modules and optimizers are restored.
-        strict: whether a parameter or a buffer that one side lacks is an error.
-    """
-    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
-    # Modules last: they may not have been copied.
-    for name in sorted(filter(entries.__contains__, state), key=lambda name: isinstance(state[name], nn.Module)):
-        target, content = state[name], entries[name]
-        if isinstance(target, nn.Module):
-            access.load_module(target, content, strict)
-        elif isinstance(target, Optimizer):
-            access.load_optimizer(target, content)
-            _detach(target, content)
-        elif is_stateful(target):
-            target.load_state_dict(copy.deepcopy(content))
-        else:
-            state[name] = copy.deepcopy(content)
-    return {name: content for name, content in entries.items() if name not in state}
-
-
-def check_fits(loaded: State, state: State, module_state: ModuleState, strict: bool) -> None:
-    """Raise unless ``loaded`` can be restored into ``state``, as far as names and shapes can tell; changes nothing.
-
-    Args:
-        loaded: the entries of a checkpoint; meta tensors will do.
-        state: names and objects.
-        module_state: names and values of a module; shards will do.
-        strict: whether names that one side lacks are an error.
-
-    Raises:
-        CheckpointError: ``loaded`` does not fit ``state`` (all reasons in one text).
-        ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
-    """
-    check_entries(state)
-    entries = [name for name in loaded if name != METADATA_KEY]
-    problems: list[str] = []
-    for name, value in state.items():
-        if name in entries:
-            found = _mismatches(value, loaded[name], module_state, strict)
-            problems += [f"state[{name!r}]: {problem}" for problem in found]
-        elif strict:
-            problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, entries))}")
-    if problems:
-        raise CheckpointError(
-            f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}",
-            "\n  ".join(["nothing was changed, since it does not fit:", *problems]),
-            "a checkpoint of the same modules and optimizers",
-            "strict=False to load what fits by name (shapes and an optimizer's groups have to agree even then)",
-        )
-
-
-def _mismatches(target: Any, content: Any, module_state: ModuleState, strict: bool) -> Iterator[str]:
-    """Why ``content`` cannot be loaded into ``target``; nothing for objects that only they themselves understand."""
-    if not isinstance(target, nn.Module | Optimizer):
-        return
-    if not isinstance(content, Mapping):
-        yield f"a value of type {type(content).__name__} is where the state of a {type(target).__name__} has to be"
-        return
-    if isinstance(target, Optimizer):
-        if "state" not in content or "param_groups" not in content:
-            entries = listed(map(repr, content))
-            yield f"the file has {entries} where an optimizer's 'state' and 'param_groups' have to be"
-            return
-        groups = content["param_groups"], target.param_groups
-        saved, present = ([len(group["params"]) for group in each] for each in groups)
-        if saved != present:
-            yield f"the groups of {type(target).__name__} hold {listed(present)} tensors, in the file {listed(saved)}"
-        return
-    content, expected = uncompiled_state(content), module_state(target)
-    missing = [name for name in expected if name not in content]
-    unexpected = [name for name in content if name not in expected]
-    if missing and f"module.{missing[0]}" in content:
-        yield "the names in the file begin with 'module.': remove that from each name first"
-    if strict and missing:
-        yield f"not in the file: {listed(missing)}"
-    if strict and unexpected:
-        yield f"only in the file: {listed(unexpected)}"
-    for name, own in expected.items():
-        saved = content.get(name)
-        if isinstance(own, Tensor) and isinstance(saved, Tensor) and not is_lazy(own) and own.shape != saved.shape:
-            yield f"other shapes: {name} is {tuple(saved.shape)} in the file and {tuple(own.shape)} in the module"
 
 
 def own_format(sharded: bool) -> CheckpointIO:
@@ -329,44 +223,7 @@ def own_format(sharded: bool) -> CheckpointIO:
     return ShardedCheckpoint() if sharded else FullCheckpoint()
 
 
-def _detach(optimizer: Optimizer, content: Any) -> None:
-    """Copy, one at a time, the tensors that the optimizer took over as they were, and no others.
-
-    They may be mapped from the file, which somebody could overwrite in place. Those that it copied may be views of
-    memory that it goes on to use.
-    """
-    loaded = {_address(tensor) for tensor in _tensors(content)} - {0}
-    for slots in optimizer.state.values():
-        slots.update(map_tensors(lambda each: each.clone() if _address(each) in loaded else each, slots))
-
-
-def _address(tensor: Tensor) -> int:
-    """Where the memory of a tensor is; 0 for one without any, or with memory of another kind."""
-    is_dense = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if is_dense else 0
-
-
 def _has_metrics(state: State) -> bool:
     """Whether there may be metrics of torchmetrics, with states of their own on each rank."""
     modules = (value for value in state.values() if isinstance(value, nn.Module))
     return any("dist_sync_fn" in vars(each) for value in modules for _, each in nn.Module.named_modules(value))
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _targets(value: Any, content: Any) -> Any:
-    """Where to read an entry that is no module: new tensors, of an optimizer sharded as its parameters are."""
-    if not isinstance(value, Optimizer):
-        return None
-    parameters = [parameter.detach() for group in value.param_groups for parameter in group["params"]]
-    numbers = [number for group in content["param_groups"] for number in group["params"]]
-    state: dict[Any, dict[str, Any]] = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
-        slots = content["state"].get(number, {})
-        # What has another shape or none, such as a number of steps, is not sharded.
-        alike = [name for name, one in slots.items() if isinstance(one, Tensor) and parameter.shape == one.shape != ()]
-        new = {name: torch.empty_like(parameter, dtype=slots[name].dtype) for name in alike}
-        state[number] = dict.fromkeys(slots) | new
-    return {"state": state}
