@@ -3,8 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fabric.strategies.base import SingleDeviceStrategy, Strategy
-from fabric.strategies.data_parallel import DataParallelStrategy
+from fabric.strategies.base import Strategy
+from fabric.strategies.data_parallel import DataParallelStrategy, SingleDeviceStrategy
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.parallel import ParallelStrategy
 

@@ -4,6 +4,7 @@
 :meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
 """
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
-from typing_extensions import override
 
-from fabric._torch import COMPILED_MODULE
+from fabric._torch import COMPILED_MODULE, real_tensors
 from fabric.accelerators import ACCELERATORS, Accelerator
 from fabric.collectives import all_gather, all_reduce, broadcast
-from fabric.communicators import Communicator, NonMember, Reduce
+from fabric.communicators import Collective, Communicator, NonMember, Operation, Reduce
 from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
@@ -30,7 +31,7 @@ from fabric.strategies.init_module import created_on
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "SingleDeviceStrategy", "Strategy", "without_sync"]
+__all__ = ["Group", "Strategy", "check_same_model", "without_sync"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
@@ -409,30 +410,6 @@ class Strategy(ABC):
         )
 
 
-class SingleDeviceStrategy(Strategy):
-    """One process on one device; the prepared module is the user's own.
-
-    Args:
-        device: the device, such as ``"cpu"`` or ``"cuda:1"``; None for the one that ``Fabric`` resolves.
-        **shared: ``accelerator``, ``checkpoint_io`` and ``precision`` as for :class:`Strategy`.
-    """
-
-    name = "single_device"
-
-    def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
-        super().__init__(parallel_devices=None if device is None else [torch.device(device)], **shared)
-
-    @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
-        if len(devices) * num_nodes != 1:
-            problem = f"it drives one device, and there are {num_nodes} node(s) with {len(devices)} device(s) each"
-            raise ConfigurationError('strategy="single_device"', problem, 'strategy="ddp", or devices=1')
-
-    @override
-    def setup_module(self, module: nn.Module) -> nn.Module:
-        return module
-
-
 @contextmanager
 def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
     """``no_backward_sync`` for several prepared modules."""
@@ -440,3 +417,34 @@ def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool
         for module in modules:
             stack.enter_context(strategy.no_backward_sync(module, enabled))
         yield
+
+
+def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
+    """Raise on every rank the error of the first that has one, or a UsageError for another model. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        error: a FabricError, why this rank cannot set it up; None if it can.
+        plan: what will be made of which part, as text tells it.
+    """
+    with real_tensors():  # in a dry run, too
+        own = torch.tensor(0 if error else _digest(root, plan), device=communicator.device)
+        digests = communicator.run(Collective(Operation.ALL_GATHER, own)).tolist()
+    if 0 in digests:
+        communicator.gather_objects(None, error=error)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        request = f"setup({type(root).__name__}) on rank {communicator.rank}"
+        problem = f"it is another model on rank {others[0]} than on rank 0, by names, shapes, dtypes or parts of it"
+        raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
+
+
+def _digest(root: nn.Module, plan: object) -> int:
+    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes; not 0."""
+    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
+    layout = [
+        (name, numbers[id(each)], not is_lazy(each) and each.shape, each.dtype, each.requires_grad, type(each))
+        for name, each in tensors
+    ]
+    return 1 + int.from_bytes(hashlib.sha256(repr((layout, plan)).encode()).digest()[:7])

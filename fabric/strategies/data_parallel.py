@@ -1,4 +1,4 @@
-"""Data parallelism in one process: replicas of one module, each with a part of the batch.
+"""One process: on a single device, or with replicas of a module, each of which has a part of the batch.
 
 [Note: Replicas] A *replica* is a copy of the user's module for one forward pass, on one device, with a *part* of the
 batch. Each is a copy of the module tree and of its Python attributes, so that what a forward pass assigns to ``self``
@@ -30,11 +30,35 @@ from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce, fold
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.strategies.base import Group
+from fabric.strategies.base import Group, Strategy
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
-__all__ = ["CopiedDataParallel", "DataParallelStrategy", "ThreadedDataParallel"]
+__all__ = ["CopiedDataParallel", "DataParallelStrategy", "SingleDeviceStrategy", "ThreadedDataParallel"]
+
+
+class SingleDeviceStrategy(Strategy):
+    """One process on one device; the prepared module is the user's own.
+
+    Args:
+        device: the device, such as ``"cpu"`` or ``"cuda:1"``; None for the one that ``Fabric`` resolves.
+        **shared: ``accelerator``, ``checkpoint_io`` and ``precision`` as for :class:`Strategy`.
+    """
+
+    name = "single_device"
+
+    def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
+        super().__init__(parallel_devices=None if device is None else [torch.device(device)], **shared)
+
+    @override
+    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+        if len(devices) * num_nodes != 1:
+            problem = f"it drives one device, and there are {num_nodes} node(s) with {len(devices)} device(s) each"
+            raise ConfigurationError('strategy="single_device"', problem, 'strategy="ddp", or devices=1')
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return module
 
 
 class DataParallelStrategy(ParallelStrategy):

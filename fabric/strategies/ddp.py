@@ -27,7 +27,8 @@ from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, check_same_model, refuse_unprepared
+from fabric.strategies.base import check_same_model
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 
 __all__ = ["DDPStrategy"]
 

@@ -34,8 +34,9 @@ from fabric.precision import Precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
+from fabric.strategies.base import check_same_model
 from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, registered_on_meta
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, check_same_model, refuse_unprepared
+from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]

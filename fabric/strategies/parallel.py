@@ -1,20 +1,17 @@
 """The base of strategies for several devices, with the older forms of setup that take a trainer."""
 
-import hashlib
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn
 
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from fabric._torch import uncompiled
-from fabric.communicators import Communicator
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.strategies.base import Strategy
 
-__all__ = ["ParallelStrategy", "as_list", "check_passed_on", "check_same_model", "refuse_unprepared"]
+__all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
 
 
 class ParallelStrategy(Strategy):
@@ -80,38 +77,6 @@ class ParallelStrategy(Strategy):
             rank = self.global_rank
             self.runtime.abort()
             raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed")
-
-
-def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
-    """Raise on every rank where any rank has an error, or another model. Collective.
-
-    Args:
-        communicator: all ranks.
-        root: the model.
-        error: a FabricError, why this rank cannot set it up; None if it can.
-        plan: what will be made of which part, as text tells it.
-
-    Raises:
-        FabricError: the error of the first rank that has one.
-        UsageError: a difference between the models.
-    """
-    layouts = communicator.gather_objects("" if error else _layout(root, plan), error=error)
-    for rank, layout in enumerate(layouts):
-        if layout != layouts[0]:
-            request = f"setup({type(root).__name__}) on rank {communicator.rank}"
-            problem = f"it is another model on rank {rank} than on rank 0, by names, shapes, dtypes or parts of it"
-            raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
-
-
-def _layout(root: nn.Module, plan: object) -> str:
-    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes."""
-    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
-    layout = [
-        (name, numbers[id(each)], not is_lazy(each) and each.shape, each.dtype, each.requires_grad, type(each))
-        for name, each in tensors
-    ]
-    return hashlib.sha256(repr((layout, plan)).encode()).hexdigest()
 
 
 def as_list(objects: Any) -> list[Any]:
