@@ -20,8 +20,8 @@ PACKAGE = f"{Path(package.__file__).parent}{os.sep}"
 
 # At most so many; a limit is only ever lowered.
 LIMITS = {
-    "ddp": {"setup": 12, "forward": 3, "backward": 3, "step": 1, "all_reduce": 7, "save": 10},
-    "fsdp": {"setup": 15, "forward": 3, "backward": 2, "step": 1, "all_reduce": 7, "save": 12},
+    "ddp": {"setup": 10, "forward": 3, "backward": 3, "step": 1, "all_reduce": 7, "save": 10},
+    "fsdp": {"setup": 14, "forward": 3, "backward": 2, "step": 1, "all_reduce": 7, "save": 12},
 }
 
 
