@@ -13,15 +13,15 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 91,
-    "code lines": 12_696,
-    "tokens": 132_456,
+    "files": 92,
+    "code lines": 12_726,
+    "tokens": 132_711,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_994,
-    "tokens of the core": 29_482,
+    "code lines of the core": 2_860,
+    "tokens of the core": 28_096,
     "raw lines of a file": 450,
-    "raw lines of _fabric.py": 977,
+    "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
     "own public members of Strategy": 36,
 }
