@@ -19,22 +19,15 @@ Where a failure would be silent, remote or late, the message has four parts: the
 what is expected, and a suggestion of what to write instead. Elsewhere one or two are enough.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = [
-    "ArgumentTypeError",
-    "CheckpointError",
-    "CheckpointNotFoundError",
-    "CollectiveMismatchError",
-    "ConfigurationError",
-    "DamagedCheckpointError",
-    "FabricError",
-    "MissingDependencyError",
-    "NonFiniteGradientError",
-    "RankFailedError",
-    "UnsafeCheckpointError",
-    "UsageError",
-]
+    "ArgumentTypeError", "CheckpointError", "CheckpointNotFoundError", "CollectiveMismatchError",
+    "ConfigurationError", "DamagedCheckpointError", "FabricError", "MissingDependencyError",
+    "NonFiniteGradientError", "RankFailedError", "UnsafeCheckpointError", "UsageError",
+]  # fmt: skip
 
 
 class FabricError(Exception):
@@ -75,6 +68,15 @@ class UsageError(FabricError, RuntimeError):
 
 class MissingDependencyError(FabricError, ImportError):
     """An optional extra is needed and not installed; the text holds the exact ``pip install``."""
+
+    @classmethod
+    @contextmanager
+    def unless_installed(cls, request: str, suggestion: str) -> Iterator[None]:
+        """A context for an import of what is optional, which raises this error where it fails."""
+        try:
+            yield
+        except ImportError as error:
+            raise cls(request, str(error), suggestion=suggestion) from error
 
 
 class NonFiniteGradientError(FabricError, RuntimeError):

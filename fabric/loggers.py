@@ -260,12 +260,9 @@ class TensorBoardLogger(_EventFiles, _RunLogger):
 
     def _open(self) -> Any:
         if self._writer is None:
-            # Optional, and slow to import.
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
-                raise MissingDependencyError("TensorBoardLogger", str(error), suggestion=suggestion) from error
+            suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
+            with MissingDependencyError.unless_installed("TensorBoardLogger", suggestion):
+                from torch.utils.tensorboard import SummaryWriter  # slow to import
             self._writer = SummaryWriter(log_dir=str(self._folder()))
         return self._writer
 

@@ -26,11 +26,8 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         ConfigurationError: there are no metrics in a folder.
         MissingDependencyError: matplotlib is not installed.
     """
-    try:
+    with MissingDependencyError.unless_installed("plot the metrics of a run", 'pip install "torch-fabric[plot]"'):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        suggestion = 'pip install "torch-fabric[plot]"'
-        raise MissingDependencyError("plot the metrics of a run", str(error), suggestion=suggestion) from error
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     tables = [table for folder in folders for table in _tables(Path(folder))]
     for table in tables:
