@@ -31,7 +31,7 @@ LAYERS = [
 ]
 # The files of each package: a file imports only from those before it. Its __init__ comes last.
 ORDER = {
-    "checkpoint": "state storage file async_save stored sharded restore save_load ray_report rotation",
+    "checkpoint": "state storage file async_save stored sharded restore save_load rotation",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
     "data": "state sharding copies agreed loader",

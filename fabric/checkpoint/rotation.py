@@ -19,18 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, final
 
+from fabric import errors
 from fabric.checkpoint import file
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.file import raise_on_any_rank_error as agreed
-from fabric.checkpoint.ray_report import report_to_ray
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
 from fabric.checkpoint.state import State, listed
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import INDEX
 from fabric.communicators import Communicator
-from fabric.errors import CheckpointError, CheckpointNotFoundError, ConfigurationError, DamagedCheckpointError
+from fabric.environments import RayEnvironment
+from fabric.errors import CheckpointError, ConfigurationError
 from fabric.loggers import metrics_as_floats
 
 __all__ = ["Checkpoints"]
@@ -74,10 +77,10 @@ class Checkpoints:
         self._written, self._stale = dict[str, str](), list[str]()  # the text files; and what is to be removed
 
         def check() -> Location:
-            if type(keep) is not int or keep < 1:
-                raise ConfigurationError(self._request, expected="keep=3, or any number of at least 1")
-            if best is not None and (type(best) is not tuple or len(best) != 2 or best[1] not in ("min", "max")):
-                raise ConfigurationError(self._request, expected="best=('val_loss', 'min'), or 'max'")
+            is_metric = best is None or (type(best) is tuple and len(best) == 2 and best[1] in ("min", "max"))
+            if type(keep) is not int or keep < 1 or not is_metric:
+                expected = "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
+                raise ConfigurationError(self._request, expected=expected)
             return file.locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
@@ -169,7 +172,7 @@ class Checkpoints:
                 try:
                     checkpoints.load(self._folder / name, state, True, True, False, False)
                     break
-                except (CheckpointNotFoundError, DamagedCheckpointError) as error:
+                except (errors.CheckpointNotFoundError, errors.DamagedCheckpointError) as error:
                     passed.append(f"{self._folder / name} is passed over: {error.problem}")
                     self._metrics[name] = {}  # never the best one
             else:
@@ -192,7 +195,7 @@ class Checkpoints:
         """The checkpoints that the text files name."""
         metric, mode = self._best or ("", "min")
         values = {name: each.get(metric, math.nan) for name, each in reversed(self._metrics.items())}
-        measured = (name for name in values if not math.isnan(values[name]))
+        measured = (name for name in values if values[name] == values[name])
         best = (max if mode == "max" else min)(measured, key=values.__getitem__, default=None)
         return {"latest": next(reversed(self._metrics), None), "best": best}
 
@@ -208,7 +211,7 @@ class Checkpoints:
         self._metrics[name] = metrics
         self._rotate(communicator)
         step = int(name.rpartition("-")[2])
-        report_to_ray(self._folder / name, {"step": step, **metrics}, communicator.rank == 0)
+        _report_to_ray(self._folder / name, {"step": step, **metrics}, communicator.rank == 0)
 
     def _rotate(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
         newest = {name.rpartition("-")[2]: name for name in self._metrics}.values()
@@ -222,12 +225,11 @@ class Checkpoints:
 
         def publish() -> None:
             if isinstance(self._folder, RemotePath) and (self._folder / _LOCK).read_bytes() != self._owner:
-                raise CheckpointError(
-                    self._request, "another job saves into it since", "a folder of its own for each job"
-                )
+                raise CheckpointError(self._request, "another job saves into it since", "a folder for each job")
             for name, text in (self._names() | (texts or {})).items():
                 if text is not None and text != self._written.get(name):
-                    _write(self._folder / name, f"{text}\n".encode())
+                    with file.atomic_write(self._folder / name) as target:
+                        target.write(f"{text}\n".encode())
                     self._written[name] = text
             for name in self._stale:
                 self._remove(name)
@@ -249,7 +251,7 @@ class Checkpoints:
         if not (self._is_own and path.is_dir()):
             return path.exists()
         file.clear_temporaries(path, re.escape(INDEX))
-        with suppress(DamagedCheckpointError):  # its index, which a load will say
+        with suppress(errors.DamagedCheckpointError):  # its index, which a load will say
             clean(path)
         return (path / INDEX).is_file()
 
@@ -272,7 +274,8 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     """Take a folder for this process; returns what is in its lock file then."""
     owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
     if isinstance(folder, RemotePath):  # has no locks: the last job has it, and others notice that
-        _write(folder / _LOCK, owner)
+        with file.atomic_write(folder / _LOCK) as target:
+            target.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
     lock = files.enter_context(open(folder / _LOCK, "a+b", 0))  # noqa: SIM115 - until the job ends
@@ -289,6 +292,15 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     return owner
 
 
-def _write(path: Location, content: bytes) -> None:
-    with file.atomic_write(path) as target:
-        target.write(content)
+def _report_to_ray(path: Location, metrics: Mapping[str, float], is_first: bool) -> None:
+    """Report a checkpoint and its metrics where a worker of Ray Train runs, whose ``Result`` then names it. Collective.
+
+    The checkpoint stays where it is: what Ray stores is a folder with a file ``checkpoint.json`` that has its path.
+    """
+    if RayEnvironment().detect(os.environ) is not None:
+        suggestion = 'pip install "torch-fabric[ray]", or unset RAY_JOB_ID'
+        with errors.MissingDependencyError.unless_installed("checkpoints.save in a worker of Ray Train", suggestion):
+            from ray import train  # pyright: ignore[reportMissingImports]
+        with TemporaryDirectory() as folder:
+            Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
+            train.report({**metrics}, checkpoint=train.Checkpoint.from_directory(folder) if is_first else None)
