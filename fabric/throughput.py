@@ -41,7 +41,7 @@ class Throughput:
         self._fabric, self._every, self._warmup, self._peak = fabric, every, warmup, peak_flops
         self._counter = _FlopCounter()
         self._steps = self._start = self._samples = self._tokens = 0
-        self._first = 0  # tokens, or samples, of the step of which the FLOPs were counted
+        self._first: tuple[Any, Any] | None = None  # samples and tokens of the step of which the FLOPs were counted
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
@@ -66,7 +66,7 @@ class Throughput:
         finally:
             self._start += self._now() - before
 
-    def update(self, samples: Any, tokens: Any = None, step: int | None = None) -> dict[str, float] | None:
+    def update(self, samples: Any, tokens: Any = 0, step: int | None = None) -> dict[str, float] | None:
         """Add a step. Collective at the end of each window, with one message.
 
         Args:
@@ -80,29 +80,27 @@ class Throughput:
             together) and ``mfu``, as far as they are known; the same on every process. Else None.
         """
         self._steps += 1
-        if self._steps == 1:
-            self._first = samples if tokens is None else tokens
-        if (measured := self._steps - self._warmup) > 0:
-            self._samples = self._samples + samples  # a new tensor, not the caller's changed
-            self._tokens = self._tokens + (0 if tokens is None else tokens)
-        if measured < 0 or measured % self._every:
+        self._first = self._first or (samples, tokens)
+        self._samples = self._samples + samples  # a new tensor, not the caller's changed
+        self._tokens = self._tokens + tokens
+        if (measured := self._steps - self._warmup) < 0 or measured % self._every:
             return None
-        now, found = self._now(), None
-        if measured:
-            found = self._exchange(now - self._start)
-            if self._fabric.loggers:  # the caller may want no more than the result
-                self._fabric.log_dict(found, self._steps if step is None else step)
+        now = self._now()
+        found = self._exchange(now - self._start, *self._first) if measured else None
+        if found and self._fabric.loggers:  # the caller may want no more than the result
+            self._fabric.log_dict(found, self._steps if step is None else step)
         self._start, self._samples, self._tokens = now, 0, 0
         return found
 
-    def _exchange(self, elapsed: int) -> dict[str, float]:
-        own = [int(self._samples), int(self._tokens), self._counter.flops, int(self._first), elapsed, 1]
-        samples, tokens, counted, first, elapsed, ranks = self._fabric.all_reduce(own, reduce_op="sum")
+    def _exchange(self, elapsed: int, *first: Any) -> dict[str, float]:
+        own = [*map(int, (self._samples, self._tokens, *first)), self._counter.flops, elapsed, 1]
+        samples, tokens, *firsts, counted, elapsed, ranks = self._fabric.all_reduce(own, reduce_op="sum")
         if self._peak and not counted:
             problem, suggestion = "no FLOPs were counted in the first step", "with throughput.count_flops(): ..."
             raise UsageError(f"Throughput(peak_flops={self._peak})", problem, suggestion=suggestion)
         seconds = elapsed / ranks / 1e9
-        flops = counted * (tokens or samples) / first / ranks / seconds if first else 0.0  # of one process
+        # Of one process.
+        flops = counted and counted * (tokens or samples) / (firsts[1] or firsts[0]) / ranks / seconds
         # Ranks that compute parts of a layer are left out of the sum, those that have parts of a batch are not.
         samples *= self._fabric.strategy._summing(is_batch=True).size / ranks
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
@@ -131,9 +129,8 @@ class _FlopCounter(DispatchMode):
         self.flops, self._formulas = 0, FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_fake = FakeTensor in types  # of which DTensor learns shapes
-        if not is_fake and any(kind not in PLAIN for kind in types):
+        kwargs, is_fake = kwargs or {}, FakeTensor in types  # of which DTensor learns shapes
+        if not is_fake and not PLAIN.issuperset(types):
             return NotImplemented  # DTensor calls operators on what it has
         made = func(*args, **kwargs)
         operation = getattr(func, "_overloadpacket", func)  # control flow, flex_attention and the like have none
