@@ -11,7 +11,6 @@ from fabric.launchers.supervisor import RankProcess, describe_exit
 __all__ = ["RankLogs"]
 
 _POLL = 0.1  # seconds between two looks at the files
-_MOST = 1 << 20  # bytes that are read at a time
 
 
 @final
@@ -58,27 +57,15 @@ class RankLogs:
 
     def _follow(self) -> None:
         with open(1, "wb", closefd=False) as terminal:
-            while not self._ended.wait(_POLL):
-                self._show(terminal)
-            while self._show(terminal):
-                pass
-            for rank, (_, rest) in self._shown.items():
-                terminal.write(_prefixed(rank, rest) if rest else b"")
-
-    def _show(self, terminal: BinaryIO) -> bool:
-        """Copy the lines that are new; whether there was anything."""
-        found = False
-        for rank, file in list(self._files.items()):
-            position, rest = self._shown[rank]
-            # At a position of our own: the rank's copy of the open file shares that of read().
-            new = os.pread(file.fileno(), _MOST, position)
-            *lines, rest = (rest + new).split(b"\n")
-            self._shown[rank] = position + len(new), rest[max(0, rest.rfind(b"\r")) :]
-            terminal.write(b"".join(_prefixed(rank, line) for line in lines))
-            found |= bool(new)
-        terminal.flush()
-        return found
-
-
-def _prefixed(rank: int, line: bytes) -> bytes:
-    return b"[rank%d]: %s\n" % (rank, line.rstrip(b"\r").rpartition(b"\r")[2])
+            has_ended = False
+            while not has_ended:
+                has_ended = self._ended.wait(_POLL)
+                for rank, file in list(self._files.items()):
+                    (position, rest), size = self._shown[rank], os.fstat(file.fileno()).st_size
+                    # At a position of our own: the rank's copy of the open file shares that of read().
+                    new = os.pread(file.fileno(), max(0, size - position), position)
+                    *lines, rest = (rest + new).split(b"\n")
+                    self._shown[rank] = position + len(new), rest[max(0, rest.rfind(b"\r")) :]
+                    for line in [*lines, rest] if has_ended and rest else lines:
+                        terminal.write(b"[rank%d]: %s\n" % (rank, line.rstrip(b"\r").rpartition(b"\r")[2]))
+                terminal.flush()
