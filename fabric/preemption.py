@@ -1,7 +1,7 @@
 """Ends the loop at the same step on all ranks: on a signal, a time limit, or the coming end of a SLURM job.
 
 [Note: Stopping] Every rank counts its calls of ``should_stop``. One that is asked to stop posts so in the store. The
-thread of the hang reports, which looks there about once a second, then holds its rank at its next call, and raises the
+thread of the hang reports, which looks there twice a second, then holds its rank at its next call, and raises the
 *agreed call*, a number in the store, to that one; the last rank to do so publishes it. A rank that reaches the call at
 which it is held waits there until the agreed call is known, and makes its further calls up to that. It waits for the
 threads of other ranks alone, which answer whatever their main threads wait for, and never in a collective. Before its
@@ -32,9 +32,9 @@ from fabric.world import read, read_integer
 
 __all__ = ["StopRequest", "exit_preempted", "seconds_of", "slurm_deadline"]
 
-# Seconds between looks into the store, and at what the thread has found there; for an answer of SLURM's controller;
-# before the end of a SLURM job, unless the user says how many.
-_POLL, _PAUSE, _SCONTROL, _MARGIN = 1.0, 0.02, 60.0, 60.0
+# Seconds for ranks to agree, beside the timeout; between looks at what the thread has found; for an answer of SLURM's
+# controller; before the end of a SLURM job, unless the user says how many.
+_GRACE, _PAUSE, _SCONTROL, _MARGIN = 3.0, 0.02, 60.0, 60.0
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
 
 
@@ -52,8 +52,7 @@ class StopRequest:
         # Without a thread that answers each call is a collective, or there are no others.
         self._communicator, self._reporter = runtime.communicator, runtime.reporter
         self._calls, self._held_at = 0, 0.0  # from which call on there is more to do than to count
-        self._agreed, self._polled = math.inf, -math.inf
-        self._is_requested = self._listens = False
+        self._agreed, self._is_requested, self._listens = math.inf, False, False
         self._lock = threading.Lock()  # of the thread that answers and the one that closes
         self._handlers: dict[int, Any] = {}
 
@@ -70,7 +69,7 @@ class StopRequest:
     def _decide(self) -> bool:
         if not self._listens:
             self._listen()
-        until, reporter = time.monotonic() + self._runtime.timeout.total_seconds() + 3 * _POLL, self._reporter
+        until, reporter = time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE, self._reporter
         if reporter is None:
             return any(self._communicator.gather_objects(self._is_requested or time.monotonic() >= self._deadline))
         with reporter.recorder.during("should_stop"):
@@ -112,10 +111,7 @@ class StopRequest:
 
     def _look(self, store: JobStore, now: float) -> None:
         if self._held_at == math.inf:
-            is_due = self._is_requested or now >= self._deadline
-            if not is_due and now - self._polled > _POLL:
-                self._polled, is_due = now, store.get_nowait("stop/call") is not None
-            if not is_due:
+            if not (self._is_requested or now >= self._deadline or store.get_nowait("stop/call")):
                 return
             while not self._calls < self._held_at < math.inf:  # it goes on calling meanwhile
                 self._held_at = self._calls + 1
