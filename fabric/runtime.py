@@ -215,7 +215,7 @@ class Runtime:
             raise ConfigurationError(request, problem, suggestion="dist.destroy_process_group() before launch()")
         shared = default_store() if is_connected else find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job: each has a part of the store.
-        store = dist.PrefixStore(f"fabric/{generation(shared, world)}", shared)
+        store = dist.PrefixStore(f"fabric/{generation(shared, world, self.timeout)}", shared)
         store.set_timeout(self.timeout)
         if is_connected:
             if self._users:

@@ -118,7 +118,7 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     return next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))[0]
 
 
-def generation(store: dist.Store, world: World) -> str:
+def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
     """What the ranks that connect now put before their keys, and those that used this store before have not.
 
     Several runtimes may follow each other in the processes of a job, which can be counted. But torchrun keeps its store
@@ -126,24 +126,21 @@ def generation(store: dist.Store, world: World) -> str:
     rank 0 gives its own to those names, also of the dead, until each of the living has confirmed.
 
     Raises:
-        torch.distributed.DistStoreError: a rank did not connect within the timeout of the store.
+        torch.distributed.DistStoreError: a rank did not connect within the timeout.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return str(store.add(f"fabric/runtime/{world.rank}", 1))
     jobs, own = JobStore(store, world.rank, world.world_size), uuid.uuid4().hex
     if world.rank:
-        jobs.set(f"fabric/name/{world.rank}", own)
+        jobs.publish("fabric/name", own)
         first = store.get(own).decode()
-        jobs.set(f"{first}/{world.rank}", "")
+        jobs.publish(first, own)
         return first
-    timeout: timedelta = store.timeout  # pyright: ignore[reportAttributeAccessIssue] - the stub lacks it
-    missing, deadline = list(range(1, world.world_size)), time.monotonic() + timeout.total_seconds()
+    missing, deadline = {*range(1, world.world_size)}, time.monotonic() + timeout.total_seconds()
     while missing:
-        for rank in missing:
-            if name := jobs.get_nowait(f"fabric/name/{rank}"):
-                jobs.set(name.decode(), own)
-        time.sleep(_POLL)
-        missing = [rank for rank in missing if not store.check([f"{own}/{rank}"])]
+        for name in jobs.read("fabric/name", missing).values():
+            jobs.set(name, own)
+        missing -= jobs.read(own, missing, _POLL).keys()
         if time.monotonic() > deadline:
             raise dist.DistStoreError(f"ranks {missing} of {world.world_size} have not connected within the timeout")
     return own
