@@ -269,10 +269,6 @@ class SlurmEnvironment(_Launcher):
 # The innermost launcher first. What Ray sets are the variables of torchrun and more. torchrun, fabric's own launchers
 # and variables set by hand are always meant. mpirun precedes SLURM because in a SLURM job it starts its daemons with
 # srun: what it launches carries the variables of both, and SLURM's then describe the daemons.
-_INNERMOST_FIRST = (
-    RayEnvironment(),
-    TorchrunEnvironment(),
-    OpenMPIEnvironment(),
-    MPICHEnvironment(),
-    SlurmEnvironment(),
-)
+_INNERMOST_FIRST = [
+    kind() for kind in (RayEnvironment, TorchrunEnvironment, OpenMPIEnvironment, MPICHEnvironment, SlurmEnvironment)
+]
