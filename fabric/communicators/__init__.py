@@ -4,12 +4,6 @@ from fabric.communicators.base import Collective, Communicator, LocalCommunicato
 from fabric.communicators.process_group import ProcessGroupCommunicator, fold
 
 __all__ = [
-    "Collective",
-    "Communicator",
-    "LocalCommunicator",
-    "NonMember",
-    "Operation",
-    "ProcessGroupCommunicator",
-    "Reduce",
-    "fold",
-]
+    "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation", "ProcessGroupCommunicator",
+    "Reduce", "fold",
+]  # fmt: skip

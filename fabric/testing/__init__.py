@@ -11,14 +11,6 @@ from fabric.testing.pool import RankPool
 from fabric.testing.threads import ThreadedWorld
 
 __all__ = [
-    "PerRank",
-    "RankPool",
-    "ThreadedWorld",
-    "World",
-    "assert_equivalent",
-    "assert_same",
-    "check_communicator",
-    "check_strategy",
-    "differences",
-    "oracles",
-]
+    "PerRank", "RankPool", "ThreadedWorld", "World", "assert_equivalent", "assert_same", "check_communicator",
+    "check_strategy", "differences", "oracles",
+]  # fmt: skip

@@ -19,19 +19,9 @@ from fabric.launchers.rank import is_secondary
 from fabric.tree import children, map_tensors
 
 __all__ = [
-    "Pair",
-    "PerRank",
-    "Record",
-    "Report",
-    "World",
-    "assert_same",
-    "check_arguments",
-    "differences",
-    "failure",
-    "for_rank",
-    "name_of",
-    "raised",
-]
+    "Pair", "PerRank", "Record", "Report", "World", "assert_same", "check_arguments", "differences", "failure",
+    "for_rank", "name_of", "raised",
+]  # fmt: skip
 
 
 class World(Protocol):

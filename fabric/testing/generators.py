@@ -24,25 +24,10 @@ except ImportError as error:
     raise MissingDependencyError("hypothesis is not installed", 'pip install "torch-fabric[testing]"') from error
 
 __all__ = [
-    "DTYPES",
-    "FLOATS",
-    "LAYOUTS",
-    "REDUCE_OPS",
-    "dtypes",
-    "groups",
-    "lay_out",
-    "numbers",
-    "partitions",
-    "per_rank",
-    "per_rank_tensors",
-    "per_rank_trees",
-    "reduce_ops",
-    "shapes",
-    "tensor_of",
-    "tensors",
-    "trees",
+    "DTYPES", "FLOATS", "LAYOUTS", "REDUCE_OPS", "dtypes", "groups", "lay_out", "numbers", "partitions",
+    "per_rank", "per_rank_tensors", "per_rank_trees", "reduce_ops", "shapes", "tensor_of", "tensors", "trees",
     "world_sizes",
-]
+]  # fmt: skip
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)

@@ -20,16 +20,9 @@ from torch import Tensor
 from fabric.tree import flatten, unflatten
 
 __all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "gradients",
-    "in_groups",
-    "reduce_scatter",
+    "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "gradients", "in_groups", "reduce_scatter",
     "scatter",
-]
+]  # fmt: skip
 
 _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
 _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
