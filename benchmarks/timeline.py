@@ -63,35 +63,29 @@ def draw(trace: Path, picture: Path) -> None:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
-    ranks = sorted({event["pid"] for event in events})
-    figure = Figure(figsize=(11, 1 + 1.1 * len(ranks)), layout="constrained")
-    axes, begun = figure.subplots(), dict[tuple[int, int], dict[str, Any]]()
+    ranks, start = sorted({event["pid"] for event in events}), min(e["ts"] for e in events if e["name"] in COLORS)
+    figure = Figure(figsize=(9, 1.2 + 1.1 * len(ranks)), layout="constrained")
+    axes, begun = figure.subplots(), dict[tuple[int, int], float]()
     for event in events:
-        rank, name = event["pid"], event["name"]
+        rank, name, at = event["pid"], event["name"], (event.get("ts", start) - start) / 1e3
         if event["ph"] == "X" and name.startswith("step "):
-            axes.axvline(
-                event["ts"] / 1e3,
-                (len(ranks) - rank - 1) / len(ranks),
-                (len(ranks) - rank) / len(ranks),
-                color="0.5",
-                lw=0.7,
-            )
+            ends = (len(ranks) - rank - 1) / len(ranks), (len(ranks) - rank) / len(ranks)
+            axes.axvline(at + event["dur"] / 1e3, *ends, color="0.5", lw=0.7)
         elif event["ph"] == "X" and name in COLORS:
-            where = (rank - 0.3, 0.4)
-            axes.broken_barh([(event["ts"] / 1e3, event["dur"] / 1e3)], where, color=COLORS[name])
+            axes.broken_barh([(at, event["dur"] / 1e3)], (rank - 0.3, 0.4), color=COLORS[name])
         elif event["ph"] == "b":
-            begun[rank, event["id"]] = event
+            begun[rank, event["id"]] = at
         elif event["ph"] == "e":
-            since = begun[rank, event["id"]]["ts"]
-            axes.broken_barh([(since / 1e3, (event["ts"] - since) / 1e3)], (rank + 0.15, 0.2), color="0.4", lw=0)
+            since = begun[rank, event["id"]]
+            axes.broken_barh([(since, at - since)], (rank + 0.15, 0.2), color="0.4", lw=0)
     named = {"gradients": "waits for gradients of others"}
     handles = [axes.broken_barh([], (0, 0), color=color, label=named.get(name, name)) for name, color in COLORS.items()]
     handles.append(axes.broken_barh([], (0, 0), color="0.4", label="collectives of torch"))
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set(xlabel="ms", ylim=(max(ranks) + 0.5, -0.5))
     axes.margins(x=0)
-    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False)
-    figure.savefig(picture, dpi=110)
+    figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
+    figure.savefig(picture, dpi=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
