@@ -13,12 +13,12 @@ from fabric.strategies.base import Strategy
 
 # What may not grow, with today's limit.
 LIMITS = {
-    "files": 92,
-    "code lines": 12_726,
-    "tokens": 132_711,
+    "files": 91,
+    "code lines": 12_634,
+    "tokens": 132_568,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_860,
+    "code lines of the core": 2_854,
     "tokens of the core": 28_096,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
