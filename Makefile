@@ -6,7 +6,7 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow soak test-engines wheel bench lint format types clean
+.PHONY: help install demo test test-slow soak test-engines wheel bench docs lint format types clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -45,6 +45,13 @@ wheel: ## build the wheel, install it without extras, train and save there
 bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 15 minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[benchmarks]'
 	$(BIN)/python -m benchmarks
+
+# Material's own notice of another project is no warning of ours.
+docs: .venv/installed ## the documentation site, in build/site
+	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || \
+	  { echo "make docs needs the extra docs: $(BIN)/pip install -c constraints.txt -e '.[docs]'"; exit 1; }
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
 lint: .venv/installed ## ruff check and format check
 	$(BIN)/ruff check .
