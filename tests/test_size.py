@@ -14,7 +14,7 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_634,
+    "code lines": 12_615,
     "tokens": 132_568,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,

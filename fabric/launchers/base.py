@@ -13,16 +13,9 @@ from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
 __all__ = [
-    "InlineLauncher",
-    "LaunchSpec",
-    "Launcher",
-    "initialized_backend",
-    "is_interactive",
-    "node_worlds",
-    "notebook_start_method",
-    "refuse_while_importing_main",
-    "start_interpreter",
-]
+    "InlineLauncher", "LaunchSpec", "Launcher", "initialized_backend", "is_interactive", "node_worlds",
+    "notebook_start_method", "refuse_while_importing_main", "start_interpreter",
+]  # fmt: skip
 
 _ROOT = str(Path(__file__).parents[2])
 

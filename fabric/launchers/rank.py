@@ -49,22 +49,10 @@ from fabric.launchers.serialize import dump_result
 from fabric.world import World
 
 __all__ = [
-    "PREEMPTED",
-    "ControlThread",
-    "Failure",
-    "Payload",
-    "RankConfig",
-    "SignalHandler",
-    "ending_signals",
-    "exit_process",
-    "exit_with_late_error",
-    "is_secondary",
-    "main",
-    "raise_on_signals",
-    "receive",
-    "run",
+    "PREEMPTED", "ControlThread", "Failure", "Payload", "RankConfig", "SignalHandler", "ending_signals",
+    "exit_process", "exit_with_late_error", "is_secondary", "main", "raise_on_signals", "receive", "run",
     "stop_signals",
-]
+]  # fmt: skip
 
 PREEMPTED = 75  # the exit code of a job that has saved and wants to be started again; EX_TEMPFAIL of sysexits.h
 
