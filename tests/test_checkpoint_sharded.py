@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fabric import Fabric
 from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
-from fabric.checkpoint.state import METADATA_KEY, read_metadata
+from fabric.checkpoint.state import METADATA_KEY, pop_metadata
 from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
 from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, RankFailedError
 from fabric.testing import generators
@@ -208,7 +208,7 @@ def test_the_next_save_replaces_everything(path, state):
 def test_metadata_is_kept_as_in_one_file(path):
     stamp = {"world_size": 2, "rng": [{"torch": torch.get_rng_state()}], "loss_scaler": None}
     io.save({"x": torch.ones(1), METADATA_KEY: stamp}, path)
-    kept = read_metadata(io.load(path))
+    kept = pop_metadata(io.load(path))
     assert kept["world_size"] == 2
     assert torch.equal(kept["rng"][0]["torch"], stamp["rng"][0]["torch"])
 
@@ -625,7 +625,8 @@ def test_torch_reads_what_two_ranks_have_sharded(path):
         saved = run_in_ranks(save_sharded, path, **FSDP)[0]
     loaded = io.load(path)
     assert_same({name: map_tensors(Tensor.clone, loaded[name]) for name in saved}, saved)
-    assert read_metadata(loaded)["world_size"] == len(read_metadata(loaded)["rng"]) == 2
+    metadata = pop_metadata(loaded)
+    assert metadata["world_size"] == len(metadata["rng"]) == 2
     assert len(shards(path)) == 2
     moments = loaded["optimizer"]["state"].items()
     read_by_torch(

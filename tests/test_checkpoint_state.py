@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from fabric.checkpoint import FullCheckpoint
-from fabric.checkpoint.save_load import check_fits, restore
-from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, read_metadata
+from fabric.checkpoint.restore import check_fits, restore
+from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, pop_metadata
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 
@@ -60,7 +60,7 @@ def save(state, filter=None, trainable_only=False):
 
 def load(loaded, state, strict=True):
     if state is not None:
-        read_metadata(loaded)
+        pop_metadata(loaded)
         check_fits(loaded, state, module_state, strict)
     return restore(loaded, {} if state is None else state, ACCESS, strict)
 
@@ -319,11 +319,11 @@ def test_names_with_a_wrappers_prefix_are_pointed_out():
 def test_metadata_travels_beside_the_entries(tmp_path):
     metadata = {"format_version": FORMAT_VERSION, "world_size": 2, "rng": [torch.get_rng_state()]}
     loaded = through_a_file({"step": 1, METADATA_KEY: metadata}, tmp_path)
-    metadata = read_metadata(loaded)
+    metadata = pop_metadata(loaded)
     assert (metadata["format_version"], metadata["world_size"]) == (FORMAT_VERSION, 2)
     assert torch.equal(metadata["rng"][0], torch.get_rng_state())
     assert load(loaded, None) == {"step": 1}
-    assert read_metadata({"step": 1}) == {}
+    assert pop_metadata({"step": 1}) == {}
 
 
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, "2"])

@@ -14,7 +14,7 @@ from torch import nn
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.sharded import consolidate
-from fabric.checkpoint.state import METADATA_KEY, read_metadata
+from fabric.checkpoint.state import METADATA_KEY, pop_metadata
 from fabric.cli import main
 from fabric.errors import CheckpointError, ConfigurationError
 from fabric.seed import rng_state
@@ -68,7 +68,7 @@ def test_what_ranks_saved_in_shards_is_whole_in_the_file(path, capsys):
     assert main(["consolidate", str(path), "-o", str(path.parent / "deep" / "one.pt")]) == 0
     loaded = FullCheckpoint().load(path.parent / "deep" / "one.pt")
     assert_same({name: map_tensors(torch.clone, loaded[name]) for name in saved}, saved)
-    assert len(read_metadata(loaded)["rng"]) == 2
+    assert len(pop_metadata(loaded)["rng"]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "wrote" in shown.err

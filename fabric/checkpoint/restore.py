@@ -10,7 +10,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric.checkpoint.state import (
-    METADATA_KEY,
     Access,
     ModuleState,
     State,
@@ -37,10 +36,9 @@ def restore(loaded: State, state: MutableMapping[str, Any], access: Access, stri
         access: how modules and optimizers are restored.
         strict: whether a parameter or a buffer that one side lacks is an error.
     """
-    entries = {name: content for name, content in loaded.items() if name != METADATA_KEY}
     # Modules last: they may not have been copied.
-    for name in sorted(filter(entries.__contains__, state), key=lambda name: isinstance(state[name], nn.Module)):
-        target, content = state[name], entries[name]
+    for name in sorted(filter(loaded.__contains__, state), key=lambda name: isinstance(state[name], nn.Module)):
+        target, content = state[name], loaded[name]
         if isinstance(target, nn.Module):
             access.load_module(target, content, strict)
         elif isinstance(target, Optimizer):
@@ -50,7 +48,7 @@ def restore(loaded: State, state: MutableMapping[str, Any], access: Access, stri
             target.load_state_dict(copy.deepcopy(content))
         else:
             state[name] = copy.deepcopy(content)
-    return {name: content for name, content in entries.items() if name not in state}
+    return {name: content for name, content in loaded.items() if name not in state}
 
 
 def check_fits(loaded: State, state: State, module_state: ModuleState, strict: bool) -> None:
@@ -67,14 +65,13 @@ def check_fits(loaded: State, state: State, module_state: ModuleState, strict: b
         ArgumentTypeError: ``state`` has an entry that cannot be restored, such as a plain ``DataLoader``.
     """
     check_entries(state)
-    entries = [name for name in loaded if name != METADATA_KEY]
     problems: list[str] = []
     for name, value in state.items():
-        if name in entries:
+        if name in loaded:
             found = _mismatches(value, loaded[name], module_state, strict)
             problems += [f"state[{name!r}]: {problem}" for problem in found]
         elif strict:
-            problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, entries))}")
+            problems.append(f"the file has no {name!r}; its entries are {listed(map(repr, loaded))}")
     if problems:
         raise CheckpointError(
             f"load a checkpoint into {listed(f'state[{name!r}]' for name in state)}",

@@ -24,7 +24,7 @@ from fabric.checkpoint.state import (
     check_entries,
     collect,
     is_stateful,
-    read_metadata,
+    pop_metadata,
 )
 from fabric.communicators import Communicator
 from fabric.data import FabricDataLoader
@@ -150,7 +150,7 @@ class CheckpointCoordinator:
                 if not all(map(is_stateful, targets.values())):
                     raise ArgumentTypeError(request, "the object has no state_dict() and load_state_dict()")
                 loaded = dict.fromkeys(targets, loaded)
-            metadata = read_metadata(loaded)
+            metadata = pop_metadata(loaded)
             check_fits(loaded, targets, self.access.module_state, strict)
             modules = {name: loaded.pop(name) for name in [*loaded] if isinstance(targets.get(name), nn.Module)}
             return metadata, [(loaded, lambda: None), (modules, lambda: None)]
@@ -206,7 +206,7 @@ class CheckpointCoordinator:
     def _prepare_shards(self, stored: StoredCheckpoint, state: State | None, strict: bool) -> _Prepared:
         """Compare a folder of shards with ``state``, and find memory for what is read of it; nothing is changed."""
         modules, others = {}, dict.fromkeys(stored.content)
-        metadata = read_metadata({METADATA_KEY: stored.metadata})
+        metadata = pop_metadata({METADATA_KEY: stored.metadata})
         if stored.per_rank and (metadata["world_size"] == self.communicator.size or _has_metrics(state or {})):
             own = {rank: stored.read_values(rank) for rank in self._ranks_of(metadata)}
             metadata |= {name: {rank: own[rank][name] for rank in own} for name in own[min(own)]}

@@ -40,7 +40,7 @@ from fabric.tree import map_tensors
 
 __all__ = [
     "FORMAT_VERSION", "METADATA_KEY", "Access", "State", "check_entries", "check_version", "collect", "encode",
-    "flatten_state", "is_stateful", "listed", "local_chunks", "read_metadata", "tensor_bytes", "uncompiled_state",
+    "flatten_state", "is_stateful", "listed", "local_chunks", "pop_metadata", "tensor_bytes", "uncompiled_state",
     "unflatten_state",
 ]  # fmt: skip
 
@@ -188,9 +188,9 @@ def is_stateful(value: Any) -> bool:
     return False
 
 
-def read_metadata(loaded: State) -> dict[str, Any]:
-    """What fabric itself keeps in a checkpoint, if anything; a CheckpointError for the format of a newer fabric."""
-    metadata = loaded.get(METADATA_KEY, {})
+def pop_metadata(loaded: dict[str, Any]) -> dict[str, Any]:
+    """Take out what fabric itself keeps in a checkpoint, if anything; a CheckpointError for that of a newer fabric."""
+    metadata = loaded.pop(METADATA_KEY, {})
     check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
     return dict(metadata)
 
