@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader
 
 from fabric import bare, checkpoint, collectives
 from fabric._plan import resolve
-from fabric._session import Session, loss_weights, set_up_modules
+from fabric._session import Session, loss_weights, rank_zero_first, set_up_modules
 from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator
 from fabric.checkpoint import PendingSave
-from fabric.clipping import clip_gradients
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.data import FabricDataLoader, Uneven, Windows, gather_batch, without_repeats
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
@@ -194,13 +193,6 @@ class Fabric(Reporting):
     def is_global_zero(self) -> bool:
         """Whether this is the first process of all nodes."""
         return self.global_rank == 0
-
-    def describe(self) -> str:
-        """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        return "\n".join([*self._plan.describe(), *([] if self._session is None else self._session.describe())])
-
-    def __repr__(self) -> str:
-        return self.describe()
 
     def launch(
         self,
@@ -388,12 +380,9 @@ class Fabric(Reporting):
         Raises:
             ConfigurationError, UsageError: another source; the scratch space is full, on entering or within.
         """
-        self._running("init_module")
-        return self.strategy.module_init_context(empty_init, source)
+        return self._running("init_module").strategy.module_init_context(empty_init, source)
 
-    def sharded_model(self) -> AbstractContextManager[Any]:
-        """Older name of :meth:`init_module`."""
-        return self.init_module()
+    sharded_model = init_module  # its older name
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """A context in which tensors are created on this process's device and in the dtype of the precision."""
@@ -401,10 +390,8 @@ class Fabric(Reporting):
 
     def to_device(self, obj: Any) -> Any:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
-        self._running("to_device")
-        if isinstance(obj, nn.Module):
-            return self.strategy.module_to_device(obj)
-        return self.strategy.batch_to_device(obj)
+        strategy = self._running("to_device").strategy
+        return strategy.module_to_device(obj) if isinstance(obj, nn.Module) else strategy.batch_to_device(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
         """Whether ``obj`` is a module or loader that ``setup`` returned, or an optimizer that is set up here."""
@@ -486,14 +473,7 @@ class Fabric(Reporting):
         """
         models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
-        session.check_clipping(models, optimizer)
-        bare.average_gradients(self.strategy, session.modules, optimizer)
-        if session.weights is not None:
-            session.weights.divide(optimizer)
-        overflow = session.scaler is not None and session.scaler.unscale(optimizer)
-        with session.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in models)):
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return clip_gradients(parameters, clip_val, max_norm, float(norm_type), error_if_nonfinite and not overflow)
+        return session.clip_gradients(models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type))
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step`` of a set-up optimizer changed nothing, since gradients overflowed in ``16-mixed``.
@@ -501,10 +481,7 @@ class Fabric(Reporting):
         For what counts steps: ``if not fabric.step_was_skipped(optimizer): scheduler.step()``. The same on all
         processes, False without loss scaling. Not a collective.
         """
-        session = self._running("step_was_skipped")
-        if optimizer not in session.optimizers:
-            raise UsageError(f"step_was_skipped({type(optimizer).__name__})", "this optimizer has not been set up")
-        return session.scaler is not None and session.scaler.step_was_skipped(optimizer)
+        return self._running("step_was_skipped").step_was_skipped(optimizer)
 
     def no_backward_sync(
         self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
@@ -624,9 +601,9 @@ class Fabric(Reporting):
 
         Only the object of rank ``src`` of the group counts; the others may pass None. Its leaves can be pickled.
         """
-        self._running("broadcast")
-        # Strategies of others need not know groups.
-        return self.strategy.broadcast(obj, src) if group is None else self.strategy.broadcast(obj, src, group)
+        strategy = self._running("broadcast").strategy
+        # Those of others need not know groups.
+        return strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
 
     def scatter(self, parts: Sequence[Any] | None = None, src: int = 0, group: Group = None) -> Any:
         """Send one object or collection to each process, and return this process's part. Collective.
@@ -666,8 +643,7 @@ class Fabric(Reporting):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        self._running("reduce_boolean_decision")
-        return self.strategy.reduce_boolean_decision(decision, all)
+        return self._running("reduce_boolean_decision").strategy.reduce_boolean_decision(decision, all)
 
     @property
     def should_stop(self) -> bool:
@@ -693,7 +669,8 @@ class Fabric(Reporting):
         Collective. With ``local`` the first process of each node goes first, for files that nodes do not share. When it
         raises, the others raise a :class:`fabric.errors.UsageError` that names it.
         """
-        return self._running("rank_zero_first").rank_zero_first(local)
+        runtime = self._running("rank_zero_first").runtime
+        return rank_zero_first(runtime.node_communicator() if local else runtime.communicator)
 
     @overload
     def save(
@@ -849,8 +826,7 @@ class Fabric(Reporting):
         return UsageError(f"fabric.{call}", problem, expected, suggestion)
 
     def _communicator(self, call: str, group: Group = None, op: Reduce | None = None) -> Communicator:
-        self._running(call)
-        return self.strategy.communicator(group, op)
+        return self._running(call).strategy.communicator(group, op)
 
     def _world(self, call: str) -> World:
         if self._plan.world is None:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -15,8 +15,9 @@ from fabric._plan import Plan
 from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.bare import BARE, average_gradients, replicate
 from fabric.checkpoint.async_save import AsyncSaver
+from fabric.clipping import clip_gradients
 from fabric.collectives import all_reduce, broadcast
-from fabric.communicators import Reduce
+from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, Agreement, FabricDataLoader, check_no_window
 from fabric.diagnostics.bypass import BypassChecks, GradientContract
 from fabric.diagnostics.recorder import Hooks
@@ -34,7 +35,7 @@ from fabric.world import World
 if TYPE_CHECKING:
     from fabric.checkpoint.save_load import CheckpointCoordinator
 
-__all__ = ["Session", "loss_weights", "prepared_module", "set_up_modules"]
+__all__ = ["Session", "loss_weights", "prepared_module", "rank_zero_first", "set_up_modules"]
 
 
 class Session:
@@ -184,18 +185,31 @@ class Session:
         noted = nullcontext() if self._recorder is None else self._recorder.during(name, needs_all_ranks)
         return noted if self.timeline is None else self.timeline.during(name, noted)
 
-    def check_clipping(self, modules: Sequence[FabricModule], optimizer: Optimizer) -> None:
-        """Raise unless the optimizer is set up and updates parameters of the modules; each pair is checked once."""
+    def clip_gradients(
+        self, modules: Sequence[FabricModule], optimizer: Optimizer, error_if_nonfinite: bool, *limits: Any
+    ) -> Tensor:
+        """``Fabric.clip_gradients``, with the limits of :func:`fabric.clipping.clip_gradients`."""
         known = self.optimizers.get(optimizer)
-        if known is None:
-            problem = "this optimizer has not been set up"
-        elif known.issuperset(modules) or _updates(optimizer, modules):
+        if known is None or not known.issuperset(modules):  # each pair is looked at once
+            if known is None or not _updates(optimizer, modules):
+                foreign = "none of the optimizer's parameters belongs to this module"
+                problem = "this optimizer has not been set up" if known is None else foreign
+                names = ", ".join(type(module.module).__name__ for module in modules)
+                raise UsageError(f"clip_gradients({names}, {type(optimizer).__name__})", problem)
             known.update(modules)
-            return
-        else:
-            problem = "none of the optimizer's parameters belongs to this module"
-        names = ", ".join(type(module.module).__name__ for module in modules)
-        raise UsageError(f"clip_gradients({names}, {type(optimizer).__name__})", problem)
+        average_gradients(self.strategy, self.modules, optimizer)
+        if self.weights is not None:
+            self.weights.divide(optimizer)
+        overflow = self.scaler is not None and self.scaler.unscale(optimizer)
+        with self.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in modules)):
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return clip_gradients(parameters, *limits, error_if_nonfinite and not overflow)
+
+    def step_was_skipped(self, optimizer: Optimizer) -> bool:
+        """``Fabric.step_was_skipped``."""
+        if optimizer not in self.optimizers:
+            raise UsageError(f"step_was_skipped({type(optimizer).__name__})", "this optimizer has not been set up")
+        return self.scaler is not None and self.scaler.step_was_skipped(optimizer)
 
     @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
@@ -250,24 +264,6 @@ class Session:
             yield CheckpointCoordinator(self.runtime.communicator, self._saves, io, access, self.scaler, check)
         strategy._agree_on_streams()  # those that were loaded may be of ranks on another mesh
 
-    @contextmanager
-    def rank_zero_first(self, local: bool) -> Iterator[None]:
-        """``Fabric.rank_zero_first``: the first rank runs the block and then sends the others its outcome."""
-        communicator = self.runtime.node_communicator() if local else self.runtime.communicator
-        failure = None
-        if communicator.rank == 0:
-            try:
-                yield
-            except BaseException as error:
-                failure = f"{type(error).__name__}: {error}"
-                raise
-            finally:
-                communicator.broadcast_object(failure, 0)
-        elif (failure := communicator.broadcast_object(None, 0)) is None:
-            yield
-        else:
-            raise UsageError(f"rank_zero_first() on rank {communicator.rank}", f"the first process raised {failure}")
-
     def describe(self) -> list[str]:
         """What was set up, a line each."""
         lines = [f"module       {type(m.module).__name__} in {type(m._fabric_prepared).__name__}" for m in self.modules]
@@ -281,6 +277,24 @@ class Session:
     def close(self) -> None:
         """Remove all hooks and close the strategy, even when a part of that raises."""
         self._parts.close()
+
+
+@contextmanager
+def rank_zero_first(communicator: Communicator) -> Iterator[None]:
+    """``Fabric.rank_zero_first``: the first rank runs the block and then sends the others its outcome."""
+    failure = None
+    if communicator.rank == 0:
+        try:
+            yield
+        except BaseException as error:
+            failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            communicator.broadcast_object(failure, 0)
+    elif (failure := communicator.broadcast_object(None, 0)) is None:
+        yield
+    else:
+        raise UsageError(f"rank_zero_first() on rank {communicator.rank}", f"the first process raised {failure}")
 
 
 def loss_weights(session: Session) -> LossWeights:

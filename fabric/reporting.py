@@ -35,6 +35,7 @@ class Reporting:
     """The part of ``Fabric`` that reports what a loop does."""
 
     _plan: Plan
+    _session: Session | None
     _callbacks: list[Any]
     _loggers: Loggers
 
@@ -47,6 +48,13 @@ class Reporting:
     def loggers(self) -> list[Any]:
         """All loggers."""
         return list(self._loggers.given)
+
+    def describe(self) -> str:
+        """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
+        return "\n".join([*self._plan.describe(), *([] if self._session is None else self._session.describe())])
+
+    def __repr__(self) -> str:
+        return self.describe()
 
     def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
         """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
