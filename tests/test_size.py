@@ -14,12 +14,12 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_615,
-    "tokens": 132_568,
+    "code lines": 12_608,
+    "tokens": 132_564,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_854,
-    "tokens of the core": 28_096,
+    "code lines of the core": 2_845,
+    "tokens of the core": 28_060,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
