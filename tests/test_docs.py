@@ -93,7 +93,7 @@ def test_the_shell_takes_every_block_for_it() -> None:
 def test_every_public_name_has_an_entry_with_an_example() -> None:
     pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
     entries = dict(ENTRY.findall(pages))
-    methods = [f"fabric.Fabric.{name}" for name in vars(Fabric) if not name.startswith("_")]
+    methods = [f"fabric.Fabric.{name}" for name in dir(Fabric) if not name.startswith("_")]
     names = [f"fabric.{name}" for name in fabric.__all__ if not name.startswith("_")]
     for name in [*names, *methods]:
         assert name in entries, f"{name} has no entry"
