@@ -32,12 +32,14 @@ test-slow: .venv/installed ## samples of the fault matrix, crash points and long
 soak: .venv/installed ## all of them: every fault, crash point, and example, in hours
 	$(BIN)/python -m pytest -m "soak and not gpu and not engines" --timeout 1800
 
-test-engines: .venv/installed ## jobs on real SLURM, Open MPI, MPICH, Ray, and two hosts; ENGINES="mpi" takes some
+test-engines: .venv/installed ## jobs on real SLURM, MPI, Ray and two hosts, and real loggers; ENGINES="mpi" takes some
 	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python -m tests.engines $(ENGINES)
 
-wheel: ## build the wheel, install it without extras, train and save there
-	rm -rf build dist && $(PYTHON) -m venv build/clean
-	build/clean/bin/pip wheel --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --wheel-dir dist .
+wheel: .venv/installed ## build the sdist and from it the wheel, install that without extras, train and save there
+	rm -rf build/clean dist
+	$(BIN)/python -m build > /dev/null
+	$(BIN)/python .ci/archives.py dist
+	$(PYTHON) -m venv build/clean
 	build/clean/bin/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt dist/*.whl
 	cd dist && ../build/clean/bin/python ../.ci/clean_install.py
 	cd dist && ../build/clean/bin/python ../examples/gan.py --accelerator cpu --devices 2 --epochs 1

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Fabric", "FabricModule", "Throughput", "__version__", "plan", "seed_everything"]
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

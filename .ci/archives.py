@@ -1,0 +1,48 @@
+"""Run by `make wheel`: the sdist has every file of the repository, and the wheel both packages whole."""
+
+import configparser
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("fabric", "fabric_compat")
+
+
+def main(folder: Path) -> None:
+    """Raise where one of the two archives in that folder is not as it has to be."""
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    version = sdist.name.removesuffix(".tar.gz").partition("-")[2]
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    assert not (left_out := tracked() - packed), f"{sdist.name} lacks {sorted(left_out)}: see MANIFEST.in"
+
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"torch_fabric-{version}.dist-info"
+        metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
+        scripts = configparser.ConfigParser()
+        scripts.read_string(archive.read(f"{info}/entry_points.txt").decode())
+    own = {name for name in packed if name.startswith(tuple(f"{package}/" for package in PACKAGES)) and "." in name}
+    assert names == own | {name for name in names if name.startswith(info)}, sorted(names ^ own)
+    assert {f"{package}/py.typed" for package in PACKAGES} <= names
+    assert f"{info}/licenses/LICENSE" in names
+    assert dict(scripts["console_scripts"]) == {"fabric": "fabric.cli:main"}
+    assert (metadata["Name"], metadata["Version"]) == ("torch-fabric", version)
+    assert str(metadata.get_payload()).startswith("# torch-fabric")
+    print(f"{sdist.name}: {len(packed)} files and folders; {wheel.name}: {len(names)} files")
+
+
+def tracked() -> set[str]:
+    """What git knows; outside of a checkout, as in an unpacked sdist, nothing."""
+    if not (ROOT / ".git").exists():
+        return set()
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
