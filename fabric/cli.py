@@ -79,12 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
 
     about = "Write the content of a sharded checkpoint, which is a folder, to one file that fabric.load reads under "
-    about += "any strategy; or the weights of a model to a .safetensors file, or to a folder of these."
+    about += "any strategy; or the weights of a model to a .safetensors file, or to a folder as Hugging Face reads it."
     add = _command(commands, "consolidate", _consolidate, "make one file of a sharded checkpoint", about)
     add("directory", metavar="DIR", help="the sharded checkpoint")
-    add("-o", "--output", metavar="FILE", type=Path, help="the file to write (default: DIR.pt)")
-    add("--key", metavar="ENTRY", help="with weights: the entry to write (default: the only one that can be)")
-    add("--max-shard-gb", metavar="GB", type=float, help="a folder for Hugging Face's libraries (default: DIR-weights)")
+    add("-o", "--output", metavar="FILE", type=Path, help="the file; .safetensors for weights alone (default: DIR.pt)")
+    add("--key", metavar="ENTRY", help="for weights: which entry is the model (default: the only one there is)")
+    add("--max-shard-gb", metavar="GB", type=float, help="a folder of weights, in files of GB (default: DIR-weights)")
 
     about = "Print what memory a rank needs at most and the collectives of a step, and exit with 1 if that is too much."
     add = _command(commands, "plan", _plan, "dry run of a training step", about)
