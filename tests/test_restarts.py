@@ -82,7 +82,7 @@ def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(str
 # -- a run that is killed and comes back ---------------------------------------------------------------------------
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "long_run.py"
-CONFIGURATION = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+CONFIGURATION = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 ELASTIC = [
     *("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "5", "--local-addr", "127.0.0.1"),
     *("--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-conf", CONFIGURATION),
