@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, contextmanager, nullcontext
+from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
@@ -281,21 +281,17 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     return found
 
 
-@contextmanager
-def around_collectives(module: torch.nn.Module, context: Callable[[str], ContextDecorator]) -> Iterator[None]:
-    """Within, a sharded module issues its collectives within ``context(name)``.
+def wrap_collectives(module: torch.nn.Module, context: Callable[[str], ContextDecorator], undo: ExitStack) -> None:
+    """Have a sharded module issue its collectives within ``context(name)``, until ``undo`` is closed.
 
     FSDP2's own setters of what issues them say nothing of what was there before, and refuse some meshes.
     """
-    names = ("_all_gather_comm", "_reduce_scatter_comm")
-    before = [(group, name, getattr(group, name)) for group in _param_groups(module) for name in names]
-    for group, name, inner in before:
-        call: Any = context(name[1:-5])(inner)
-        call.allocate = inner.allocate
-        setattr(group, name, call)
-    yield
-    for place in before:
-        setattr(*place)
+    for group in _param_groups(module):
+        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
+            undo.callback(setattr, group, name, inner := getattr(group, name))
+            call: Any = context(name[1:-5])(inner)
+            call.allocate = inner.allocate
+            setattr(group, name, call)
 
 
 def allocates_outputs(operator: Any) -> bool:

@@ -35,7 +35,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fabric._session import Session
-from fabric._torch import around_collectives, in_backward, profiled
+from fabric._torch import in_backward, profiled, wrap_collectives
 from fabric.diagnostics.recorder import Hooks, in_words
 from fabric.errors import ConfigurationError, UsageError
 from fabric.module import FabricModule
@@ -94,11 +94,11 @@ class Timeline:
         contract, undo = model._fabric_contract, self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
-            self._hooks.enter_context(around_collectives(model._fabric_prepared, lambda name: self.during(Wait(name))))
+            wrap_collectives(model._fabric_prepared, lambda name: self.during(Wait(name)), self._hooks)
         elif self._has_peers:
             for each in (each for each in contract.parameters().values() if each.requires_grad):
                 undo(each.register_post_accumulate_grad_hook(self._note_gradient).remove)
-            if contract.needs_forward and any(True for _ in contract.module.buffers()):
+            if contract.needs_forward and next(contract.module.buffers(), None) is not None:
                 undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
 
     def over(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -134,11 +134,9 @@ class Timeline:
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        enter, leave = partial(self._enter, name), partial(self._exit, name)
-        hooks.before.insert(0, enter)
-        hooks.after.insert(0, leave)
-        self._hooks.callback(hooks.before.remove, enter)
-        self._hooks.callback(hooks.after.remove, leave)
+        for calls, own in ((hooks.before, partial(self._enter, name)), (hooks.after, partial(self._exit, name))):
+            calls.insert(0, own)
+            self._hooks.callback(calls.remove, own)
 
     def _is_here(self) -> bool:
         return get_ident() == self._thread or in_backward()  # for which autograd has threads of its own

@@ -1,7 +1,7 @@
 """What fabric relies on in names of torch that are private or were renamed."""
 
 from collections import OrderedDict, namedtuple
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -397,7 +397,8 @@ def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
     with _torch.fake_ranks(2):
         model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
         for _ in range(2):
-            with _torch.around_collectives(model, note):
+            with ExitStack() as undo:
+                _torch.wrap_collectives(model, note, undo)
                 model(torch.ones(1, 2)).sum().backward()
             model(torch.ones(1, 2)).sum().backward()
     assert entered == 2 * ["all_gather", "reduce_scatter"]
