@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fabric._session import Session
+from fabric._session import Session, rank_zero_first
 from fabric._torch import in_backward, profiled, wrap_collectives
 from fabric.diagnostics.recorder import Hooks, in_words
 from fabric.errors import ConfigurationError, UsageError
@@ -289,7 +289,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     if current is not None and current.on_step is not bool:
         raise UsageError(request, "another profile is under way")
     target, store = Path(f"{os.fspath(path).removesuffix('.json')}.json"), runtime.store
-    with session.rank_zero_first(local=False):
+    with rank_zero_first(runtime.communicator):
         if store.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
