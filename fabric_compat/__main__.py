@@ -1,9 +1,9 @@
 """``python -m fabric_compat script.py ...`` or ``python -m fabric_compat -m module ...``."""
 
 import os
-import runpy
 import sys
 
+from fabric.launchers.script import Script
 from fabric_compat import installed
 
 
@@ -17,13 +17,7 @@ def main() -> None:
     if not is_module and not os.path.exists(script[0]):
         sys.exit(f"python -m fabric_compat {script[0]}: there is no such file in {os.getcwd()!r}")
     os.environ["FABRIC_PRELOAD"] = installed.__name__
-    sys.argv[:] = arguments[is_module:]
-    if is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script[0])))
-        runpy.run_path(script[0], run_name="__main__")
+    Script(name=script[0], is_module=is_module, arguments=arguments[is_module:])()()
 
 
 if __name__ == "__main__":

@@ -1,21 +1,17 @@
 """Accelerators: ours, under Lightning's names."""
 
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import torch
 
 from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
-from fabric_compat.missing import refuse
-
-__all__ = ["Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator", "find_usable_cuda_devices"]
-
+from fabric_compat.missing import missing
 
 num_cuda_devices, is_cuda_available = torch.cuda.device_count, torch.cuda.is_available
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name)
+__getattr__ = partial(missing, __name__)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -2,24 +2,26 @@
 
 import inspect
 import os
-from contextlib import AbstractContextManager
+import sys
+from functools import cache
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric as _Fabric
 from fabric._fabric import _without_none
+from fabric.data.sharding import ShardedSampler
+from fabric.strategies import SingleDeviceStrategy
 from fabric.strategies.parallel import as_list
-from fabric.tree import flatten, unflatten
+from fabric.tree import flatten, map_tensors
 from fabric.world import World
+from fabric_compat import strategies
 from fabric_compat.plugins import AsEnvironment, CheckpointIO, ClusterEnvironment, Precision, precision_object
-from fabric_compat.strategies import STRATEGY_REGISTRY
-from fabric_compat.utilities import convert_to_tensors, seed_everything
-from fabric_compat.wrappers import SET_UP, _FabricModule
-
-__all__ = ["Fabric"]
+from fabric_compat.utilities import convert_to_tensors, name_of_reduction, seed_everything
+from fabric_compat.wrappers import _FabricModule, mark_set_up
 
 _DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1, "precision": None}
 
@@ -40,7 +42,9 @@ class Fabric(_Fabric):
                 raise ValueError(f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise")
             given[name] = value
         if isinstance(given["strategy"], str):
-            given["strategy"] = STRATEGY_REGISTRY.get(given["strategy"], given["strategy"])
+            given["strategy"] = strategies.STRATEGY_REGISTRY.get(given["strategy"], given["strategy"])
+        elif isinstance(given["strategy"], SingleDeviceStrategy):
+            given.setdefault("environment", "none")  # of several processes each may have one
         formats = []
         for plugin in as_list(plugins):
             if isinstance(plugin, ClusterEnvironment):
@@ -57,6 +61,8 @@ class Fabric(_Fabric):
         super().__init__(**given)
         for plugin in formats:
             self.strategy.checkpoint_io = plugin
+        kind = type(self.strategy)
+        self.strategy.__class__ = vars(strategies).get(kind.__name__, kind)  # that a name stood for
         self._launched = False
         self._strategy, self._precision = self.strategy, precision_object(self.precision)
 
@@ -70,8 +76,6 @@ class Fabric(_Fabric):
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
         """Start the processes; a second call without a function does nothing."""
-        if function_and_args and not callable(function_and_args[0]):
-            raise TypeError(f"launch{function_and_args}: it takes a function, whose first argument is the Fabric")
         has_launched, self._launched = self._launched, True
         return None if has_launched and not function_and_args else super().launch(*function_and_args, **kwargs)
 
@@ -84,6 +88,10 @@ class Fabric(_Fabric):
             model = session.setup_module(module, move_to_device)
             object.__setattr__(model, "__class__", _FabricModule)
             model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
+            if self.precision.name != "32-true":
+                _note(f"modules under {self.precision.name} cast inputs, and return float32")
+        else:
+            _note("a module that is set up again is the one that was")
         self._set_up(optimizers)
         self.call("on_after_setup", fabric=self, module=model)
         return _without_none(model, *optimizers, scheduler)
@@ -101,9 +109,19 @@ class Fabric(_Fabric):
         session = self._running("setup_optimizers")
         new = [each for each in optimizers if each not in session.optimizers]
         session.setup_optimizers(new)
-        SET_UP.update(new)
+        if not session.modules:
+            _note("optimizers are set up without their modules, whose gradients nothing averages")
         for optimizer in new:
+            mark_set_up(optimizer)
             optimizer.register_step_post_hook(self._after_step)
+
+    def setup_dataloaders(self, *loaders: Any, **options: Any) -> Any:
+        """Set up loaders, whose samplers have a ``set_epoch`` if there are other processes."""
+        prepared = super().setup_dataloaders(*loaders, **options)
+        for each in as_list(prepared):
+            if isinstance(each.sampler, ShardedSampler) and not hasattr(each.sampler, "set_epoch"):
+                vars(each.sampler).update(set_epoch=each.set_epoch)
+        return prepared
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self.call("on_after_optimizer_step", strategy=self.strategy, optimizer=optimizer)
@@ -115,47 +133,46 @@ class Fabric(_Fabric):
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call a method of all callbacks that have it, with those of the keywords that it takes."""
         for callback in self._callbacks:
-            hook = getattr(callback, hook_name, None)
-            if not callable(hook):
-                continue
-            parameters = inspect.signature(hook).parameters
-            takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-            hook(*args, **{name: value for name, value in kwargs.items() if takes_all or name in parameters})
+            if callable(hook := getattr(callback, hook_name, None)):
+                parameters = inspect.signature(hook).parameters
+                takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+                hook(*args, **{name: value for name, value in kwargs.items() if takes_all or name in parameters})
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any) -> Any:  # type: ignore[override]
         """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
         tensors = convert_to_tensors(data, self.device)
+        _note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:
             return tensors
         return super().all_gather(tensors, group, sync_grads, **ours)
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors in place, and return them; numbers as tensors."""
-        leaves, structure = flatten(convert_to_tensors(data, self.device))
-        name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        is_mean = name in ("mean", "avg")  # of integers it is cut off
-        tensors = [each for each in leaves if isinstance(each, Tensor)]
-        operands = [each.double() if is_mean and not each.is_floating_point() else each for each in tensors]
-        results = iter(super().all_reduce(operands, group, "mean" if is_mean else name))
+        _note("all_reduce returns tensors for numbers, and changes tensors in place")
+        data, name = convert_to_tensors(data, self.device), name_of_reduction(reduce_op)
+        tensors = [each for each in flatten(data)[0] if isinstance(each, Tensor)]
+        exact = [each.double() if name == "mean" and not each.is_floating_point() else each for each in tensors]
+        results = iter(super().all_reduce(exact, group, name))  # the mean of integers is cut off
 
-        def filled(leaf: Any):
-            if not isinstance(leaf, Tensor):
-                return leaf
+        def filled(tensor: Tensor) -> Tensor:
             result = next(results)
-            return result if result.requires_grad else (leaf.detach() if leaf.requires_grad else leaf).copy_(result)
+            return result if result.requires_grad else tensor.detach().copy_(result)
 
-        return unflatten(structure, map(filled, leaves))
+        return map_tensors(filled, data)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """``print`` on the first process of each machine."""
         if self.local_rank == 0:
             print(*args, **kwargs)
 
-    def init_module(self, empty_init: bool | None = None, **ours: Any) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """A context in which modules are created on the device and in the dtype of the precision."""
-        return super().init_module(bool(empty_init), **ours)
-
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:  # type: ignore[override]
         """Seed python, numpy and torch in this process, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
+
+
+@rank_zero_only
+@cache
+def _note(text: str) -> None:
+    """Say once, on the first rank, where a meaning is not that of ``fabric``."""
+    print(f"fabric_compat: as in Lightning Fabric, {text}", file=sys.stderr, flush=True)

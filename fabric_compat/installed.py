@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-__all__: list[str] = []
-
 _ROOTS = {
     "lightning": "fabric_compat.lightning",
     "lightning.fabric": "fabric_compat",
@@ -56,6 +54,15 @@ class _Finder(MetaPathFinder, Loader):
         assert module.__spec__ is not None
         module.__spec__ = module.__spec__.loader_state
 
+
+class _Entry(str):
+    """An entry of ``sys.path``, which what ``multiprocessing`` spawns unpickles before it imports the script."""
+
+    def __reduce__(self) -> Any:
+        return _Entry, (str(self),)
+
+
+sys.path[1] = _Entry(sys.path[1])  # neither the first nor the last, which come and go
 
 if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
     for _name in (*_ROOTS, *_TRAINERS):

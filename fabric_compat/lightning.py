@@ -5,8 +5,6 @@ from typing import Any
 import fabric_compat as fabric
 from fabric_compat import Fabric, seed_everything
 
-__all__ = ["Fabric", "fabric", "seed_everything"]
-
 
 def __getattr__(name: str) -> Any:
     if name in ("Trainer", "LightningModule", "LightningDataModule", "Callback", "pytorch"):

@@ -3,7 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property, wraps
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,21 +33,15 @@ class Logger(ABC):
 class _DummyExperiment:
     """The experiment on other ranks: whatever is called or read does nothing."""
 
-    def __getattr__(self, name: str) -> Any:
+    def _same(self, *_: Any, **__: Any) -> Any:
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self
+    __getattr__ = __call__ = _same
 
 
 def rank_zero_experiment(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Have a property return the experiment on rank 0, and elsewhere one that does nothing."""
-
-    @wraps(fn)
-    def experiment(self: Any) -> Any:
-        return fn(self) if getattr(rank_zero_only, "rank", 0) == 0 else _DummyExperiment()
-
-    return experiment
+    return rank_zero_only(fn, default=_DummyExperiment())
 
 
 class _FileLogger(Logger):

@@ -1,8 +1,6 @@
 """What Lightning Fabric has and this package does not, and what to use instead."""
 
-from typing import NoReturn
-
-__all__ = ["refuse"]
+from typing import Any
 
 _INSTEAD = {
     "XLA": "there are no TPUs here; accelerator='cuda' or 'cpu'",
@@ -13,14 +11,23 @@ _INSTEAD = {
 }
 
 
-def refuse(module: str, name: str) -> NoReturn:
-    """Raise for a name of a module that is not here.
+class Missing(Exception):
+    """A class that is imported and never made, or caught, by scripts that can do without."""
+
+    instead: str
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        name = type(self).__name__
+        raise ImportError(f"{name} of Lightning Fabric has no counterpart in torch-fabric. Use instead: {self.instead}")
+
+
+def missing(module: str, name: str) -> Any:
+    """What an import of a name that is not here gives: a class that says what to use when it is made.
 
     Raises:
-        ImportError: the name is known and has no counterpart; the text says what to use.
         AttributeError: Lightning Fabric is not known to have it either.
     """
     for part, instead in _INSTEAD.items():
         if part.lower() in name.lower():
-            raise ImportError(f"{name} of Lightning Fabric has no counterpart in torch-fabric. Use instead: {instead}")
+            return not name.endswith("_AVAILABLE") and type(name, (Missing,), {"instead": instead})
     raise AttributeError(f"module {module!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port as find_free_network_port
 from torch.optim import Optimizer
 
-from fabric import environments
+from fabric import environments as our_environments  # imports of environments find this file
 from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as OurPrecision
 from fabric.tree import map_tensors
 from fabric.world import World, read_integer
-from fabric_compat.missing import refuse
+from fabric_compat.missing import missing
 
 CollectibleGroup = dist.ProcessGroup
 default_pg_timeout = dist.default_pg_timeout
@@ -31,8 +31,7 @@ _PRECISION_INPUT_STR = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed",
 _PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name)
+__getattr__ = partial(missing, __name__)
 
 
 class Precision(OurPrecision):
@@ -41,9 +40,7 @@ class Precision(OurPrecision):
     _default = "32-true"
 
     def __init__(self, precision: str | None = None, *_: Any, **__: Any) -> None:
-        row = parse_precision(precision or self._default)
-        for field in fields(row):  # the fields are frozen
-            object.__setattr__(self, field.name, getattr(row, field.name))
+        vars(self).update(vars(parse_precision(precision or self._default)))  # the fields are frozen
 
     @property
     def precision(self) -> str:
@@ -92,8 +89,8 @@ class MixedPrecision(Precision):
     def __init__(self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None) -> None:
         super().__init__(precision)
         if scaler is not None and self.loss_scale is not None:
-            settings = LossScale(init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval())
-            object.__setattr__(self, "loss_scale", settings)
+            settings = {"init_scale": scaler.get_scale(), "growth_interval": scaler.get_growth_interval()}
+            vars(self).update(loss_scale=LossScale(**settings))
 
 
 class HalfPrecision(Precision):
@@ -143,12 +140,11 @@ class ClusterEnvironment:
 
     @classmethod
     def detect(cls) -> bool:
-        return environments.detect(os.environ, cls._ours) is not None
+        return our_environments.detect(os.environ, cls._ours) is not None
 
     @property
     def _place(self) -> World:
-        found = environments.detect(os.environ, self._ours)
-        return World() if found is None else found[1]
+        return (our_environments.detect(os.environ, self._ours) or (None, World()))[1]
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -207,7 +203,7 @@ class LightningEnvironment(ClusterEnvironment):
 class TorchElasticEnvironment(ClusterEnvironment):
     """torchrun, and whatever sets its variables, as Kubeflow does."""
 
-    _ours = (environments.TorchrunEnvironment(),)
+    _ours = (our_environments.TorchrunEnvironment(),)
 
 
 KubeflowEnvironment = TorchElasticEnvironment
@@ -216,7 +212,7 @@ KubeflowEnvironment = TorchElasticEnvironment
 class SLURMEnvironment(ClusterEnvironment):
     """SLURM; ``auto_requeue`` and ``requeue_signal`` are for Lightning's Trainer."""
 
-    _ours = (environments.SlurmEnvironment(),)
+    _ours = (our_environments.SlurmEnvironment(),)
 
     @staticmethod
     def job_id() -> int | None:
@@ -234,7 +230,7 @@ def _is_slurm_interactive_mode() -> bool:
 class MPIEnvironment(ClusterEnvironment):
     """Open MPI, MPICH and what sets their variables, as LSF's ``jsrun`` does; without mpi4py."""
 
-    _ours = (environments.OpenMPIEnvironment(), environments.MPICHEnvironment())
+    _ours = (our_environments.OpenMPIEnvironment(), our_environments.MPICHEnvironment())
 
 
 LSFEnvironment = MPIEnvironment

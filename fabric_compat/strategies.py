@@ -1,19 +1,20 @@
 """Strategies: ours, which have Lightning's names and arguments."""
 
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fabric import strategies
-from fabric.strategies import *  # noqa: F403 - ours, but DDP # pyright: ignore[reportAssignmentType]
-from fabric_compat.missing import refuse
+from fabric._plan import STRATEGIES
+from fabric.strategies import *  # noqa: F403 - ours, but two # pyright: ignore[reportAssignmentType]
+from fabric_compat.missing import missing
 
 TBroadcast = TypeVar("TBroadcast")
 
 
-def __getattr__(name: str) -> Any:
-    refuse(__name__, name)
+__getattr__ = partial(missing, __name__)
 
 
 def _has_fsdp_modules(module: nn.Module) -> bool:
@@ -29,6 +30,17 @@ class DDPStrategy(strategies.DDPStrategy):
             self.ddp_kwargs["process_group"] = process_group
 
 
+class FSDPStrategy(strategies.FSDPStrategy):
+    """FSDP, by the options of torch's first one; the policy of recomputation takes three arguments, as for wrapping."""
+
+    def __init__(self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any) -> None:
+        policy: Any = activation_checkpointing_policy
+        if callable(policy):
+            policy = partial(policy, recurse=False, nonwrapped_numel=0)
+        super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
+        self._older.clear()
+
+
 class _Registry(dict[str, dict[str, Any]]):
     """Names of strategies of the user's own, in this process; an entry point is for every process."""
 
@@ -42,7 +54,7 @@ class _Registry(dict[str, dict[str, Any]]):
         return self[name]["strategy"](**self[name]["init_params"]) if name in self else default
 
     def available_strategies(self) -> list[str]:
-        return list(self)
+        return [*STRATEGIES, *self]
 
     remove = dict.pop
 

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.checkpoint.stateful import Stateful as _Stateful
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
 from fabric import seed as seeding
 from fabric import tree
@@ -29,15 +29,19 @@ from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.launchers.base import is_interactive
 from fabric.strategies.init_module import WithoutInit
 from fabric.world import World, available_cores
-from fabric_compat.missing import refuse
-from fabric_compat.plugins import CollectibleGroup, find_free_network_port
+from fabric_compat.missing import missing
+from fabric_compat.plugins import ClusterEnvironment, CollectibleGroup, find_free_network_port
 from fabric_compat.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
 
 
 def __getattr__(name: str) -> Any:
     if name.startswith("_TORCH_GREATER_EQUAL_"):
         return torch.__version__ >= name.removeprefix("_TORCH_GREATER_EQUAL_").replace("_", ".")
-    return getattr(_rank_zero, name) if hasattr(_rank_zero, name) else refuse(__name__, name)
+    if not hasattr(_rank_zero, name):
+        return missing(__name__, name)
+    # Until there is a Fabric, which sets it; this file is imported before a rank knows its place.
+    vars(_rank_zero.rank_zero_only).setdefault("rank", ClusterEnvironment().global_rank())
+    return getattr(_rank_zero, name)
 
 
 # types
@@ -93,7 +97,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     """
     chosen = seeding.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed))
     if verbose:
-        _rank_zero.rank_zero_info(f"Seed set to {chosen}")
+        __getattr__("rank_zero_info")(f"Seed set to {chosen}")
     os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"] = str(chosen), str(int(workers))
     return chosen
 
@@ -163,13 +167,9 @@ def suggested_max_num_workers(local_world_size: int) -> int:
 class DistributedSamplerWrapper(DistributedSampler[Any]):
     """A ``DistributedSampler`` over what a sampler yields; ``setup_dataloaders`` needs none."""
 
-    def __init__(self, sampler: Sampler[Any], *args: Any, **kwargs: Any) -> None:
-        self._sampler = sampler
-        super().__init__(list(sampler), *args, **kwargs)  # type: ignore[arg-type]
-
     def __iter__(self) -> Iterator[Any]:
-        self.dataset: Any = list(self._sampler)
-        return (self.dataset[index] for index in super().__iter__())
+        order = list(self.dataset)  # type: ignore[arg-type] # a sampler, of which it reads the length
+        return map(order.__getitem__, super().__iter__())
 
 
 def _update_dataloader(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
@@ -190,27 +190,29 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
     """Whether all processes see the same folder at ``path``, the current one by default. Collective."""
     if strategy.world_size == 1 or strategy.runtime.world.num_nodes == 1:
         return True
-    folder = Path.cwd() if path is None else Path(path)
-    with NamedTemporaryFile(dir=folder) if strategy.is_global_zero else nullcontext() as file:
-        name = strategy.broadcast(file and Path(file.name).name)
-        return strategy.reduce_boolean_decision((folder / name).exists())
+    with NamedTemporaryFile(dir=path or ".") if strategy.is_global_zero else nullcontext() as file:
+        return strategy.reduce_boolean_decision(Path(strategy.broadcast(file and file.name)).exists())
 
 
-def _get_default_process_group_backend_for_device(device: torch.device) -> str:
-    return "nccl" if device.type == "cuda" else "gloo"
+_get_default_process_group_backend_for_device = dist.get_default_backend_for_device
 
 
 def _get_rank() -> int | None:
     return getattr(World.from_env(os.environ), "rank", None)
 
 
+def name_of_reduction(reduce_op: Any) -> str:
+    """The name of a reduction that is a name, a ``ReduceOp``, or None for the sum."""
+    name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+    return "mean" if name == "avg" else name
+
+
 def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = None) -> Tensor:
-    if _distributed_is_initialized():
-        name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        is_mean = name in ("mean", "avg")
-        dist.all_reduce(result, ReduceOp.SUM if is_mean else getattr(ReduceOp, name.upper()), group)
-        return result.div_(dist.get_world_size(group)) if is_mean else result
-    return result
+    if not _distributed_is_initialized():
+        return result
+    is_mean = (name := name_of_reduction(reduce_op)) == "mean"
+    dist.all_reduce(result, getattr(ReduceOp, "SUM" if is_mean else name.upper()), group)
+    return result.div_(dist.get_world_size(group)) if is_mean else result
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:
@@ -256,13 +258,10 @@ def _EmptyInit(enabled: bool = True) -> Any:
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """``torch.load`` of a path, a path with a scheme, or an open file; runs no code unless ``weights_only=False``."""
-    is_safe = weights_only is not False
     if hasattr(path_or_url, "read") or "://" not in str(path_or_url):
-        return torch.load(path_or_url, map_location, weights_only=is_safe)
-    if str(path_or_url).startswith("http"):
-        return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=is_safe)
+        return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
-        return torch.load(file, map_location, weights_only=is_safe)
+        return _load(file, map_location, weights_only)
 
 
 def _lazy_load(filename: _PATH) -> Any:

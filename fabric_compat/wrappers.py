@@ -1,7 +1,7 @@
 """What ``setup`` returns, with the attributes that Lightning Fabric's wrappers have."""
 
+from operator import attrgetter
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -11,11 +11,7 @@ from fabric._torch import uncompiled
 from fabric.data import FabricDataLoader
 from fabric.module import FabricModule
 
-__all__ = ["_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "_unwrap_objects", "is_wrapped"]
-
 _FabricDataLoader = FabricDataLoader
-
-SET_UP: WeakSet[Optimizer] = WeakSet()  # optimizers, which are no object of another type here
 
 
 class _FabricModule(FabricModule):
@@ -38,22 +34,18 @@ class _FabricModule(FabricModule):
     def dtype(self) -> torch.dtype:
         return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
 
-    @property
-    def _forward_module(self) -> nn.Module:
-        return self._fabric_prepared
-
-    @property
-    def _original_module(self) -> nn.Module:
-        return self._fabric_original
+    _forward_module, _original_module = map(property, map(attrgetter, ("_fabric_prepared", "_fabric_original")))
 
 
-class _IsSetUp(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, Optimizer) and instance in SET_UP
+class _FabricOptimizer(Optimizer):
+    """An optimizer that was set up: the user's own, which has become an object of this class and its own."""
 
 
-class _FabricOptimizer(Optimizer, metaclass=_IsSetUp):
-    """Every optimizer that was set up is an instance: it is the user's own, with hooks around its step."""
+def mark_set_up(optimizer: Any) -> None:
+    """Make an optimizer a :class:`_FabricOptimizer`, whose ``optimizer`` it is itself."""
+    kind = type(optimizer)
+    names = {} if hasattr(optimizer, "optimizer") else {"optimizer": property(lambda self: self)}
+    optimizer.__class__ = type(kind.__name__, (_FabricOptimizer, kind), names)
 
 
 def is_wrapped(obj: object) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
+from fabric_compat.missing import Missing
+
 LIST = Path(__file__).parent / "imports.txt"
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from.md"
 MARKS = ("<!-- imports: begin -->\n", "<!-- imports: end -->\n")
@@ -25,11 +27,8 @@ def failure(module: str, name: str) -> str | None:
         found = import_module(module)
     except ImportError as error:
         return str(error)
-    try:
-        getattr(found, name)
-    except (AttributeError, ImportError) as error:
-        return str(error)
-    return None
+    value = getattr(found, name, None)
+    return f"{name} is missing" if value is None or getattr(value, "__bases__", ()) == (Missing,) else None
 
 
 def table() -> str:

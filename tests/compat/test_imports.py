@@ -52,6 +52,8 @@ assert L.Fabric is lightning.fabric.fabric.Fabric is fabric_compat.Fabric
 assert lightning.fabric.strategies is fabric_compat.strategies
 assert deep is lightning.fabric.utilities and Precision is fabric_compat.plugins.Precision
 assert fabric_compat.strategies.__spec__.name == "fabric_compat.strategies"
+from lightning.fabric.plugins.environments import SLURMEnvironment  # a name of the file that it finds, too
+assert not SLURMEnvironment.detect()
 """
 
 
@@ -66,9 +68,10 @@ REFUSED = {
     "from lightning import Trainer": "lightning.Trainer belongs to Lightning's Trainer",
     "import lightning.data": "lightning.data is not part of Lightning Fabric",
     "import lightning.fabric.nothing": "No module named 'lightning.fabric.nothing'",
-    "from lightning.fabric.strategies import DeepSpeedStrategy": "Use instead: strategy=",
-    "from lightning.fabric.accelerators import XLAAccelerator": "Use instead: there are no TPUs",
-    "from lightning.fabric.plugins import BitsandbytesPrecision": "before fabric.setup(model)",
+    "from lightning.fabric.strategies import DeepSpeedStrategy as D; D(stage=2)": "Use instead: strategy=",
+    "from lightning.fabric.accelerators import XLAAccelerator as X; X()": "Use instead: there are no TPUs",
+    "from lightning.fabric.plugins import BitsandbytesPrecision as B; B('nf4')": "before fabric.setup(model)",
+    "from lightning.fabric.utilities.spike import SpikeDetection as S; S()": "a running mean",
     "from lightning.fabric.plugins import Nothing": "cannot import name 'Nothing'",
 }
 
@@ -81,6 +84,22 @@ def test_what_is_not_here_says_so() -> None:
     said = done.stdout.splitlines()
     assert len(said) == len(REFUSED)
     assert [text for text, line in zip(REFUSED.values(), said, strict=True) if text not in line] == []
+
+
+SAID_LATE = """
+import fabric_compat.installed
+from lightning.fabric.plugins import BitsandbytesPrecision, Precision
+from lightning.fabric.plugins.precision.bitsandbytes import _BITSANDBYTES_AVAILABLE
+from lightning.fabric.utilities.spike import TrainingSpikeException
+assert not _BITSANDBYTES_AVAILABLE and not isinstance(Precision(), BitsandbytesPrecision)
+try: pass
+except TrainingSpikeException: pass
+"""
+
+
+def test_an_import_of_what_is_not_here_is_no_error_as_long_as_it_is_not_used() -> None:
+    done = run(SAID_LATE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_importing_fabric_or_the_package_changes_no_import() -> None:
@@ -101,20 +120,73 @@ from lightning.fabric import Fabric
 def main(fabric, *args):
     print("rank", fabric.global_rank, __name__, sys.argv[1:], flush=True)
 if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="{strategy}")
-    fabric.launch(main) if "{strategy}" != "ddp" else (fabric.launch(), main(fabric))
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    fabric.launch(main)
+"""
+# What Lightning Fabric means otherwise than fabric is said once, and a Fabric of one process works inside of a rank.
+SAYING = """
+import sys, torch
+import lightning as L
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.utilities import rank_zero_only
+from torch.utils.data import DataLoader
+class Data:
+    def __len__(self): return 4
+    def __getitem__(self, index): return float(index)
+@rank_zero_only
+def announce(): print("announced")
+if __name__ == "__main__":
+    L.seed_everything(1)
+    announce()
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    assert type(fabric.strategy) is DDPStrategy
+    parts = {"accelerator": fabric.accelerator, "checkpoint_io": None, "precision": fabric._precision}
+    alone = L.Fabric(devices=1, strategy=SingleDeviceStrategy(device=fabric.device, **parts))
+    assert (alone.world_size, alone.all_gather(torch.ones(2)).shape) == (1, (2,))
+    optimizer = alone.setup_optimizers(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    for value in range(2):
+        total = torch.ones(1)
+        fabric.all_reduce(total, reduce_op="sum")
+        fabric.all_gather(value)
+    workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if "--spawn" in sys.argv else {}
+    loader = fabric.setup_dataloaders(DataLoader(Data(), 1, **workers))
+    loader.sampler.set_epoch(1)
+    print("rank", fabric.global_rank, torch.cat(list(loader)).tolist(), sys.argv[1:], flush=True)
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_spawn"])
-def test_a_script_and_the_processes_that_it_launches_import_it(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT.format(strategy=strategy))
-    command = [sys.executable, "-m", "fabric_compat", "script.py", "--x", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+def run_script(script: str, folder: Path, option: str) -> tuple[list[str], str]:
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-m", "fabric_compat", "script.py", "--x", option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
+    return sorted(done.stdout.splitlines()), done.stderr
+
+
+def test_a_script_and_the_processes_that_it_spawns_import_it(tmp_path: Path) -> None:
+    lines, said = run_script(SCRIPT, tmp_path, "1")
     assert [line.split()[1] for line in lines] == ["0", "1"]
     assert all(line.endswith("['--x', '1']") for line in lines)
+    assert said == ""
+
+
+def check_said(folder: Path, option: str) -> None:
+    lines, said = run_script(SAYING, folder, option)
+    ranks = [f"rank 0 [0.0, 2.0] ['--x', '{option}']", f"rank 1 [1.0, 3.0] ['--x', '{option}']"]
+    assert [line for line in lines if line.startswith("rank")] == ranks
+    assert lines.count("announced") == 2  # by rank 0, and by the process that launches
+    texts = [line.removeprefix("fabric_compat: as in Lightning Fabric, ") for line in said.splitlines()]
+    assert [text.split()[0] for text in texts] == ["all_gather", "optimizers", "all_reduce"], said
+
+
+def test_it_says_once_where_a_meaning_differs(tmp_path: Path) -> None:
+    check_said(tmp_path, "1")
+
+
+@pytest.mark.slow
+def test_loader_workers_that_are_spawned_import_it(tmp_path: Path) -> None:
+    check_said(tmp_path, "--spawn")
 
 
 def test_a_module_runs_too_and_a_wrong_file_is_one_line(tmp_path: Path) -> None:

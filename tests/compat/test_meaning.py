@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fabric.errors import UsageError
 from fabric_compat import Fabric, is_wrapped
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
 from fabric_compat.plugins import (
@@ -155,6 +156,8 @@ def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
         assert first is second
         assert isinstance(first, _FabricModule)
         assert isinstance(optimizer, _FabricOptimizer)
+        assert isinstance(optimizer, torch.optim.SGD)
+        assert optimizer.optimizer is optimizer
         assert not isinstance(torch.optim.SGD(model.parameters()), _FabricOptimizer)
         loader = fabric.setup_dataloaders(DataLoader([1.0]))
         assert isinstance(loader, _FabricDataLoader)
@@ -173,7 +176,7 @@ def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> N
     with single() as fabric:
         fabric.launch()
         fabric.launch()
-        with pytest.raises(TypeError, match="function"):
+        with pytest.raises(UsageError, match=r"fabric.launch\(main, 1, 2\)"):
             fabric.launch(3)
 
 
