@@ -19,6 +19,7 @@ from tests.compat.scripts.models import (
     GPT,
     Agent,
     Net,
+    PPOAgent,
     Walk,
     adapt_and_evaluate,
     collect,
@@ -161,6 +162,33 @@ def actor_critic() -> Iterator[dict[str, float]]:
         yield {"update": update, "loss": loss.item(), "reward": rollout["rewards"].mean().item()}
 
 
+def ppo() -> Iterator[dict[str, float]]:
+    torch.manual_seed(42)
+    agent, places = PPOAgent(), []
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.02, eps=1e-5)
+    for rank in range(2):
+        torch.manual_seed(42 + rank)
+        places.append((torch.get_rng_state(), env := Walk(), env.position))
+    for update in range(4):
+        optimizer.param_groups[0]["lr"] = 0.02 * (1 - update / 4)
+        parts = []
+        for rank, (state, env, obs) in enumerate(places):
+            torch.set_rng_state(state)
+            rollout, obs = collect(agent, env, obs)
+            places[rank] = torch.get_rng_state(), env, obs
+            parts.append(agent.evaluate(rollout, obs))
+        data = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        for epoch in range(2):
+            order = torch.randperm(32, generator=torch.Generator().manual_seed(42 + epoch))
+            for indices in order.split(16):
+                loss = agent.training_step({name: values[indices] for name, values in data.items()})
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(agent.parameters(), 0.5)
+                optimizer.step()
+        yield {"update": update, "loss": loss.item(), "reward": data["rewards"].mean().item()}
+
+
 PLAIN = (gan, kfold, language_model_fsdp, meta_learning, actor_critic)
 
 
@@ -168,6 +196,16 @@ PLAIN = (gan, kfold, language_model_fsdp, meta_learning, actor_critic)
 @pytest.mark.parametrize("plain", PLAIN, ids=lambda plain: plain.__name__)
 def test_a_script_has_the_numbers_of_the_plain_loop(plain, tmp_path: Path) -> None:
     assert_agree(run(plain.__name__, tmp_path), list(plain()))
+
+
+@pytest.mark.slow
+def test_ppo_with_hydra_has_the_numbers_of_the_plain_loop(tmp_path: Path) -> None:
+    pytest.importorskip("hydra")
+    assert_agree(run("ppo", tmp_path, "seed=42", "hydra.run.dir=a run"), list(ppo()))
+    assert {path.name for path in tmp_path.iterdir()} == {"a run", "ppo.ckpt"}
+    with open(tmp_path / "a run" / "ppo" / "version_0" / "metrics.csv", newline="") as file:
+        assert [row["step"] for row in csv.DictReader(file)] == ["0", "1", "2", "3"]
+    assert not list(tmp_path.glob("a run/*/version_1"))
 
 
 @pytest.mark.slow

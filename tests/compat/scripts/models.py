@@ -115,6 +115,28 @@ def loss_of(agent, rollout):
     return policy_loss + 0.5 * F.mse_loss(values, returns)
 
 
+class PPOAgent(Agent):
+    """An agent whose loss is a method, as that of a LightningModule."""
+
+    def training_step(self, batch):
+        logits, values = self(batch["obs"])
+        policy = Categorical(logits=logits)
+        ratio = (policy.log_prob(batch["actions"]) - batch["logprobs"]).exp()
+        gain = torch.min(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
+        return 0.5 * F.mse_loss(values, batch["returns"]) - gain.mean() - 0.01 * policy.entropy().mean()
+
+    @torch.no_grad()
+    def evaluate(self, rollout, next_obs):
+        """A rollout with log-probabilities, returns and generalized advantages."""
+        logits, values = self(torch.cat([rollout["obs"], next_obs[None]]))
+        logprobs = Categorical(logits=logits[:-1]).log_prob(rollout["actions"])
+        errors = rollout["rewards"] + 0.9 * values[1:] - values[:-1]
+        advantages, latest = torch.zeros_like(errors), 0.0
+        for step in reversed(range(len(errors))):
+            advantages[step] = latest = errors[step] + 0.9 * 0.95 * latest
+        return {**rollout, "logprobs": logprobs, "advantages": advantages, "returns": advantages + values[:-1]}
+
+
 def make_task(number, device):
     x = torch.linspace(-2, 2, 20, device=device)[:, None]
     y = torch.sin(x + 0.3 * number) * (1 + 0.1 * number)
