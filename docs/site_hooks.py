@@ -9,7 +9,7 @@ from mkdocs.structure.files import File
 
 DOCS = Path(__file__).parent
 LINK = re.compile(r"(?<=\]\()(?!\w+:)[\w./-]+")
-ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):<code>([\w.]+)</code>")
+ROLE = re.compile(r":(?:class|meth|func|mod|attr|data):<code>(?:([\w.]+) &lt;)?~?([\w.]+)(?:&gt;)?</code>")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -25,7 +25,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to where the files are in the site."""
+    """Point links to where the files are in the site, and have searches find pages for readers first."""
+    if page.file.generated_by or page.file.src_uri in ("reference/parts.md", "reference/strategies.md"):
+        page.meta["search"] = {"boost": 0.3}
     folder = os.path.dirname(page.file.src_uri) or "."
 
     def moved(link: re.Match[str]) -> str:
@@ -46,7 +48,7 @@ def on_page_content(html: str, **_: Any) -> str:
     """Make links of the roles in docstrings; what has no entry in the reference is code."""
 
     def link(role: re.Match[str]) -> str:
-        name = role[1] if "." in role[1] else f"fabric.Fabric.{role[1]}"
-        return f'<autoref optional identifier="{name}"><code>{role[1]}</code></autoref>'
+        target = role[2] if "." in role[2] else f"fabric.Fabric.{role[2]}"
+        return f'<autoref optional identifier="{target}"><code>{role[1] or role[2]}</code></autoref>'
 
-    return ROLE.sub(link, html)
+    return ROLE.sub(link, html).replace("::</p>", ":</p>")

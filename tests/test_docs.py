@@ -122,3 +122,4 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) 
     pages = [path for path in (tmp_path / "site").rglob("*") if path.suffix in (".html", ".css")]
     assert len(pages) > len(PAGES)
     assert not [str(path) for path in pages if fetched.search(path.read_text())]
+    assert not [str(path) for path in pages if re.search(r":\w+:<code>", path.read_text())], "a role of a docstring"
