@@ -1,5 +1,6 @@
 """The runtime of one process of a job: its place, its device, and its connection to the other processes."""
 
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -93,11 +94,10 @@ class Runtime:
         self.accelerator.activate(self.device)
         self._is_started = True
         if communicator is None:
-            # Where the functions of other libraries that are for rank 0 look; this imports 10 ms of a dependency.
-            from lightning_utilities.core.rank_zero import rank_zero_only
-
-            if self.connected or not hasattr(rank_zero_only, "rank"):  # not a job of its own inside of a rank
-                vars(rank_zero_only)["rank"] = self.world.rank
+            # Where functions of other libraries that are for rank 0 look; its import takes as long as a launch.
+            utilities = sys.modules.get("lightning_utilities.core.rank_zero")
+            if utilities and (self.connected or not hasattr(utilities.rank_zero_only, "rank")):  # no job inside a rank
+                utilities.rank_zero_only.rank = self.world.rank
         if communicator is None and not self.connected:
             return
         rank, size = self.world.rank, self.world.world_size
