@@ -19,6 +19,9 @@ Where a failure would be silent, remote or late, the message has four parts: the
 what is expected, and a suggestion of what to write instead. Elsewhere one or two are enough.
 """
 
+import os
+import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -98,6 +101,17 @@ class RankFailedError(FabricError, RuntimeError):
 
     def __str__(self) -> str:
         return "\n".join(filter(None, (FabricError.__str__(self), self.traceback.rstrip())))
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the user's frames, here and in the rank; all of the rank's are in ``traceback``."""
+        from IPython import get_ipython  # which has called this
+
+        def cell_name(match: re.Match[str]) -> str:
+            return " ".join(get_ipython().compile.format_code_name(match[1]) or [match[0]])
+
+        ours = rf'(?m)^  File "(?:{re.escape(os.path.dirname(__file__))}|[^"]+[/\\]IPython)[/\\].*\n(?:    .*\n)*'
+        shown = re.sub(ours, "", "".join(traceback.format_exception(self)))
+        return re.sub('File "(.+?)"', cell_name, shown).splitlines()
 
 
 class CollectiveMismatchError(FabricError, RuntimeError):

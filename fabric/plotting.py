@@ -1,7 +1,9 @@
 """The metrics of runs as pictures: ``fabric plot``, and :func:`plot` in a notebook."""
 
 import csv
+import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +53,17 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
             axes.plot(*zip(*points, strict=True), marker="." if len(points) == 1 else "", label=label)
         if len(lines) > 1:
             axes.legend(fontsize="small")
+    # A notebook shows figures as pictures once pyplot is imported, which is slow; it asks this one for it.
+    figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
     return figure
+
+
+def _png(figure: Any) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _tables(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ and the owner's standard output and error of this moment.
 
 import gc
 import importlib
+import linecache
 import multiprocessing.spawn
 import os
 import signal
@@ -146,6 +147,8 @@ def pickled_call(call: Call) -> Payload:
         "sys_path": list(sys.path),
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
+        # Of notebook cells and prompts, which no file holds: for tracebacks, and for what asks for its own source.
+        "sources": {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)},
     }
     if needs_main:
         state |= {"init_main_from_name": name} if name else {"init_main_from_path": path}
@@ -160,6 +163,7 @@ def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
+    linecache.cache.update(state["sources"])
     multiprocessing.spawn.prepare(state)
     fn, args, kwargs = load(packed)
     return partial(fn, *args, **kwargs)

@@ -107,6 +107,39 @@ def test_a_cell_ends_with_the_error_of_its_rank_and_the_next_one_works(notebook,
     assert notebook.works()
 
 
+FAILING = """
+import torch
+from torch import nn
+
+class Net(nn.Linear):
+    def forward(self, batch):
+        hidden = super().forward(batch)
+        raise ValueError(hidden.shape)  # in the model
+
+def fails(fabric, where):
+    if where == "fabric":
+        fabric.all_reduce({"hot": True})  # in a collective
+    model = fabric.setup(Net(2, 1))
+    model(torch.ones(4, 2))  # in the loop
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "lines", "end"),
+    [
+        ("model", ["in the loop", "in the model"], "\nValueError: torch.Size([4, 1])"),
+        ("fabric", ["in a collective"], "\n  booleans have no mean\n"),
+    ],
+)
+def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(notebook, where, lines, end):
+    assert notebook.run(FAILING)["status"] == "ok"
+    shown = "\n".join(notebook.run(f"launch(fails, {where!r})  # here")["traceback"])
+    assert re.findall(r"  Cell In\[\d+\], line \d+, in .+\n    .+  # (.+)\n", shown) == ["here", *lines]
+    assert "\nfabric.errors.RankFailedError: rank " in shown
+    assert end in shown
+    assert f"{os.sep}fabric{os.sep}" not in shown
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("state", ["waits", "trains", "waits_in_cpp", "holds_the_lock"])
 def test_the_stop_button_ends_the_ranks_and_not_the_kernel(notebook, state):
@@ -118,3 +151,21 @@ def test_the_stop_button_ends_the_ranks_and_not_the_kernel(notebook, state):
     assert time.monotonic() - since < within()
     assert not any(rank.is_running() for rank in ranks)
     assert notebook.works()
+
+
+PLOT = """
+from fabric.loggers import CSVLogger
+from fabric.plotting import plot
+
+logger = CSVLogger({folder!r})
+logger.log_metrics({{"loss": 1.0}}, 0)
+logger.close()
+picture = plot({folder!r})
+png, _ = get_ipython().display_formatter.format(picture)
+assert png["image/png"], png
+"""
+
+
+def test_a_cell_shows_a_plot_as_a_picture(notebook):
+    reply = notebook.run(PLOT.format(folder=str(notebook.directory / "run")))
+    assert reply["status"] == "ok", reply["evalue"]
