@@ -40,7 +40,7 @@ TARGET = 1.6
 DEADLINE = 240
 MB = 10**6
 # The strategy, and whether the model is built in init_module().
-KINDS = {
+KINDS: dict[str, tuple[Any, bool]] = {
     "ddp": ("ddp", False),
     "fsdp": ("fsdp", False),
     "fsdp, init_module": ("fsdp", True),

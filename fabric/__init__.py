@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
+    from fabric.accelerators import EntryPoint
     from fabric.dry_run import plan
     from fabric.module import FabricModule
     from fabric.seed import seed_everything
     from fabric.throughput import Throughput
 
-__all__ = ["Fabric", "FabricModule", "Throughput", "__version__", "plan", "seed_everything"]
+__all__ = ["EntryPoint", "Fabric", "FabricModule", "Throughput", "__version__", "plan", "seed_everything"]
 
 __version__ = "0.1.0"
 
@@ -19,7 +20,7 @@ def __getattr__(name: str) -> Any:
     # The command line and the launchers, which need no torch, start without waiting for it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"Throughput": "fabric.throughput", "plan": "fabric.dry_run"}
+    homes = {"EntryPoint": "fabric.accelerators", "Throughput": "fabric.throughput", "plan": "fabric.dry_run"}
     return getattr(import_module(homes.get(name, "fabric._fabric")), name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, overload
+from typing import Any, Literal, NoReturn, Self, TypeVar, TypeVarTuple, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,25 +19,27 @@ from fabric import bare, checkpoint, collectives
 from fabric._plan import resolve
 from fabric._session import Session, loss_weights, rank_zero_first, set_up_modules
 from fabric._torch import uncompiled
-from fabric.accelerators import Accelerator
+from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.data import FabricDataLoader, Uneven, Windows, gather_batch, without_repeats
+from fabric.communicators.base import ReduceName
+from fabric.data import FabricDataLoader, LoaderOptions, Uneven, Windows, gather_batch, without_repeats
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
-from fabric.launchers import InlineLauncher, Launcher
+from fabric.launchers import InlineLauncher, Launcher, StartMethod
 from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import Loggers
 from fabric.metrics import compute_metrics
-from fabric.module import FabricModule
-from fabric.precision import Precision
+from fabric.module import Compiled, FabricModule, Module
+from fabric.precision import Precision, PrecisionName
 from fabric.preemption import exit_preempted
 from fabric.reporting import Reporting
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
+from fabric.strategies import StrategyName
 from fabric.strategies.base import Group, Strategy, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
@@ -45,25 +47,20 @@ from fabric.world import World
 
 __all__ = ["Fabric"]
 
-OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+M = TypeVar("M", bound=nn.Module)
 Os = TypeVarTuple("Os")
 S = TypeVar("S")
+T = TypeVar("T")
 
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
+_Source = Literal["every_rank", "rank0"]
 _Optims = Optimizer | Sequence[Optimizer] | None
 _Keep = Mapping[str, Callable[[str, Any], bool]] | None
 
 
 def _nothing(fabric: "Fabric") -> None:
     """What ``launch()`` runs without a function."""
-
-
-class _Options(TypedDict, total=False):
-    use_distributed_sampler: bool
-    move_to_device: bool
-    overlap_copies: bool
-    uneven: Uneven
 
 
 class Fabric(Reporting):
@@ -110,13 +107,13 @@ class Fabric(Reporting):
     def __init__(
         self,
         *,
-        accelerator: Accelerator | str = "auto",
-        strategy: Strategy | str = "auto",
+        accelerator: Accelerator | AcceleratorName = "auto",
+        strategy: Strategy | StrategyName = "auto",
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int | str = "auto",
-        precision: Precision | str | int | None = None,
-        environment: Environment | str | None = None,
-        launcher: Launcher | str | None = None,
+        precision: Precision | PrecisionName | None = None,
+        environment: Environment | Literal["none"] | None = None,
+        launcher: Launcher | StartMethod | None = None,
         check_collectives: bool = False,
         timeout: timedelta | float | None = None,
         watchdog: timedelta | float = DEFAULT_WATCHDOG,
@@ -281,18 +278,28 @@ class Fabric(Reporting):
                 # A background save often fails because of what happened, and must not take its place.
                 exception.add_note(f"Besides: {error}")
 
-    # Without optimizers it is no tuple: the first that fits counts.
+    # Without optimizers it is no tuple, and every module is also a function: the first that fits counts.
     @overload
-    def setup(self, module: nn.Module, *, scheduler: None = None, move_to_device: bool = True) -> FabricModule: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup(self, module: M, *, scheduler: None = ..., move_to_device: bool = ...) -> M: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def setup(
-        self, module: nn.Module, *optimizers: *Os, scheduler: None = None, move_to_device: bool = True
+        self, module: M, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
+    ) -> tuple[M, *Os]: ...
+    @overload
+    def setup(self, module: M, *optimizers: *Os, scheduler: S, move_to_device: bool = ...) -> tuple[M, *Os, S]: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def setup(self, module: Compiled, *, scheduler: None = ..., move_to_device: bool = ...) -> FabricModule: ...
+    @overload
+    def setup(
+        self, module: Compiled, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
     ) -> tuple[FabricModule, *Os]: ...
     @overload
     def setup(
-        self, module: nn.Module, *optimizers: *Os, scheduler: S, move_to_device: bool = True
+        self, module: Compiled, *optimizers: *Os, scheduler: S, move_to_device: bool = ...
     ) -> tuple[FabricModule, *Os, S]: ...
-    def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True) -> Any:
+    def setup(
+        self, module: Module, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True
+    ) -> nn.Module | tuple[Any, ...]:
         """Set up a module together with the optimizers of its parameters. May be collective.
 
         Args:
@@ -311,15 +318,21 @@ class Fabric(Reporting):
         session.setup_optimizers(optimizers)
         return _without_none(model, *optimizers, scheduler)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> FabricModule:
+    @overload
+    def setup_module(self, module: M, move_to_device: bool = ...) -> M: ...  # pyright: ignore[reportOverlappingOverload]
+    @overload
+    def setup_module(self, module: Compiled, move_to_device: bool = ...) -> FabricModule: ...
+    def setup_module(self, module: Module, move_to_device: bool = True) -> nn.Module:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
         self._running("setup_module")
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
-    def setup_optimizers(self, optimizer: OptimizerT, /) -> OptimizerT: ...
+    def setup_optimizers(self, optimizer: T, /) -> T: ...
     @overload
-    def setup_optimizers(self, *optimizers: Optimizer, scheduler: Any = None) -> Any: ...
+    def setup_optimizers(self, *optimizers: *Os) -> tuple[*Os]: ...
+    @overload
+    def setup_optimizers(self, *optimizers: *Os, scheduler: S) -> tuple[*Os, S]: ...
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
         """Set up optimizers of modules that are set up already; returns them, and the scheduler. See :meth:`setup`."""
         session = self._running("setup_optimizers")
@@ -328,21 +341,15 @@ class Fabric(Reporting):
         return _without_none(*optimizers, scheduler)
 
     @overload
-    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[_Options]) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[LoaderOptions]) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def setup_dataloaders(
-        self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[_Options]
+        self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[LoaderOptions]
     ) -> list[FabricDataLoader]: ...
     def setup_dataloaders(
-        self,
-        loader: Any,
-        /,
-        *more: Any,
-        use_distributed_sampler: bool = True,
-        move_to_device: bool = True,
-        overlap_copies: bool = True,
-        uneven: Uneven = "pad",
-    ) -> Any:
+        self, loader: DataLoader[Any], /, *more: DataLoader[Any], use_distributed_sampler: bool = True,
+        move_to_device: bool = True, overlap_copies: bool = True, uneven: Uneven = "pad",
+    ) -> FabricDataLoader | list[FabricDataLoader]:  # fmt: skip
         """Shard the data of loaders over the processes, and move batches; a :class:`FabricDataLoader`, or a list.
 
         Args:
@@ -365,7 +372,7 @@ class Fabric(Reporting):
         ]  # fmt: skip
         return prepared if more else prepared[0]
 
-    def init_module(self, empty_init: bool = False, source: str = "every_rank") -> AbstractContextManager[Any]:
+    def init_module(self, empty_init: bool = False, source: _Source = "every_rank") -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
 
         Under a strategy that shards, they are built on the CPU with the values of a plain build, but in scratch space
@@ -388,7 +395,7 @@ class Fabric(Reporting):
         """A context in which tensors are created on this process's device and in the dtype of the precision."""
         return created_on(self._running("init_tensor").runtime.device, self.precision.param_dtype)
 
-    def to_device(self, obj: Any) -> Any:
+    def to_device(self, obj: T) -> T:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
         strategy = self._running("to_device").strategy
         return strategy.module_to_device(obj) if isinstance(obj, nn.Module) else strategy.batch_to_device(obj)
@@ -452,11 +459,11 @@ class Fabric(Reporting):
 
     def clip_gradients(
         self,
-        module: nn.Module | Sequence[FabricModule],
+        module: Module | Sequence[Module],
         optimizer: Optimizer,
         clip_val: float | None = None,
         max_norm: float | None = None,
-        norm_type: float | str = 2.0,
+        norm_type: float | Literal["inf"] = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
@@ -483,9 +490,7 @@ class Fabric(Reporting):
         """
         return self._running("step_was_skipped").step_was_skipped(optimizer)
 
-    def no_backward_sync(
-        self, module: FabricModule | Sequence[FabricModule], enabled: bool = True
-    ) -> AbstractContextManager[Any]:
+    def no_backward_sync(self, module: Module | Sequence[Module], enabled: bool = True) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
         It has to hold the forward and the backward pass of one set-up module or several. Not ``enabled``, it is empty.
@@ -505,14 +510,14 @@ class Fabric(Reporting):
         return sequence_parallel(self._running("sequence_parallel").runtime, self.device_mesh, batch, dim)
 
     def ema(
-        self, module: FabricModule, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
+        self, module: Module, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
     ) -> ExponentialMovingAverage:
         """Averages of a set-up module's weights; see :class:`fabric.ema.ExponentialMovingAverage`. Not a collective."""
         [model] = set_up_modules("ema", module)
         return ExponentialMovingAverage(model, decay, buffers)
 
     def join(
-        self, module: FabricModule | Sequence[FabricModule], *, divide_by_initial_world_size: bool = True
+        self, module: Module | Sequence[Module], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
         """A context for a training loop in which processes may have different numbers of batches, under DDP.
 
@@ -529,7 +534,7 @@ class Fabric(Reporting):
         models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
 
-    def all_reduce(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+    def all_reduce(self, data: T, group: Group = None, reduce_op: ReduceName | Any = "mean") -> T:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
         Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
@@ -541,7 +546,7 @@ class Fabric(Reporting):
         """
         return collectives.all_reduce(self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op)
 
-    def reduce_scatter(self, data: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
+    def reduce_scatter(self, data: T, group: Group = None, reduce_op: ReduceName | Any = "mean") -> T:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
         The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes, those of the collection
@@ -549,6 +554,12 @@ class Fabric(Reporting):
         """
         return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
 
+    @overload
+    def all_gather(self, data: Tensor, group: Group = ..., sync_grads: bool = ..., *, concat: bool = ...) -> Tensor: ...
+    @overload
+    def all_gather(
+        self, data: Any, group: Group = ..., sync_grads: bool = ..., ragged: bool = ..., concat: bool = ...
+    ) -> Any: ...
     def all_gather(
         self, data: Any, group: Group = None, sync_grads: bool = False, ragged: bool = False, concat: bool = False
     ) -> Any:
@@ -568,7 +579,7 @@ class Fabric(Reporting):
             return collectives.all_gather_ragged(communicator, data, sync_grads=sync_grads, concat=concat)
         return collectives.all_gather(communicator, data, sync_grads=sync_grads)
 
-    def gather_for_metrics(self, data: Any) -> Any:
+    def gather_for_metrics(self, data: T) -> T:
         """Collect what was computed from a batch from all processes, each sample once, in the order of the data.
 
         Collective, in the body of a loop over a set-up loader. Dim 0 of each tensor in ``data``, a collection, counts
@@ -589,14 +600,14 @@ class Fabric(Reporting):
         """
         return compute_metrics(self._running("compute_metrics").strategy._summing(), metrics)
 
-    def all_to_all(self, data: Any, group: Group = None) -> Any:
+    def all_to_all(self, data: T, group: Group = None) -> T:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
         Tensors have the shape ``(size, *s)``, also in the same collection that is returned: row j is of process j.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
-    def broadcast(self, obj: Any, src: int = 0, group: Group = None) -> Any:
+    def broadcast(self, obj: T, src: int = 0, group: Group = None) -> T:
         """Send any object from one process to all; tensors in it are sent as tensors. Collective and differentiable.
 
         Only the object of rank ``src`` of the group counts; the others may pass None. Its leaves can be pickled.
@@ -605,7 +616,7 @@ class Fabric(Reporting):
         # Those of others need not know groups.
         return strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
 
-    def scatter(self, parts: Sequence[Any] | None = None, src: int = 0, group: Group = None) -> Any:
+    def scatter(self, parts: Sequence[T] | None = None, src: int = 0, group: Group = None) -> T:
         """Send one object or collection to each process, and return this process's part. Collective.
 
         ``parts``, on rank ``src`` of the group alone, has one for each rank; shapes and kinds may differ. Tensors are
@@ -613,7 +624,7 @@ class Fabric(Reporting):
         """
         return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
 
-    def gather(self, obj: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
+    def gather(self, obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
         """Collect one object or collection from each process on one of them. Collective.
 
         Returns the list by rank, detached, on rank ``dst`` of the group, else None. Shapes and kinds may differ.
@@ -761,7 +772,7 @@ class Fabric(Reporting):
         with self._running("load_raw").checkpoints("load_raw") as checkpoints:
             checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is False, True)
 
-    def get_state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def get_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
 
         For what saves itself: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.

@@ -173,7 +173,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     )
 
 
-def parse_strategy(strategy: Strategy | str, **options: Any) -> Strategy | None:
+def parse_strategy(strategy: Strategy | strategies.StrategyName, **options: Any) -> Strategy | None:
     """The strategy that an object or a name, of ours with options, stands for; None for ``"auto"``."""
     return None if strategy == "auto" else _parse_name("strategy", strategy, STRATEGIES, Strategy, **options)
 

@@ -105,7 +105,7 @@ class Session:
             self._parts.callback(self.strategy.checkpoint_io.wait)
         self._saves = self._parts.enter_context(closing(AsyncSaver(self.runtime.background)))
 
-    def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer]) -> None:
+    def check_setup(self, module: Any, optimizers: Sequence[Optimizer]) -> None:
         """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
         modules = self.originals if module is None else [module]
         known: list[Any] = [*self.originals, *self.optimizers]
@@ -124,7 +124,7 @@ class Session:
             raise UsageError(request, problem, expected)
         self.strategy.check_setup(None if isinstance(module, BARE) else module, optimizers)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool) -> FabricModule:
+    def setup_module(self, module: Any, move_to_device: bool) -> FabricModule:
         """Convert, move and prepare a module; may be collective."""
         if self._plan.precision.param_dtype is not None:  # most often nothing is to be read there
             self._plan.precision.convert_module(module)

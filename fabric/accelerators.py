@@ -16,14 +16,22 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Literal, NewType, final
 
 import torch
 
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.world import available_cores
 
-__all__ = ["ACCELERATORS", "Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator"]
+__all__ = [
+    "ACCELERATORS", "Accelerator", "AcceleratorName", "CPUAccelerator", "CUDAAccelerator", "EntryPoint",
+    "MPSAccelerator",
+]  # fmt: skip
+
+EntryPoint = NewType("EntryPoint", str)
+"""The name of an entry point of another package, which type checkers do not know: ``strategy=EntryPoint("theirs")``."""
+
+AcceleratorName = Literal["auto", "cpu", "cuda", "gpu", "mps"] | EntryPoint
 
 # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of mallopt(3), with our values in bytes. Smaller blocks stay with the process:
 # each page that the system hands out anew is a fault (from 1 MiB on, ten times glibc's own number in a step of

@@ -23,10 +23,11 @@ from torch.optim import Optimizer
 from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
 from fabric._torch import DispatchMode, FakeTensor, Rank0Chunks, collective_of, fake_ranks, local_tensor, run_fake
-from fabric.accelerators import ACCELERATORS
+from fabric.accelerators import ACCELERATORS, AcceleratorName
 from fabric.errors import ConfigurationError
-from fabric.precision import Precision, parse_precision
-from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, Strategy
+from fabric.precision import Precision, PrecisionName, parse_precision
+from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyName
+from fabric.strategies.base import Strategy
 from fabric.strategies.fsdp_options import find_fsdp_modules
 from fabric.tree import PLAIN, flatten
 from fabric.world import World
@@ -100,9 +101,9 @@ class DryRun:
 
 
 def plan(
-    build: Callable[[Fabric], Any], step: Callable[..., Any], *, world: int = 1, strategy: Strategy | str = "auto",
-    memory: int | str | None = None, num_nodes: int = 1, precision: Precision | str | int | None = None,
-    accelerator: str = "cuda",
+    build: Callable[[Fabric], Any], step: Callable[..., Any], *, world: int = 1,
+    strategy: Strategy | StrategyName = "auto", memory: int | str | None = None, num_nodes: int = 1,
+    precision: Precision | PrecisionName | None = None, accelerator: AcceleratorName = "cuda",
 ) -> DryRun:  # fmt: skip
     """Find out what a training step needs on each rank of a job, in this process and without the job's devices.
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fabric._fabric import Fabric
 from fabric._session import prepared_module
-from fabric.accelerators import Accelerator
+from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.diagnostics.recorder import Hooks
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, UsageError
@@ -265,7 +265,7 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
+        accelerator: Accelerator | AcceleratorName | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,

@@ -24,6 +24,8 @@ FORWARD_METHODS = frozenset({"training_step", "validation_step", "test_step", "p
 _CONVERSIONS = frozenset({"to", "double", "float", "half", "bfloat16"})
 
 Forward = Callable[..., Any]
+Compiled = Forward  # what torch.compile makes of a module, to type checkers
+Module = nn.Module | Compiled
 
 
 class FabricModule(nn.Module):
@@ -32,9 +34,9 @@ class FabricModule(nn.Module):
     The same type under every strategy. Calling it runs the prepared module: gradients are synchronized where the
     strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
     parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
-    ``train``, ``eval``, ``to``, items and a length. A change of dtype is refused where gradients are synchronized in
-    the one that the parameters had in ``setup``. It may be part of another ``nn.Module``, and be compiled by
-    ``torch.compile`` before or after.
+    ``train``, ``eval``, ``to``, items and a length. To type checkers it is an object of the user's class. A change of
+    dtype is refused where gradients are synchronized in the one that the parameters had in ``setup``. It may be part of
+    another ``nn.Module``, and be compiled by ``torch.compile`` before or after.
 
     A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its precision, not the
     strategy. Neither is possible for a sharded module.
@@ -108,8 +110,11 @@ class FabricModule(nn.Module):
         """The user's own module, as it was passed to ``setup``."""
         return self._fabric_module
 
-    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+    def mark_forward_method(self: Any, method: str | Callable[..., Any]) -> None:
         """Have a method of the user's module run through the prepared module, as a forward pass of its own.
+
+        For type checkers, to whom what ``setup`` returns is the user's module:
+        ``FabricModule.mark_forward_method(model, "loss")``.
 
         Args:
             method: the method or its name.

@@ -10,7 +10,7 @@ Integers and booleans are never touched.
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,12 @@ from fabric.errors import ConfigurationError
 from fabric.tree import map_tensors
 
 __all__ = [
-    "PRECISIONS", "PRECISION_ALIASES", "LossScale", "Precision", "cast_inputs", "cast_outputs", "parse_precision"
+    "PRECISIONS", "PRECISION_ALIASES", "LossScale", "Precision", "PrecisionName", "cast_inputs", "cast_outputs",
+    "parse_precision",
+]  # fmt: skip
+
+PrecisionName = Literal[
+    "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16", 64, 32, 16
 ]  # fmt: skip
 
 _CONVERTERS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
@@ -100,7 +105,7 @@ PRECISIONS = {row.name: row for row in _ROWS}
 PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
 
-def parse_precision(precision: "Precision | str | int | None") -> Precision:
+def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
     """A row of the table from its name or alias; None is ``32-true``, and a row of one's own stays as it is.
 
     Raises:

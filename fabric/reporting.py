@@ -56,6 +56,9 @@ class Reporting:
     def __repr__(self) -> str:
         return self.describe()
 
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
     def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
         """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
         from fabric.timeline import profile  # few programs need it

@@ -96,7 +96,7 @@ class Fabric(_Fabric):
         self.call("on_after_setup", fabric=self, module=model)
         return _without_none(model, *optimizers, scheduler)
 
-    def setup_module(self, module: nn.Module, move_to_device: bool = True, **_: Any) -> Any:
+    def setup_module(self, module: Any, move_to_device: bool = True, **_: Any) -> Any:
         """Set up a module on its own."""
         return self.setup(module, move_to_device=move_to_device)
 

@@ -37,9 +37,9 @@ __getattr__ = partial(missing, __name__)
 class Precision(OurPrecision):
     """A precision of ours with the methods of Lightning's: 32-bit, unless a class below says otherwise."""
 
-    _default = "32-true"
+    _default: Any = "32-true"
 
-    def __init__(self, precision: str | None = None, *_: Any, **__: Any) -> None:
+    def __init__(self, precision: Any = None, *_: Any, **__: Any) -> None:
         vars(self).update(vars(parse_precision(precision or self._default)))  # the fields are frozen
 
     @property

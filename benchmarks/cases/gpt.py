@@ -43,7 +43,7 @@ def raw_fsdp(model: Any) -> Prepared:
     return fully_shard(model), adamw(model), torch.Tensor.backward
 
 
-def ours(model: nn.Module, strategy: str) -> Prepared:
+def ours(model: nn.Module, strategy: Any) -> Prepared:
     from fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)

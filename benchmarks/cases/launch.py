@@ -54,7 +54,7 @@ def raw_rank(rank: int, folder: str, port: int) -> None:
     dist.destroy_process_group()
 
 
-def ours(method: str) -> Callable[[], float]:
+def ours(method: Any) -> Callable[[], float]:
     from fabric import Fabric
 
     def launch() -> float:

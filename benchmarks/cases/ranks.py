@@ -30,7 +30,7 @@ def raw_fsdp() -> Callable[[], None]:
     return step_of(sharded, optimizer, torch.Tensor.backward, inputs, targets)
 
 
-def ours(strategy: str, width: int = 16, timings: bool = False) -> Callable[[], None]:
+def ours(strategy: Any, width: int = 16, timings: bool = False) -> Callable[[], None]:
     from fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy, timings=timings)

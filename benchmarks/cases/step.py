@@ -43,7 +43,7 @@ def raw(precision: str, device: str = "cpu") -> Step:
     return {"32-true": plain, "bf16-mixed": mixed, "16-mixed": scaled}[precision]
 
 
-def ours(precision: str, device: str = "cpu") -> Step:
+def ours(precision: Any, device: Any = "cpu") -> Step:
     from fabric import Fabric
 
     fabric = Fabric(accelerator=device, devices=1, precision=precision)

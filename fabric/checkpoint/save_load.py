@@ -185,7 +185,7 @@ class CheckpointCoordinator:
             undo.pop_all()
         return others
 
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def state_dict(self, module: Any) -> dict[str, Any]:
         """``Fabric.get_state_dict``. Collective."""
         state = self._agreed("fabric.get_state_dict(...)", lambda: self.access.module_state(module))
         return self.access.full_copy(state, self.communicator.rank == 0)

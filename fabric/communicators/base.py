@@ -15,8 +15,11 @@ from fabric.errors import ArgumentTypeError, CollectiveMismatchError, Configurat
 
 __all__ = [
     "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
-    "Operation", "Reduce", "from_pickle", "mismatch", "sendable", "to_pickle",
+    "Operation", "Reduce", "ReduceName", "from_pickle", "mismatch", "sendable", "to_pickle",
 ]  # fmt: skip
+
+
+ReduceName = Literal["mean", "avg", "sum", "min", "max", "product", "band", "bor", "bxor"]
 
 
 class Reduce(Enum):

@@ -6,11 +6,11 @@ of the user.
 """
 
 from fabric.data.agreed import Agreement, Windows, check_no_window, without_repeats
-from fabric.data.loader import FabricDataLoader
+from fabric.data.loader import FabricDataLoader, LoaderOptions
 from fabric.data.sharding import Uneven
 from fabric.data.state import ActiveIterator, gather_batch
 
 __all__ = [
-    "ActiveIterator", "Agreement", "FabricDataLoader", "Uneven", "Windows", "check_no_window", "gather_batch",
-    "without_repeats",
+    "ActiveIterator", "Agreement", "FabricDataLoader", "LoaderOptions", "Uneven", "Windows", "check_no_window",
+    "gather_batch", "without_repeats",
 ]  # fmt: skip

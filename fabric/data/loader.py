@@ -3,7 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, TypedDict, get_args
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,12 +16,23 @@ from fabric.data.state import ActiveIterator, EpochState, check_saved, length_of
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 
-__all__ = ["FabricDataLoader"]
+__all__ = ["FabricDataLoader", "LoaderOptions"]
 
 _ALONE = Agreement()
+# It passes for one where it is read, and functions that take a DataLoader take it.
+_Base = DataLoader[Any] if TYPE_CHECKING else object
 
 
-class FabricDataLoader:
+class LoaderOptions(TypedDict, total=False):
+    """The options of ``fabric.setup_dataloaders``, which describes them."""
+
+    use_distributed_sampler: bool
+    move_to_device: bool
+    overlap_copies: bool
+    uneven: Uneven
+
+
+class FabricDataLoader(_Base):
     """A DataLoader whose batches are this rank's, on this rank's device, and which knows its position.
 
     Made by ``fabric.setup_dataloaders``. It iterates as the user's own loader would, each ``iter()`` an epoch of its
@@ -153,7 +164,7 @@ class FabricDataLoader:
             _targets=targets,  # what has a set_epoch, and the number that each was given
         )
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Any:
         return self._begin()[1]
 
     def _begin(self, ends: bool = False) -> tuple[EpochState, Iterator[Any]]:

@@ -1,8 +1,9 @@
 """Strategies: how a module is prepared to train on the devices of a job."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from fabric.accelerators import EntryPoint
 from fabric.strategies.base import Strategy
 from fabric.strategies.data_parallel import DataParallelStrategy, SingleDeviceStrategy
 from fabric.strategies.ddp import DDPStrategy
@@ -20,7 +21,18 @@ __all__ = [
     "ParallelStrategy",
     "SingleDeviceStrategy",
     "Strategy",
+    "StrategyName",
 ]
+
+StrategyName = (
+    Literal[
+        "auto", "single_device", "dp", "ddp", "ddp_spawn", "ddp_fork", "ddp_forkserver", "ddp_notebook",
+        "ddp_find_unused_parameters_true", "ddp_spawn_find_unused_parameters_true",
+        "ddp_fork_find_unused_parameters_true", "ddp_forkserver_find_unused_parameters_true",
+        "ddp_notebook_find_unused_parameters_true", "fsdp", "fsdp_cpu_offload", "model_parallel",
+    ]
+    | EntryPoint
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

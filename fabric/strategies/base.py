@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric._torch import COMPILED_MODULE, real_tensors
-from fabric.accelerators import ACCELERATORS, Accelerator
+from fabric.accelerators import ACCELERATORS, Accelerator, AcceleratorName
 from fabric.collectives import all_gather, all_reduce, broadcast
 from fabric.communicators import Collective, Communicator, NonMember, Operation, Reduce
 from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
-from fabric.precision import PRECISIONS, Precision, parse_precision
+from fabric.precision import PRECISIONS, Precision, PrecisionName, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies.init_module import created_on
 from fabric.tree import to_device
@@ -65,11 +65,11 @@ class Strategy(ABC):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
+        accelerator: Accelerator | AcceleratorName | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
+        precision: Precision | PrecisionName | None = None,
         *,
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
@@ -84,7 +84,7 @@ class Strategy(ABC):
         self.parallel_devices = None if parallel_devices is None else tuple(map(torch.device, parallel_devices))
         self.cluster_environment = cluster_environment
         self.checkpoint_io = checkpoint_io
-        given = [precision] if precision_plugin is None else [precision_plugin, precision]
+        given: list[Any] = [precision] if precision_plugin is None else [precision_plugin, precision]
         parsed = [parse_precision(getattr(one, "precision", one)) for one in given if one is not None]
         if parsed[1:] and parsed[0] != parsed[1]:
             raise ConfigurationError(f"{precision_plugin=}, {precision=}", "the two differ")

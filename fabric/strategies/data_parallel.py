@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from fabric._torch import compiled_in_place, uncompiled
-from fabric.accelerators import Accelerator
+from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce, fold
 from fabric.errors import ConfigurationError
-from fabric.precision import Precision
+from fabric.precision import Precision, PrecisionName
 from fabric.strategies.base import Group, Strategy
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
@@ -94,10 +94,10 @@ class DataParallelStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
+        accelerator: Accelerator | AcceleratorName | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
+        precision: Precision | PrecisionName | None = None,
     ) -> None:
         super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
 

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fabric._torch import FakeTensor, leave_join, reduce_at_once, uncompiled
-from fabric.accelerators import Accelerator
+from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError
-from fabric.precision import Precision
+from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.base import check_same_model
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
@@ -69,11 +69,11 @@ class DDPStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
+        accelerator: Accelerator | AcceleratorName | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
+        precision: Precision | PrecisionName | None = None,
         ddp_comm_state: Any = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
         ddp_comm_wrapper: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,

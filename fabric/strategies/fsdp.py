@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from fabric._torch import backward_unfinished, hook_place, in_backward, uncompiled, unreduced_parameters, version
-from fabric.accelerators import Accelerator
+from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
-from fabric.precision import Precision
+from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
@@ -95,11 +95,11 @@ class FSDPStrategy(ParallelStrategy):
 
     def __init__(
         self,
-        accelerator: Accelerator | str | None = None,
+        accelerator: Accelerator | AcceleratorName | None = None,
         parallel_devices: Sequence[torch.device] | None = None,
         cluster_environment: Environment | None = None,
         checkpoint_io: Any = None,
-        precision: Precision | str | int | None = None,
+        precision: Precision | PrecisionName | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
         cpu_offload: Any = None,

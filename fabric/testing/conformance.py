@@ -15,7 +15,7 @@ from fabric._session import prepared_module
 from fabric.communicators import Communicator, Reduce
 from fabric.communicators.base import BITWISE, ORDERED
 from fabric.errors import ArgumentTypeError, ConfigurationError
-from fabric.strategies import Strategy
+from fabric.strategies import Strategy, StrategyName
 from fabric.testing.base import assert_same
 from fabric.testing.pool import RankPool
 
@@ -40,7 +40,7 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     _apply(run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups)
 
 
-def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any) -> None:
+def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **options: Any) -> None:
     """Check that a strategy trains as one plain process does, in float64, and that its collectives are exact.
 
     Args:
@@ -58,7 +58,7 @@ def check_strategy(strategy: Strategy | str, world_size: int = 2, **options: Any
 def assert_equivalent(
     step_fn: Callable[..., Any],
     *args: Any,
-    strategies: Sequence[Strategy | str] = ("single_device", "ddp", "fsdp"),
+    strategies: Sequence[Strategy | StrategyName] = ("single_device", "ddp", "fsdp"),
     world_sizes: Sequence[int] = (1, 2),
     rtol: float = 1e-5,
     atol: float = 1e-6,
