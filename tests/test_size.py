@@ -14,12 +14,12 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_603,
-    "tokens": 132_541,
+    "code lines": 12_672,
+    "tokens": 133_308,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_846,
-    "tokens of the core": 28_068,
+    "code lines of the core": 2_868,
+    "tokens of the core": 28_430,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method
