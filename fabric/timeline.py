@@ -134,9 +134,10 @@ class Timeline:
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        for calls, own in ((hooks.before, partial(self._enter, name)), (hooks.after, partial(self._exit, name))):
-            calls.insert(0, own)
-            self._hooks.callback(calls.remove, own)
+        calls: list[tuple[list[Any], Any]] = [(hooks.before, self._enter), (hooks.after, self._exit)]
+        for each, own in calls:
+            each.insert(0, bound := partial(own, name))
+            self._hooks.callback(each.remove, bound)
 
     def _is_here(self) -> bool:
         return get_ident() == self._thread or in_backward()  # for which autograd has threads of its own
