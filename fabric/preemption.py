@@ -1,11 +1,11 @@
 """Ends the loop at the same step on all ranks: on a signal, a time limit, or the coming end of a SLURM job.
 
 [Note: Stopping] Every rank counts its calls of ``should_stop``. One that is asked to stop posts so in the store. The
-thread of the hang reports, which looks there twice a second, then holds its rank at its next call, and raises the
-*agreed call*, a number in the store, to that one; the last rank to do so publishes it. A rank that reaches the call at
-which it is held waits there until the agreed call is known, and makes its further calls up to that. It waits for the
-threads of other ranks alone, which answer whatever their main threads wait for, and never in a collective. Before its
-first call of ``should_stop`` a rank does not answer; one that closes does.
+thread of the hang reports, which looks there twice a second, then holds its rank at its next call, and publishes that;
+the last rank to do so publishes the latest of these, the *agreed call*. A rank that reaches the call at which it is
+held waits there until the agreed call is known, and makes its further calls up to that. It waits for the threads of
+other ranks alone, which answer whatever their main threads wait for, and never in a collective. Before its first call
+of ``should_stop`` a rank does not answer; one that closes does.
 """
 
 import math
@@ -111,17 +111,19 @@ class StopRequest:
 
     def _look(self, store: JobStore, now: float) -> None:
         if self._held_at == math.inf:
-            if not (self._is_requested or now >= self._deadline or store.get_nowait("stop/call")):
+            if not (self._is_requested or now >= self._deadline or store.get_nowait("stop/requested")):
                 return
             while not self._calls < self._held_at < math.inf:  # it goes on calling meanwhile
                 self._held_at = self._calls + 1
-            store.raise_to("stop/call", int(self._held_at))
+            store.set("stop/requested", "yes")
+            store.publish("stop/held", self._held_at)
             self._answer(store)
         self._agreed = float(store.get_nowait("stop/agreed") or math.inf)
 
     def _answer(self, store: JobStore) -> None:
         if store.add("stop/answers", 1) == store.size:
-            store.set("stop/agreed", str(store.raise_to("stop/call", 0)))
+            held = store.read("stop/held", range(store.size)).values()
+            store.set("stop/agreed", str(max(held, default=0)))
 
     def close(self) -> None:
         """Restore the handlers, and let the other ranks agree without this one."""

@@ -59,13 +59,6 @@ class JobStore:
         """Add to a counter, and return what it is then."""
         return self._store.add(key, amount)
 
-    def raise_to(self, key: str, least: int) -> int:
-        """Make a number at least so large, and return what it is then."""
-        found = int(self.set_if_absent(key, str(least).encode()))
-        while found < least:
-            found = int(self._store.compare_set(key, str(found), str(least)))
-        return found
-
     def set(self, key: str, value: bytes | str) -> None:
         """Write a value, over one that is there."""
         self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
