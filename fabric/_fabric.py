@@ -233,7 +233,7 @@ class Fabric(Reporting):
             results = "none" if not return_result else "all" if return_all else "first"
             spec = replace(plan.launch_spec, results=results)
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
-        if self._session is not None and not is_given:
+        if self._session and not is_given:
             problem = "the job has been launched already, or begun by a call before launch() that needs it"
             raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem)
         self._running("launch")

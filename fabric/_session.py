@@ -203,7 +203,7 @@ class Session:
         overflow = self.scaler is not None and self.scaler.unscale(optimizer)
         with self.phase("clip_gradients", any(model._fabric_contract.is_sharded for model in modules)):
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            return clip_gradients(parameters, *limits, error_if_nonfinite and not overflow)
+            return clip_gradients(parameters, *limits, error_if_nonfinite=error_if_nonfinite and not overflow)
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """``Fabric.step_was_skipped``."""

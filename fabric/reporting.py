@@ -51,7 +51,7 @@ class Reporting:
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        return "\n".join([*self._plan.describe(), *([] if self._session is None else self._session.describe())])
+        return "\n".join([*self._plan.describe(), *(self._session.describe() if self._session else [])])
 
     def __repr__(self) -> str:
         return self.describe()
