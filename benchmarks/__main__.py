@@ -1,9 +1,9 @@
 """`python -m benchmarks [names] [--quick]`: raw torch, fabric and its peers side by side.
 
 Runs every case, or those named, prints a table for each and what it says about the budgets, and writes the tables, the
-numbers and a chart to benchmarks/results and the headline table into the README. Cases that are named replace their
-part of the results that are there. With --quick raw torch and fabric run every case once, as small as it can be, and
-nothing is written.
+numbers and a chart to benchmarks/results and the headline table into the README and the home page of the documentation.
+Cases that are named replace their part of the results that are there. With --quick raw torch and fabric run every case
+once, as small as it can be, and nothing is written.
 
 The exit code is 1 where raw torch or fabric fails in a case. A missed budget is reported, not an error: a machine may
 be busy. A peer that is missing, or fails, is a column of "-" with the reason below.
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.cases import MODULES
-from benchmarks.framework import ROOT, Case, Failed, cases_of, run_case
-from benchmarks.report import chart, in_readme, missed, tables, to_record
+from benchmarks.framework import Case, Failed, cases_of, run_case
+from benchmarks.report import PAGES, chart, in_page, missed, tables, to_record
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -71,8 +71,8 @@ def write(results: dict[str, Any]) -> None:
     (RESULTS / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "results.md").write_text(tables(results))
     chart(results, RESULTS / "results.png")
-    readme = ROOT / "README.md"
-    readme.write_text(in_readme(readme.read_text(), results))
+    for page in PAGES:
+        page.write_text(in_page(page.read_text(), results))
 
 
 def earlier() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The report of the numbers: a table for each case, and the README's table and picture."""
+"""The report of the numbers: a table for each case, and the table and the picture of the README and the home page."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -6,12 +6,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework import CONTESTANTS, OURS, RAW, Case, Comparison, Rounds, Row, compare, spread
+from benchmarks.framework import CONTESTANTS, OURS, RAW, ROOT, Case, Comparison, Rounds, Row, compare, spread
 
-__all__ = ["chart", "headline", "in_readme", "missed", "tables", "to_record"]
+__all__ = ["PAGES", "chart", "headline", "in_page", "missed", "tables", "to_record"]
 
 MARKERS = ("<!-- benchmarks: begin -->", "<!-- benchmarks: end -->")
-# Case and row, with what the README's table calls them.
+# What has the table.
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+# Case and row, with what the table calls them.
 HEADLINE = {
     ("import", "time"): "import, beyond torch's",
     ("step-ddp", "calls"): "a step in Python calls, DDP on 2 ranks",
@@ -115,7 +117,7 @@ def _table(record: Record) -> str:
 
 
 def headline(results: Mapping[str, Any]) -> str:
-    """The README's table, as Markdown, between its markers."""
+    """The table of these pages, as Markdown, between its markers."""
     rows = [["", *CONTESTANTS, "ours beside raw"]]
     for (case, name), label in HEADLINE.items():
         row = results["cases"].get(case, {}).get("rows", {}).get(name)
@@ -127,11 +129,11 @@ def headline(results: Mapping[str, Any]) -> str:
     return "\n\n".join([MARKERS[0], _markdown(rows), made, MARKERS[1]])
 
 
-def in_readme(readme: str, results: Mapping[str, Any]) -> str:
-    """The README's text with the headline table of these results in the place of the one it has."""
+def in_page(page: str, results: Mapping[str, Any]) -> str:
+    """The text of a page with the headline table of these results in the place of the one it has."""
     begin, end = map(re.escape, MARKERS)
-    text, count = re.subn(f"{begin}.*?{end}", lambda _: headline(results), readme, flags=re.DOTALL)
-    assert count == 1, f"the README needs {MARKERS[0]} and {MARKERS[1]} once"
+    text, count = re.subn(f"{begin}.*?{end}", lambda _: headline(results), page, flags=re.DOTALL)
+    assert count == 1, f"the page needs {MARKERS[0]} and {MARKERS[1]} once"
     return text
 
 

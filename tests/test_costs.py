@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.cases import step
 from benchmarks.framework import OURS, RAW, Case, Row, compare
 from benchmarks.models import step_of, tiny
-from benchmarks.report import in_readme, missed, tables, to_record
+from benchmarks.report import PAGES, in_page, missed, tables, to_record
 from benchmarks.timing import count_calls
 from fabric import Fabric
 from tests.ranks import run_in_ranks
@@ -168,10 +168,10 @@ def test_a_missing_peer_is_a_dash_with_its_reason() -> None:
     assert "- accelerate: No module named 'accelerate'" in text
 
 
-def test_the_readme_and_the_tables_are_those_of_the_committed_results() -> None:
+def test_the_pages_and_the_tables_are_those_of_the_committed_results() -> None:
     results = json.loads(RESULTS.read_text())
-    readme = (ROOT / "README.md").read_text()
-    assert in_readme(readme, results) == readme
+    for page in PAGES:
+        assert in_page(page.read_text(), results) == page.read_text()
     assert RESULTS.with_suffix(".md").read_text() == tables(results)
 
 
