@@ -25,7 +25,7 @@ from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {str(path.relative_to(ROOT)): path for path in sorted(DOCS.rglob("*.md"))}
+PAGES = {str(path.relative_to(ROOT)): path for path in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]}
 BLOCK = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$|"
     r"(?P<mark>^ *<!-- not run: [^\n]+ -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
@@ -63,6 +63,15 @@ def run_page(job: Fabric, name: str, code: str, folder: str) -> None:
         for each in gc.get_objects():  # names may have been given to others since
             if isinstance(each, Fabric):
                 each.teardown()
+
+
+def test_the_blocks_of_a_page_are_found_and_compile() -> None:
+    for name, page in PAGES.items():
+        text = page.read_text()
+        blocks = [bool(block["setup"]) for block in BLOCK.finditer(text)]
+        assert blocks.count(True) == text.count("<!-- setup"), f"{name}: each comment ends with a line of its own"
+        assert blocks.count(False) == text.count("```python\n"), name
+        compile(script(page), name, "exec")
 
 
 @pytest.mark.slow
