@@ -44,7 +44,7 @@ wheel: .venv/installed ## build the sdist and from it the wheel, install that wi
 	cd dist && ../build/clean/bin/python ../.ci/clean_install.py
 	cd dist && ../build/clean/bin/python ../examples/gan.py --accelerator cpu --devices 2 --epochs 1
 
-bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 15 minutes
+bench: .venv/installed ## raw torch, fabric, lightning-fabric and accelerate side by side, in 25 minutes
 	$(BIN)/pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[benchmarks]'
 	$(BIN)/python -m benchmarks
 

@@ -155,11 +155,11 @@ def chart(results: Mapping[str, Any], path: Path) -> None:
         panels.insert(0, ({"import": others}, "ms beyond torch's own import"))
     figure = Figure(figsize=(9, 1.4 + 0.32 * sum(len(found) for found, _ in panels)), layout="constrained")
     heights = [len(found) + 0.6 for found, _ in panels]
-    for axes, (found, title) in zip(
-        figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0], panels, strict=True
-    ):
+    drawn = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (found, title) in zip(drawn, panels, strict=True):
         _bars(axes, found)
         axes.set_xlabel(title)
+    axes = drawn[-1]
     axes.set_xscale("log")
     axes.axvline(1, color="black", linewidth=1)
     axes.legend(loc="lower right")
