@@ -72,8 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--strategy", metavar="S", help="ddp, fsdp, ... or auto")
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
     add("--max-restarts", metavar="K", type=_at_least(0), default=0, help="restarts, on one machine only (default: 0)")
-    add("--log-dir", metavar="DIR", type=Path, help="write the output of each rank to a file there, and no longer here")
-    add("--tee", action="store_true", help="with --log-dir: show it here too, each line behind its rank")
+    add("--log-dir", metavar="DIR", type=Path, help="write what each rank prints to a file there, not to the terminal")
+    add("--tee", action="store_true", help="with --log-dir: to the terminal, too, each line behind its rank")
     add("-m", "--module", action="store_true", help="the script is the name of a module")
     add("script", metavar="script.py", help="the script, or with -m a module")
     add("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -84,11 +84,11 @@ def _parser() -> argparse.ArgumentParser:
     add("directory", metavar="DIR", help="the sharded checkpoint")
     add("-o", "--output", metavar="FILE", type=Path, help="the file; .safetensors for weights alone (default: DIR.pt)")
     add("--key", metavar="ENTRY", help="for weights: which entry is the model (default: the only one there is)")
-    add("--max-shard-gb", metavar="GB", type=float, help="a folder of weights, in files of GB (default: DIR-weights)")
+    add("--max-shard-gb", metavar="GB", type=float, help="weights in a folder, in files up to GB (default DIR-weights)")
 
-    about = "Print what memory a rank needs at most and the collectives of a step, and exit with 1 if that is too much."
+    about = "Print the memory that a rank needs and the collectives of a step. Exits with 1 if that is over --memory."
     add = _command(commands, "plan", _plan, "dry run of a training step", about)
-    add("build", metavar="module:function", help="build(fabric), which gives a model and its optimizers")
+    add("build", metavar="module:function", help="a function build(fabric) that returns a model and its optimizers")
     add(
         "--step", metavar="NAME", default="step", help="step(fabric, model, *optimizers) of that module (default: step)"
     )
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num-nodes", metavar="N", type=_at_least(1), default=1, help="number of machines (default: 1)")
     add("--strategy", metavar="S", default="auto", help="ddp, fsdp, ..., or the name of a strategy in that module")
     add("--precision", metavar="P", help="32-true, bf16-mixed, ...")
-    add("--accelerator", metavar="A", default="cuda", help="of the job (default: cuda)")
+    add("--accelerator", metavar="A", default="cuda", help="cpu, cuda, ... of the job (default: cuda)")
     add("--memory", metavar="SIZE", help="of a device, such as 80GiB")
 
     about = "Draw the metrics that CSVLogger has written, a panel for each; needs matplotlib."
@@ -104,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     add("folders", metavar="RUN", nargs="+", help="the folder of a run, or of several")
     add("-o", "--output", metavar="FILE", default="metrics.png", help=".png, .svg or .pdf (default: metrics.png)")
 
-    about = "Look for what makes a job fail, on this machine and among its processes. Exits with 1 if there is any."
+    about = "Look for what makes a job fail, on this machine and among its processes. Exits with 1 if it finds any."
     add = _command(commands, "doctor", _doctor, "look for what makes a job fail", about)
     add("--devices", metavar="N", type=_at_least(1), default=2, help="processes, outside of a job (default: 2)")
     add("--timeout", metavar="S", type=_at_least(1), default=20, help="seconds for each part (default: 20)")
