@@ -398,7 +398,8 @@ class Fabric(Reporting):
     def to_device(self, obj: T) -> T:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
         strategy = self._running("to_device").strategy
-        return strategy.module_to_device(obj) if isinstance(obj, nn.Module) else strategy.batch_to_device(obj)
+        move: Any = strategy.module_to_device if isinstance(obj, nn.Module) else strategy.batch_to_device
+        return move(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
         """Whether ``obj`` is a module or loader that ``setup`` returned, or an optimizer that is set up here."""
@@ -811,7 +812,7 @@ class Fabric(Reporting):
         """Join the job, in a process that was just started for it."""
         self._plan = replace(self._plan, world=world)
         self._running("launch")
-        if self._seed is not None:
+        if self._seed:
             self.seed_everything(**self._seed)
 
     def _running(self, call: str) -> Session:

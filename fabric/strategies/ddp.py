@@ -129,10 +129,9 @@ class DDPStrategy(ParallelStrategy):
                 layer.__class__ = nn.SyncBatchNorm
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         # A dry run has no other ranks: what torch does by itself would read what they answer.
-        planned = isinstance(next(module.parameters()), FakeTensor)
-        options = {"init_sync": not planned, **self.ddp_kwargs}
-        wrapper = DistributedDataParallel(module, device_ids=device_ids, **options)
-        if planned:
+        is_dry = isinstance(next(module.parameters()), FakeTensor)
+        wrapper = DistributedDataParallel(module, device_ids=device_ids, **{"init_sync": not is_dry, **self.ddp_kwargs})
+        if is_dry:
             wrapper.register_comm_hook(None, reduce_at_once)
         if self.ddp_comm_hook is not None:
             hook = self.ddp_comm_wrapper(self.ddp_comm_hook) if self.ddp_comm_wrapper else self.ddp_comm_hook
