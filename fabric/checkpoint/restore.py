@@ -9,15 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.state import (
-    Access,
-    ModuleState,
-    State,
-    check_entries,
-    is_stateful,
-    listed,
-    uncompiled_state,
-)
+from fabric.checkpoint.state import Access, ModuleState, State, check_entries, is_stateful, listed, uncompiled_state
 from fabric.errors import CheckpointError
 from fabric.tree import flatten, map_tensors
 

@@ -44,11 +44,7 @@ HEADING = "where each rank is:"
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
 _NAMED = 8  # ranks that are named one by one
 # Frames of these are not where the user called.
-_NOT_USERS = (
-    str(Path(__file__).parents[1]) + os.sep,
-    str(Path(torch.__file__).parent) + os.sep,
-    contextlib.__file__,
-)
+_NOT_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 
 _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
