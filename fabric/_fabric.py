@@ -22,7 +22,7 @@ from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
-from fabric.communicators.base import ReduceName
+from fabric.communicators.base import ReduceName, ReduceOp
 from fabric.data import FabricDataLoader, LoaderOptions, Uneven, Windows, gather_batch, without_repeats
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.ema import ExponentialMovingAverage
@@ -407,6 +407,10 @@ class Fabric(Reporting):
             return self._session is not None and obj in self._session.optimizers
         return self.unwrap(obj) is not obj
 
+    @overload
+    def unwrap(self, obj: FabricDataLoader) -> DataLoader[Any]: ...
+    @overload
+    def unwrap(self, obj: T) -> T: ...
     def unwrap(self, obj: Any) -> Any:
         """The user's module of a set-up module, the torch loader of a set-up loader; anything else as it is."""
         inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
@@ -535,7 +539,7 @@ class Fabric(Reporting):
         models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
 
-    def all_reduce(self, data: T, group: Group = None, reduce_op: ReduceName | Any = "mean") -> T:
+    def all_reduce(self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean") -> T:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
         Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
@@ -547,7 +551,7 @@ class Fabric(Reporting):
         """
         return collectives.all_reduce(self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op)
 
-    def reduce_scatter(self, data: T, group: Group = None, reduce_op: ReduceName | Any = "mean") -> T:
+    def reduce_scatter(self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean") -> T:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
         The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes, those of the collection

@@ -201,7 +201,7 @@ def _get_rank() -> int | None:
     return getattr(World.from_env(os.environ), "rank", None)
 
 
-def name_of_reduction(reduce_op: Any) -> str:
+def name_of_reduction(reduce_op: Any) -> Any:
     """The name of a reduction that is a name, a ``ReduceOp``, or None for the sum."""
     name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
     return "mean" if name == "avg" else name

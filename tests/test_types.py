@@ -43,7 +43,9 @@ def train(fabric: Fabric, net: Net, name: str) -> None:
     reveal_type(fabric.setup_optimizers(optimizer, optimizer, scheduler=scheduler))
     reveal_type(fabric.all_reduce({"loss": torch.ones(1)}, reduce_op="sum"))
     reveal_type(fabric.all_gather(torch.ones(1), concat=True))
+    reveal_type(fabric.all_reduce([3], reduce_op=torch.distributed.ReduceOp.SUM))
     reveal_type(fabric.broadcast(3))
+    reveal_type(fabric.unwrap(net))
     reveal_type(fabric.gather("text"))
     net, _ = fabric.setup(net, optimizer)
     reveal_type(net.score)
@@ -55,6 +57,7 @@ def train(fabric: Fabric, net: Net, name: str) -> None:
     Fabric(accelerator="cdua")  # wrong
     Fabric(precision="bf16-mixd")  # wrong
     Fabric(launcher="spwan")  # wrong
+    fabric.all_reduce(1.0, reduce_op="maen")  # wrong
     fabric.setup(optimizer)  # wrong
     fabric.setup_dataloaders(net)  # wrong
 """
@@ -69,7 +72,9 @@ TYPES = [
     "tuple[SGD, SGD, StepLR]",
     "dict[str, Tensor]",
     "Tensor",
+    "list[int]",
     "int",
+    "Net",
     "list[str] | None",
     "(batch: Tensor) -> Tensor",
 ]
