@@ -118,7 +118,7 @@ SCRIPT = """
 import sys
 from lightning.fabric import Fabric
 def main(fabric, *args):
-    print("rank", fabric.global_rank, __name__, sys.argv[1:], flush=True)
+    sys.stdout.write(f"rank {fabric.global_rank} {sys.argv[1:]}\\n")
 if __name__ == "__main__":
     fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
     fabric.launch(main)
@@ -152,13 +152,13 @@ if __name__ == "__main__":
     workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if "--spawn" in sys.argv else {}
     loader = fabric.setup_dataloaders(DataLoader(Data(), 1, **workers))
     loader.sampler.set_epoch(1)
-    print("rank", fabric.global_rank, torch.cat(list(loader)).tolist(), sys.argv[1:], flush=True)
+    sys.stdout.write(f"rank {fabric.global_rank} {torch.cat(list(loader)).tolist()} {sys.argv[1:]}\\n")
 """
 
 
-def run_script(script: str, folder: Path, option: str) -> tuple[list[str], str]:
+def run_script(script: str, folder: Path, option: str, *launcher: str) -> tuple[list[str], str]:
     (folder / "script.py").write_text(script)
-    command = [sys.executable, "-m", "fabric_compat", "script.py", "--x", option]
+    command = [sys.executable, *launcher, "-m", "fabric_compat", "script.py", "--x", option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=folder, check=False)
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
@@ -187,6 +187,13 @@ def test_it_says_once_where_a_meaning_differs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loader_workers_that_are_spawned_import_it(tmp_path: Path) -> None:
     check_said(tmp_path, "--spawn")
+
+
+@pytest.mark.slow
+def test_fabric_run_starts_the_processes_of_such_a_script(tmp_path: Path) -> None:
+    lines, said = run_script(SCRIPT, tmp_path, "1", "-m", "fabric", "run", "--devices", "2")
+    assert [line.split()[1] for line in lines] == ["0", "1"]
+    assert said == ""
 
 
 def test_a_module_runs_too_and_a_wrong_file_is_one_line(tmp_path: Path) -> None:

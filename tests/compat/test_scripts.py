@@ -39,6 +39,7 @@ def run(script: str, folder: Path, *arguments: object) -> list[dict[str, float]]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 0, done.stderr
+    assert "warn" not in done.stderr.lower(), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 

@@ -6,11 +6,14 @@ import torch
 from lightning.fabric import Fabric, seed_everything
 from lightning.fabric.strategies import FSDPStrategy
 from models import GPT, Block, next_token_loss, sentences
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.data import DataLoader
 
 
 def main():
-    strategy = FSDPStrategy(auto_wrap_policy={Block}, activation_checkpointing_policy={Block}, state_dict_type="full")
+    strategy = FSDPStrategy(
+        auto_wrap_policy={Block}, activation_checkpointing_policy=ModuleWrapPolicy({Block}), state_dict_type="full"
+    )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()
     seed_everything(5)
