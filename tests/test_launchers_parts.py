@@ -80,6 +80,13 @@ def test_code_on_the_command_line_cannot_be_run_again():
         assert 'launcher="forkserver"' in done.stderr
 
 
+def test_a_function_of_standard_input_is_launched():
+    code = "from fabric import Fabric\nf = Fabric(accelerator='cpu', devices=2, launcher='forkserver')\n"
+    code += "def train(fabric): return fabric.all_reduce(fabric.global_rank, reduce_op='sum')\nprint(f.launch(train))"
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=50, check=False)
+    assert done.stdout == "1\n", done.stderr
+
+
 @pytest.mark.parametrize("kind", ["module", pytest.param("zip", marks=pytest.mark.slow)])
 def test_modules_and_archives_are_run_again(tmp_path, kind):
     command = ["-W", "error", "-m", "job", "popen", "rank"]

@@ -140,7 +140,7 @@ def pickled_call(call: Call) -> Payload:
     # whose code is not a library.
     main = sys.modules["__main__"]
     name, path = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
-    is_importable = not f".{name}".endswith(".__main__") if name else path is not None
+    is_importable = not f".{name}".endswith(".__main__") if name else path not in (None, "<stdin>")
     packed, needs_main = dump_call(call, main_is_importable=is_importable)
     state = {
         "authkey": bytes(multiprocessing.current_process().authkey),
