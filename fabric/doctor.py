@@ -110,7 +110,8 @@ def _examine_machine() -> Iterator[str]:
         yield _finding(f"import fabric: {' '.join(others)} has the same name in this environment", remedy)
     command = shutil.which("fabric")
     is_ours = command is None or "from fabric.cli " in Path(command).read_text(errors="replace")
-    yield _finding(f"the command fabric: {command}", "" if is_ours else "it is another package's: python -m fabric")
+    remedy = "" if is_ours else "it is another package's: python -m fabric"
+    yield _finding(f"the command fabric: {command or 'not on PATH'}", remedy)
 
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"ulimit -n 65536; beyond {most}: docker run --ulimit nofile=65536, or /etc/security/limits.conf"
