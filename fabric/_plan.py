@@ -215,7 +215,8 @@ def _parse_duration(argument: str, value: Any) -> timedelta:
     seconds = seconds_of(value)
     if isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST and (seconds > 0 or argument == "watchdog"):
         return timedelta(seconds=seconds)
-    expected = f"seconds, a timedelta or 'D-HH:MM:SS', more than 0 (watchdog=0 is off) and at most {_LONGEST:,} s"
+    least = "at least 0 (off)" if argument == "watchdog" else "more than 0"
+    expected = f"seconds, a timedelta or 'D-HH:MM:SS', {least} and at most {_LONGEST:,} s"
     raise ConfigurationError(f"Fabric({argument}={value!r})", "it is no length of time", expected)
 
 
