@@ -107,6 +107,9 @@ class Session:
 
     def check_setup(self, module: Any, optimizers: Sequence[Optimizer]) -> None:
         """Raise, before anything changes, for what cannot be set up; optimizers alone belong to earlier modules."""
+        if not isinstance(module, nn.Module | None):
+            request = f"setup with a first argument of type {type(module).__name__}"
+            raise ArgumentTypeError(request, "it is no module", suggestion="fabric.setup(model, optimizer)")
         modules = self.originals if module is None else [module]
         known: list[Any] = [*self.originals, *self.optimizers]
         for one in [*([] if module is None else [uncompiled(module)]), *optimizers]:

@@ -125,6 +125,11 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "launch with arguments": (lambda t: t.fabric.launch(x=3), UsageError, ["no function", "main, 1, 2"]),
     "setup of a loader": (lambda t: t.fabric.setup(Net(), DataLoader([1])), UsageError, ["DataLoader", "neither"]),
     "setup of a list": (lambda t: t.fabric.setup(Net(), [t.other]), UsageError, ["list", "neither"]),
+    "optimizer before its model": (
+        lambda t: t.fabric.setup(t.optimizer, t.net),  # type: ignore[type-var]
+        ArgumentTypeError,
+        ["type SGD", "setup(model, optimizer)"],
+    ),
     "launch twice": (Things.twice, UsageError, ["launched already"]),
     "run": (lambda t: t.fabric.run(), UsageError, ["Fabric.run()", "subclass"]),
     "clip a plain module": (
@@ -168,6 +173,12 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     ),
     "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
     "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
+    "save of a module": (lambda t: t.fabric.save(t.path, t.model), ArgumentTypeError, ["a path, then a dict"]),  # type: ignore[arg-type]
+    "save as torch": (
+        lambda t: t.fabric.save({"model": t.model}, t.path),  # type: ignore[arg-type]
+        ArgumentTypeError,
+        ["PosixPath", "(path, {'model': model})"],
+    ),
     "plain loader": (
         lambda t: t.fabric.save(t.path, {"loader": DataLoader([1])}),
         ArgumentTypeError,

@@ -77,12 +77,13 @@ class CheckpointCoordinator:
 
         def read() -> tuple[Any, Any, Any]:
             self.check()
+            contents = self.access.read(state)
             states = rank_states(state) if _has_metrics(state) else {}
             found = [key for key, each in state.items() if isinstance(each, FabricDataLoader) and each.differs_by_rank]
             positions = {name: copy.deepcopy(state[name].state_dict()) for name in found}
             own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
             check_entries(own)
-            return locate(path), self.access.read(state), own
+            return locate(path), contents, own
 
         target, contents, own = self._agreed(request, read)
         contents = contents if sharded else self.access.full(contents)

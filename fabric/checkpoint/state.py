@@ -165,7 +165,10 @@ def collect(state: State, contents: State, filter: Filter | None, trainable_only
 
 
 def check_entries(state: State) -> None:
-    """Raise unless every entry of a user's state is an object with a state, or plain."""
+    """Raise unless a user's state is a mapping, of which every entry is an object with a state, or plain."""
+    if not isinstance(state, Mapping):
+        request = f"a checkpoint whose state is of type {type(state).__name__}"
+        raise ArgumentTypeError(request, expected="a path, then a dict", suggestion="(path, {'model': model})")
     if METADATA_KEY in state:
         raise ConfigurationError("a checkpoint", f"state[{METADATA_KEY!r}] is fabric's own entry", "any other name")
     for name, value in state.items():
