@@ -92,43 +92,41 @@ def test_d21_a_script_without_launch_runs_under_torchrun(run: Run) -> None:
 
 
 # As much of Hydra as tells a process its output folder: one of its own, unless its arguments name it.
-HYDRA = """
-    import os, sys
-    from types import SimpleNamespace
-    named = [word.partition("=")[2].strip("'") for word in sys.argv if word.startswith("hydra.run.dir=")]
-    runtime = SimpleNamespace(output_dir=named[-1] if named else f"{os.getcwd()}/it's {os.getpid()}")
-    class HydraConfig:
-        initialized = staticmethod(lambda: True)
-        get = staticmethod(lambda: SimpleNamespace(mode="RunMode.RUN", runtime=runtime))
-"""
 UNDER_HYDRA = """
     import os, sys
+    import hydra
     from hydra.core.hydra_config import HydraConfig
     from fabric import Fabric
-    fabric = Fabric(accelerator="cpu", devices=2)
-    if "RANK" not in os.environ:
-        print(HydraConfig.get().runtime.output_dir, flush=True)
-    fabric.launch()
-    folders = fabric.gather(HydraConfig.get().runtime.output_dir.replace(chr(92), ""))
-    if folders:
-        print(*folders, *sys.argv[1:3], sep="\\n")
+
+    @hydra.main(version_base=None, config_path=None)
+    def main(config):
+        folder = HydraConfig.get().runtime.output_dir
+        fabric = Fabric(accelerator="cpu", devices=2)
+        if "RANK" not in os.environ:
+            print(folder, flush=True)
+        fabric.launch()
+        folders = fabric.gather(folder)
+        if folders:
+            print(*folders, config, sys.argv[1], sep="\\n")
+
+    main()
 """
 
 
-def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(tmp_path: Path) -> None:
-    package = tmp_path / "hydra" / "core"
-    package.mkdir(parents=True)
-    (package / "hydra_config.py").write_text(textwrap.dedent(HYDRA))
-    (tmp_path / "train.py").write_text(textwrap.dedent(UNDER_HYDRA))
+@pytest.mark.parametrize("sweep", [[], pytest.param(["--multirun"], marks=pytest.mark.slow)], ids=["run", "sweep"])
+def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(sweep: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "it's"
+    folder.mkdir()
+    (folder / "train.py").write_text(textwrap.dedent(UNDER_HYDRA))
     job = subprocess.run(
-        [sys.executable, "train.py", "+lr=1", "--flag"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE,
+        [sys.executable, "train.py", "+lr=1", *sweep],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE,
         check=False,
     )  # fmt: skip
-    launching, first, second, *words = job.stdout.splitlines()
+    launching, first, second, *words = [line for line in job.stdout.splitlines() if not line.startswith("[")]
     assert launching == first == second, job.stderr
-    assert words[0] == "+lr=1"
-    assert words[1].startswith("hydra.run.dir=")
+    assert launching.startswith(str(folder))
+    assert words == ["{'lr': 1}", "+lr=1"]
 
 
 def alone(fabric: Fabric) -> tuple[str, float, int | None]:
