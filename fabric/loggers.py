@@ -58,12 +58,12 @@ class Loggers:
             ArgumentTypeError: it is no :class:`Logger`, run of W&B or ``SummaryWriter``.
         """
         adapted = logger
-        if not callable(getattr(logger, "log_metrics", None)):
+        if (is_class := isinstance(logger, type)) or not callable(getattr(logger, "log_metrics", None)):
             adapters = {"add_scalar": _SummaryWriter}
             adapters |= {"log": _WandbRun} if type(logger).__module__.partition(".")[0] == "wandb" else {}
             kinds = [kind for name, kind in adapters.items() if callable(getattr(logger, name, None))]
             if not kinds:
-                problem = "it has no method log_metrics(metrics, step)"
+                problem = "it is a class" if is_class else "it has no method log_metrics(metrics, step)"
                 expected = "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
                 suggestion = "class MyLogger, with def log_metrics(self, metrics, step=None): ... (three lines)"
                 raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)

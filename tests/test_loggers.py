@@ -248,6 +248,11 @@ def test_a_run_of_wandb_is_a_logger():
     assert run.seen == [({"lr": 0.1}, True), ({"loss": 0.5}, 1), 0]
 
 
+def test_a_class_of_loggers_is_refused_at_once():
+    with pytest.raises(TypeError, match=r"CSVLogger[\s\S]*it is a class\n  Valid: an object"):
+        Fabric(accelerator="cpu", loggers=CSVLogger)
+
+
 def test_what_is_no_logger_is_refused_at_once():
     with pytest.raises(TypeError, match=r"no method log_metrics[\s\S]*def log_metrics\(self, metrics, step=None\)"):
         Fabric(accelerator="cpu", loggers=[object()])
