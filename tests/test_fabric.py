@@ -126,7 +126,7 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     "setup of a loader": (lambda t: t.fabric.setup(Net(), DataLoader([1])), UsageError, ["DataLoader", "neither"]),
     "setup of a list": (lambda t: t.fabric.setup(Net(), [t.other]), UsageError, ["list", "neither"]),
     "optimizer before its model": (
-        lambda t: t.fabric.setup(t.optimizer, t.net),  # type: ignore[type-var]
+        lambda t: t.fabric.setup(t.optimizer, t.net),
         ArgumentTypeError,
         ["type SGD", "setup(model, optimizer)"],
     ),
@@ -173,7 +173,7 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     ),
     "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
     "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
-    "save of a module": (lambda t: t.fabric.save(t.path, t.model), ArgumentTypeError, ["a path, then a dict"]),  # type: ignore[arg-type]
+    "save of a module": (lambda t: t.fabric.save(t.path, t.model), ArgumentTypeError, ["a path, then a dict"]),
     "save as torch": (
         lambda t: t.fabric.save({"model": t.model}, t.path),  # type: ignore[arg-type]
         ArgumentTypeError,
