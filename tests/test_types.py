@@ -96,7 +96,9 @@ class Remark(NamedTuple):
 def check(folder: Path) -> dict[str, list[Remark]]:
     """What pyright says of the files in a folder."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "."]
-    (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard", "reportPrivateImportUsage": false}')
+    # pyright does not follow the import hook of an editable installation.
+    config = {"typeCheckingMode": "standard", "reportPrivateImportUsage": False, "extraPaths": [str(ROOT)]}
+    (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     found: dict[str, list[Remark]] = {}
     for each in json.loads(done.stdout)["generalDiagnostics"]:
