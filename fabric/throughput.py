@@ -99,8 +99,8 @@ class Throughput:
             problem, suggestion = "no FLOPs were counted in the first step", "with throughput.count_flops(): ..."
             raise UsageError(f"Throughput(peak_flops={self._peak})", problem, suggestion=suggestion)
         seconds = elapsed / ranks / 1e9
-        # Of one process.
-        flops = counted and counted * (tokens or samples) / (firsts[1] or firsts[0]) / ranks / seconds
+        first = firsts[1] or firsts[0]
+        flops = counted * (tokens or samples) / first / ranks / seconds if first else 0.0  # of one process
         # Ranks that compute parts of a layer are left out of the sum, those that have parts of a batch are not.
         samples *= self._fabric.strategy._summing(is_batch=True).size / ranks
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}

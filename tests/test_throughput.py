@@ -123,6 +123,17 @@ def test_a_compiled_model_is_counted_and_compiled_afterwards(alone):
     assert found["flops_per_second"] == pytest.approx(flops_of_torch(4) / 4 * found["samples_per_second"])
 
 
+def test_flops_of_a_first_step_without_samples_are_of_no_use_to_later_ones(alone):
+    throughput = Throughput(alone, warmup=1, every=1)
+    with throughput.count_flops():
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert throughput.update(samples=0) is None
+    found = throughput.update(samples=4)
+    assert found is not None
+    assert found["samples_per_second"] > 0
+    assert found.get("flops_per_second", 0.0) == 0.0
+
+
 def test_time_before_the_warmup_and_in_a_pause_does_not_count(alone):
     throughput, began = Throughput(alone, warmup=1, every=2), time.perf_counter()
 
