@@ -38,6 +38,7 @@ class Reporting:
     _session: Session | None
     _callbacks: list[Any]
     _loggers: Loggers
+    _running: Callable[[str], Session]  # begins it for a call of that name
 
     @property
     def logger(self) -> Any:
@@ -105,8 +106,7 @@ class Reporting:
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
         """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
-        if self._is_first():
-            self._loggers.log_metrics({name: value}, step)
+        self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand metrics to every logger, on the first process only.
@@ -127,10 +127,6 @@ class Reporting:
 
     def _is_first(self) -> bool:
         return (self._plan.world or World()).rank == 0
-
-    def _running(self, call: str) -> Session:
-        """The session, as ``Fabric`` begins it."""
-        raise NotImplementedError
 
 
 class Progress(Generic[T]):

@@ -195,7 +195,7 @@ class Checkpoints:
         """The checkpoints that the text files name."""
         metric, mode = self._best or ("", "min")
         values = {name: each.get(metric, math.nan) for name, each in reversed(self._metrics.items())}
-        measured = (name for name in values if values[name] == values[name])
+        measured = (name for name in values if not math.isnan(values[name]))
         best = (max if mode == "max" else min)(measured, key=values.__getitem__, default=None)
         return {"latest": next(reversed(self._metrics), None), "best": best}
 
@@ -292,7 +292,7 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     return owner
 
 
-def _report_to_ray(path: Location, metrics: Mapping[str, float], is_first: bool) -> None:
+def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) -> None:
     """Report a checkpoint and its metrics where a worker of Ray Train runs, whose ``Result`` then names it. Collective.
 
     The checkpoint stays where it is: what Ray stores is a folder with a file ``checkpoint.json`` that has its path.
@@ -303,4 +303,4 @@ def _report_to_ray(path: Location, metrics: Mapping[str, float], is_first: bool)
             from ray import train  # pyright: ignore[reportMissingImports]
         with TemporaryDirectory() as folder:
             Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
-            train.report({**metrics}, checkpoint=train.Checkpoint.from_directory(folder) if is_first else None)
+            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder) if is_first else None)

@@ -247,7 +247,7 @@ class SetupChecks:
 
         def watch(*_: object) -> None:
             self._backward.after.remove(watch)
-            if extended := held_weakly():
+            if (extended := held_weakly()) is not None:
                 self.watch(extended)
 
         # This is within a hook of the optimizer, where it can get no other.
@@ -296,10 +296,10 @@ class SetupChecks:
         if not self._contracts and optimizer not in self._optimizers and nn.Parameter in map(type, trained):
             self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
-        elif arrived & set_up and not self._loaders and not self._store.rank:
+        elif arrived & set_up and not self._loaders and self._store.rank == 0:
             for dataset in datasets_iterated_in_full():
                 missing = f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
-        if missing and not self._store.rank:
+        if missing and self._store.rank == 0:
             warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=2)
 
 
