@@ -149,7 +149,8 @@ def no_cloudpickle(monkeypatch):
     monkeypatch.setattr(serialize, "has_cloudpickle", lambda: False)
 
 
-def test_a_function_of_a_module_travels_by_name():
+def test_a_function_of_a_module_travels_by_name_and_nobody_asks_for_cloudpickle(monkeypatch):
+    monkeypatch.setattr(serialize, "has_cloudpickle", lambda: pytest.fail("its import takes as long as a launch"))
     packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False)
     assert not needs_main
     assert len(packed) < 200

@@ -41,12 +41,12 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
         MissingDependencyError: a function has to be pickled by value and ``cloudpickle`` is not installed.
         ArgumentTypeError: a part of the call cannot be pickled; the text names it.
     """
-    by_value = has_cloudpickle()
-    dump = _cloudpickle().dumps if by_value else pickle.dumps
     packed = _attempt(pickle.dumps, call) if by_name else None
     # Anything that is pickled by name holds the name of its module: without this text nothing refers to __main__.
     if isinstance(packed, bytes) and (main_is_importable or b"__main__" not in packed):
         return packed, b"__main__" in packed
+    by_value = has_cloudpickle()
+    dump = _cloudpickle().dumps if by_value else pickle.dumps
     if by_value and isinstance(packed := _attempt(dump, call), bytes):
         return packed, False
     name, part, error = _culprit(call, dump)
