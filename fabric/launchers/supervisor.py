@@ -216,8 +216,10 @@ class Supervisor:
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
                 handler = signal.getsignal(number)
-                # Ignored: the shell, or nohup, wants it so. None: installed from C, and could not be restored.
+                # Ignored: the shell, or nohup, wants it so; but it ignores SIGQUIT of the keyboard alone, for all that
+                # it starts with "&". None: installed from C, and could not be restored.
                 is_ours = handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
+                is_ours |= number == self._report_signal and handler is signal.SIG_IGN
                 if is_ours and handler is not None:
                     self._handlers[number] = signal.signal(number, self._note)
         return self
