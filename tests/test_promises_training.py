@@ -1,5 +1,6 @@
 """What trains, trains; what cannot be synchronized, is said."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -229,6 +230,18 @@ def test_b9_processes_without_a_module_that_is_set_up_are_warned_and_compared(di
     assert "of 2 processes each has a model of its own: model, optimizer = fabric.setup(model, " in first[0][0]
     assert second[0] == []
     assert all(("the replicas of ranks 0 and 1 differ" in result) == differ for _, result in (first, second))
+
+
+def dropped_module(fabric: Fabric) -> tuple[list[str], str]:
+    net = Net()
+    fabric.setup(net, sgd(net.parameters()))
+    del net
+    gc.collect()
+    return no_module(fabric, False)
+
+
+def test_b9_where_a_module_was_set_up_nobody_is_told_to_set_one_up() -> None:
+    assert run_in_ranks(dropped_module) == [([], "fine")] * 2
 
 
 def loaders(fabric: Fabric, kind: str) -> tuple[list[str], str]:

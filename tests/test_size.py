@@ -14,8 +14,8 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_671,
-    "tokens": 133_401,
+    "code lines": 12_673,
+    "tokens": 133_425,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
     "code lines of the core": 2_878,

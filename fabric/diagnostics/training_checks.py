@@ -228,7 +228,7 @@ class SetupChecks:
         self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
         self._backwards = self._calls = 0
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._numbers = count()
+        self._numbers, self._is_used = count(), False  # whether one was ever set up
         self._all, self._hooks = ExitStack(), ExitStack()
         self._all.callback(self._hooks.close)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -237,6 +237,7 @@ class SetupChecks:
 
     def watch(self, optimizer: Optimizer, name: str = "") -> None:
         """Watch its first steps, and those after it has got further parameters."""
+        self._is_used |= not name
         name = name or str(next(self._numbers))
         self._all.callback(TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close)
 
@@ -293,7 +294,7 @@ class SetupChecks:
             return
         missing = ""
         # Latent tensors may well be each rank's own; parameters that are sharded are not.
-        if not self._contracts and optimizer not in self._optimizers and nn.Parameter in map(type, trained):
+        if not (self._contracts or self._is_used) and nn.Parameter in map(type, trained):
             self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
         elif arrived & set_up and not self._loaders and self._store.rank == 0:
