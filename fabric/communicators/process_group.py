@@ -20,6 +20,7 @@ __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
 
 _LARGEST = 2**63 - 1
+_LITTLE = 1 << 17  # bytes to all ranks
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -42,16 +43,19 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer, group = collective.buffer, collective.peer or 0, self._group
+        buffer, peer, op, group = collective.buffer, collective.peer or 0, collective.reduce or Reduce.SUM, self._group
         match collective.operation:
             case Operation.ALL_REDUCE:
-                return self._all_reduce(buffer, collective.reduce)
+                return self._all_reduce(buffer, op)
             case Operation.ALL_GATHER:
                 output = buffer.new_empty((self.size, *buffer.shape))
-                all_gather_into(output.view(-1), buffer.reshape(-1), group=group)
+                if self._gathers_at_once(buffer):
+                    dist.all_to_all_single(output, buffer.expand_as(output).contiguous(), group=group)
+                else:
+                    all_gather_into(output.view(-1), buffer.reshape(-1), group=group)
                 return output
             case Operation.REDUCE_SCATTER:
-                return self._reduce_scatter(buffer, collective.reduce)
+                return self._reduce_scatter(buffer, op)
             case Operation.ALL_TO_ALL:
                 output = torch.empty_like(buffer)
                 dist.all_to_all_single(output, buffer, group=group)
@@ -77,9 +81,14 @@ class ProcessGroupCommunicator(Communicator):
                 return self._new_group(buffer)
         return buffer
 
-    def _all_reduce(self, buffer: Tensor, op: Reduce | None) -> Tensor:
-        assert op is not None, "a reduction has one"
-        if op in BITWISE and not self._is_gloo:  # nccl has none of these: each rank reduces for itself
+    def _gathers_at_once(self, buffer: Tensor) -> bool:
+        """Whether to send a few bytes straight to all ranks: gloo gathers around a ring, one rank after the other."""
+        return self._is_gloo and 0 < self.size * buffer.nbytes <= _LITTLE
+
+    def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
+        # nccl has no bitwise ones; and gloo goes around twice for more than two numbers of 64 bits.
+        gathers = not self._is_gloo if op in BITWISE else buffer.nbytes > 16 and self._gathers_at_once(buffer)
+        if gathers:  # each rank reduces for itself
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
             # Backends pass over what is not a number, or not, by place; as an integer it is the largest, or least.
@@ -89,7 +98,7 @@ class ProcessGroupCommunicator(Communicator):
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
         return buffer.div_(self.size) if op is Reduce.MEAN else buffer
 
-    def _reduce_scatter(self, buffer: Tensor, op: Reduce | None) -> Tensor:
+    def _reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
         if op not in (Reduce.SUM, Reduce.MEAN):
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
