@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from fabric._fabric import Fabric
 from fabric._session import prepared_module
@@ -37,53 +38,55 @@ class _Mailbox(deque[Any]):
     get = deque.popleft
 
 
-def _setup(self: Any, trainer: Any = None) -> None:
-    """See :meth:`fabric.strategies.ParallelStrategy.setup`; afterward the prepared module is :attr:`model`, too.
+class _OlderMethods(ParallelStrategy):
+    """The methods that both of the older strategies had."""
 
-    Args:
-        trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
+    model: nn.Module | None = None
 
-    Raises:
-        UsageError: the model is prepared already, or there is none.
-        ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and ``Fabric.backward``.
-    """
-    _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
-    if trainer is None:
-        if self.model is None:
-            raise UsageError(f"{type(self).__name__}.setup()", "there is no model", suggestion="strategy.model = model")
-        trainer = SimpleNamespace(model=self.model)
-    ParallelStrategy.setup(self, trainer)
-    self.model = trainer.model
+    @override
+    def setup(self, trainer: Any = None) -> None:
+        """See :meth:`fabric.strategies.ParallelStrategy.setup`; afterward the prepared module is :attr:`model`, too.
 
+        Args:
+            trainer: an object with ``model`` and perhaps ``optimizers``; None takes :attr:`model` of the strategy.
 
-def _setup_optimizers(self: ParallelStrategy, trainer: Any) -> None:
-    """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a model that is set up."""
-    _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
-    optimizers = as_list(trainer.optimizers)
-    self.check_setup(None, optimizers)
-    for optimizer in optimizers:
-        self.setup_optimizer(optimizer)
+        Raises:
+            UsageError: the model is prepared already, or there is none.
+            ConfigurationError: a mixed precision under DDP, which needs ``Fabric.setup`` and ``Fabric.backward``.
+        """
+        _deprecated("setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)")
+        if trainer is None:
+            if self.model is None:
+                request = f"{type(self).__name__}.setup()"
+                raise UsageError(request, "there is no model", suggestion="strategy.model = model")
+            trainer = SimpleNamespace(model=self.model)
+        super().setup(trainer)
+        self.model = trainer.model
 
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Older form of :meth:`fabric.Fabric.setup_optimizers`, for ``trainer.optimizers`` of a set-up model."""
+        _deprecated("setup_optimizers(trainer)", "optimizer = fabric.setup_optimizers(optimizer)")
+        optimizers = as_list(trainer.optimizers)
+        self.check_setup(None, optimizers)
+        for optimizer in optimizers:
+            self.setup_optimizer(optimizer)
 
-def _model_to_device(self: Any) -> None:
-    """Move :attr:`model` to this process's device; a model that has been set up is there already."""
-    _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
-    if self.model is not None and not self._is_prepared(self.model):
-        self.module_to_device(self.model)
+    def model_to_device(self) -> None:
+        """Move :attr:`model` to this process's device; a model that has been set up is there already."""
+        _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
+        if self.model is not None and not self._is_prepared(self.model):
+            self.module_to_device(self.model)
 
+    @override
+    def block_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
+        _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
+        return super().block_backward_sync(None if module is None else prepared_module(module), enabled)
 
-def _block_backward_sync(
-    self: Any, module: nn.Module | None = None, enabled: bool = True
-) -> AbstractContextManager[Any]:
-    """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
-    _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
-    return ParallelStrategy.block_backward_sync(self, None if module is None else prepared_module(module), enabled)
-
-
-def _model_sharded_context(self: ParallelStrategy) -> AbstractContextManager[Any]:
-    """Older name of ``module_init_context``."""
-    _deprecated("model_sharded_context()", "with fabric.init_module():")
-    return self.module_init_context()
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Older name of ``module_init_context``."""
+        _deprecated("model_sharded_context()", "with fabric.init_module():")
+        return self.module_init_context()
 
 
 def _step(name: str) -> Callable[..., Any]:
@@ -102,7 +105,7 @@ def _step(name: str) -> Callable[..., Any]:
     return step
 
 
-class DDPSpawnPlugin(DDPStrategy):
+class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
     """Older name of :class:`fabric.strategies.DDPStrategy` with ``start_method="spawn"``.
 
     The modern spelling is ``Fabric(strategy="ddp_spawn")``, or ``DDPStrategy(start_method="spawn")`` with options.
@@ -153,16 +156,9 @@ class DDPSpawnPlugin(DDPStrategy):
             start_method="spawn",
             **options,
         )
-        self.model: nn.Module | None = None
         self.mp_queue = _Mailbox()
         # The state of the model that process 0 set up, on the CPU.
         self._weights: dict[str, Any] | None = None
-
-    setup = _setup
-    setup_optimizers = _setup_optimizers
-    model_to_device = _model_to_device
-    block_backward_sync = _block_backward_sync
-    model_sharded_context = _model_sharded_context
 
     def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
@@ -236,7 +232,7 @@ class DDPSpawnPlugin(DDPStrategy):
         _deprecated("pre_backward(loss)", "fabric.backward(loss), with nothing before it")
 
 
-class DDPFullyShardedNativeStrategy(FSDPStrategy):
+class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
     """Older name of :class:`fabric.strategies.FSDPStrategy`.
 
     The modern spelling is ``Fabric(strategy="fsdp")``, or ``FSDPStrategy(...)`` with options. It shards by
@@ -292,13 +288,6 @@ class DDPFullyShardedNativeStrategy(FSDPStrategy):
             activation_checkpointing=activation_checkpointing,
             **options,
         )
-        self.model: nn.Module | None = None
-
-    setup = _setup
-    setup_optimizers = _setup_optimizers
-    model_to_device = _model_to_device
-    block_backward_sync = _block_backward_sync
-    model_sharded_context = _model_sharded_context
 
     training_step, validation_step = _step("training_step"), _step("validation_step")
     test_step, predict_step = _step("test_step"), _step("predict_step")
