@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from fabric import bare, checkpoint, collectives
 from fabric._plan import resolve
 from fabric._session import Session, loss_weights, rank_zero_first, set_up_modules
-from fabric._torch import uncompiled
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
@@ -40,7 +39,7 @@ from fabric.reporting import Reporting
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies import StrategyName
-from fabric.strategies.base import Group, Strategy, without_sync
+from fabric.strategies.base import Group, Strategy, uncompiled, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
 from fabric.world import World

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric._plan import Plan
-from fabric._torch import COMPILED_MODULE, uncompiled
 from fabric.bare import BARE, average_gradients, replicate
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.clipping import clip_gradients
@@ -28,7 +27,7 @@ from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.preemption import StopRequest
 from fabric.runtime import Runtime
-from fabric.strategies import Strategy
+from fabric.strategies.base import Strategy, uncompiled
 from fabric.weights import LossWeights
 from fabric.world import World
 
@@ -335,7 +334,7 @@ def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, Gradient
 
 def prepared_module(module: nn.Module) -> nn.Module:
     """What the strategy made of a module that was set up, be it compiled since; any other module itself."""
-    inner: Any = module._modules.get(COMPILED_MODULE, module)
+    inner: Any = uncompiled(module)
     return inner._fabric_prepared if isinstance(inner, FabricModule) else inner
 
 

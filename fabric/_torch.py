@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import dataloader
-from torch.utils.hooks import RemovableHandle
 
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
 DispatchMode = TorchDispatchMode
@@ -85,16 +84,6 @@ def flatten_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]
         return None
     values, spec = pytree.tree_flatten(tree, is_leaf=lambda node: node is not tree)
     return values, lambda new: pytree.tree_unflatten(new, spec)
-
-
-def hook_place(handle: RemovableHandle) -> tuple[Any, int, Any]:
-    """The OrderedDict that has a hook, its key there, and the hook, so that it can be removed and put back.
-
-    ``RemovableHandle`` removes a hook once; the dict is known to undocumented attributes only.
-    """
-    hooks = handle.hooks_dict_ref()
-    assert hooks is not None, "its module is alive"
-    return hooks, handle.id, hooks[handle.id]
 
 
 def leave_join(wrapper: torch.nn.parallel.DistributedDataParallel) -> None:
@@ -240,12 +229,6 @@ def is_compiling() -> bool:
 
 # The name under which a ``torch.compile(module)`` holds the module.
 COMPILED_MODULE = "_orig_mod"
-
-
-def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
-    """The module inside a ``torch.compile(module)``, which holds it under a private name; any other module itself."""
-    inner: Any = module._modules.get(COMPILED_MODULE, module)
-    return inner
 
 
 def may_refuse_state(module: torch.nn.Module) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric._torch import uncompiled
 from fabric.diagnostics.bypass import BypassGuard, GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.precision import Precision, cast_inputs, cast_outputs
+from fabric.strategies.base import uncompiled
 
 __all__ = ["FabricModule"]
 

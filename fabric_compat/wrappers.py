@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fabric._torch import uncompiled
 from fabric.data import FabricDataLoader
 from fabric.module import FabricModule
+from fabric.strategies.base import uncompiled
 
 _FabricDataLoader = FabricDataLoader
 

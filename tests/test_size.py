@@ -14,12 +14,12 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_673,
-    "tokens": 133_425,
+    "code lines": 12_666,
+    "tokens": 133_416,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_878,
-    "tokens of the core": 28_516,
+    "code lines of the core": 2_864,
+    "tokens of the core": 28_312,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method

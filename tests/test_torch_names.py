@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils import data
 
 from fabric import Fabric, _torch
+from fabric.diagnostics.recorder import hook_place
+from fabric.strategies.base import uncompiled
 
 Pair = namedtuple("Pair", "left right")
 
@@ -210,8 +212,8 @@ def test_a_group_that_exists_gets_another_timeout(group):
 
 def test_a_compiled_module_gives_back_the_original():
     module = nn.Linear(1, 1)
-    assert _torch.uncompiled(torch.compile(module)) is module
-    assert _torch.uncompiled(module) is module
+    assert uncompiled(torch.compile(module)) is module
+    assert uncompiled(module) is module
 
 
 def test_a_module_that_was_compiled_in_place_is_known():
@@ -234,7 +236,7 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     module, called = nn.Identity(), []
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
     handle = module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True)
-    hooks, number, hook = _torch.hook_place(handle)
+    hooks, number, hook = hook_place(handle)
     del hooks[number]
     module(1)
     hooks[number] = hook

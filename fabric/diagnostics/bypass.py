@@ -34,8 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
-from fabric._torch import hook_place, operations_behind, operations_recorded
-from fabric.diagnostics.recorder import FlightRecorder, Hooks
+from fabric._torch import operations_behind, operations_recorded
+from fabric.diagnostics.recorder import FlightRecorder, Hooks, hook_place
 from fabric.errors import UsageError
 from fabric.tree import flatten
 from fabric.world import World

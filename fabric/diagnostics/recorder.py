@@ -5,11 +5,11 @@ each backward pass. They are called in the order in which they were added. The f
 another one raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the same order.
 
 [Note: Signatures] The first message of a call carries a checksum of what has to be the same on every rank: operation,
-reduction, names, shapes, dtypes. It is a gather of rows of bytes, as long for every call, since the backends abort or
-hang where lengths differ between ranks. What a rank reduces or gathers stands in its row behind the checksum if there
-is room, and each rank reduces the rows in the order of ranks; else the call follows. In a group of many ranks, where
-rows would take much room, a maximum of the checksum and of its negative goes before each call. All ranks look at the
-checksums of all, so that all raise or none. A rank that cannot make its call sends one that agrees with none.
+reduction, names, shapes, dtypes. It is a gather of rows, as long for every call, since the backends abort or hang where
+lengths differ between ranks. What a rank reduces or gathers stands in its row behind the checksum if there is room, and
+each rank reduces the rows in the order of ranks; else the call follows. In a group of many ranks, where rows would take
+much room, a maximum of the checksum and of its negative goes before each call. All ranks look at the checksums of all,
+so that all raise or none. A rank that cannot make its call sends one that agrees with none.
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from typing_extensions import override
 
 from fabric._torch import FakeTensor, real_tensors
@@ -34,8 +35,8 @@ from fabric.communicators import Collective, Communicator, Operation, Reduce, fo
 from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = [
-    "CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "agree", "front_of", "in_words", "sign",
-    "user_call",
+    "CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "agree", "hook_place", "in_words",
+    "sign", "user_call",
 ]  # fmt: skip
 
 JOB = "job"
@@ -49,8 +50,8 @@ _NOT_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).
 _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
 _MOST_UNREAD = 256  # signatures that stay on the device at most
-_FAILED = -1  # the checksum of a rank that cannot make its call
-_CHECKSUM, _ROW = 16, 8192  # bytes of the checksum and of its negative, and of a row
+_FAILED = 1 << 32  # the checksum of a rank that cannot make its call
+_ROW, _HEAD = 8192, 16  # bytes of a row, and of what its checksum takes of it
 _FEW = 16  # ranks at most whose rows are gathered
 
 
@@ -114,6 +115,12 @@ class Hooks:
 
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[Any, BaseException | None], object]] = field(default_factory=list)
+
+
+def hook_place(handle: Any) -> tuple[Any, int, Any]:
+    """The dict that has a hook of torch, its key there, and the hook, so that it can be removed and put back."""
+    hooks = handle.hooks_dict_ref()
+    return hooks, handle.id, hooks[handle.id]
 
 
 class FlightRecorder:
@@ -229,7 +236,7 @@ class FlightRecorder:
         """
         unread, self.unread = self.unread, []
         for front, call in unread:
-            if not agree(front.tolist()):
+            if not agree(front):
                 ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ; "
                 raise CollectiveMismatchError(
                     call,
@@ -320,8 +327,8 @@ class RecordedCommunicator(Communicator):
             return self._inner.run(collective)
         signed, fits = sign(collective, call.text, self.size)
         result, on_cpu = self._inner.run(signed), self.device == _CPU
-        front = front_of(result)
-        if not isinstance(front, FakeTensor) and (not on_cpu or not agree(front.tolist())):  # in no dry run
+        front = result[:, 0] if result.dim() > 1 else result
+        if not isinstance(front, FakeTensor) and (not on_cpu or not agree(front)):  # in no dry run
             text = f"{call.text[:_SHOWN]} at {entry.place} (rank {self.rank} of {self.size})"
             recorder.unread.append((front.clone(), text))
             if on_cpu or call.reads or len(recorder.unread) > _MOST_UNREAD:
@@ -329,7 +336,7 @@ class RecordedCommunicator(Communicator):
         if not fits:
             return self._inner.run(collective)
         buffer, op = collective.buffer, collective.reduce
-        rows = result[:, _CHECKSUM : _CHECKSUM + buffer.nbytes].view(buffer.dtype)
+        rows = result.view(torch.uint8)[:, _HEAD : _HEAD + buffer.nbytes].view(buffer.dtype)
         return rows.clone() if op is None else fold(op, rows.unbind())
 
 
@@ -341,27 +348,20 @@ def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool
     operation, buffer = collective.operation, collective.buffer
     row = _row(crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device).clone()
     if size > _FEW:
-        front = row[:_CHECKSUM].view(torch.int64)
-        return collective._replace(operation=Operation.ALL_REDUCE, buffer=front, reduce=Reduce.MAX), False
-    end = _CHECKSUM + buffer.nbytes
-    fits = end <= _ROW and operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
+        front = torch.stack([row[0], -row[0]])
+        return Collective(Operation.ALL_REDUCE, front, Reduce.MAX, call=collective.call), False
+    fits = buffer.nbytes <= _ROW - _HEAD and operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
     if fits:
-        row[_CHECKSUM:end] = buffer.view(torch.uint8)
-    return collective._replace(operation=Operation.ALL_GATHER, buffer=row, reduce=None), fits
+        row.view(torch.uint8)[_HEAD : _HEAD + buffer.nbytes] = buffer.view(torch.uint8)
+    return Collective(Operation.ALL_GATHER, row, call=collective.call), fits
 
 
-def front_of(result: Tensor) -> Tensor:
-    """The signatures in what a first message returned, for :func:`agree`."""
-    return result.view(torch.uint8)[..., :_CHECKSUM].view(torch.int64).flatten()
-
-
-def agree(front: list[int]) -> bool:
-    """Whether all ranks passed one signature, from the values of :func:`front_of`."""
-    return max(front[::2]) == -max(front[1::2])
+def agree(front: Tensor) -> bool:
+    """Whether all ranks passed one checksum: of the checksums of all, or the largest and the negative of the least."""
+    return len(set(map(abs, front.tolist()))) == 1
 
 
 @lru_cache(maxsize=64)
 def _row(checksum: int, device: torch.device) -> Tensor:
     with real_tensors():  # for later calls, too
-        front = torch.tensor([checksum, -checksum], device=device).view(torch.uint8)
-        return torch.cat([front, front.new_zeros(_ROW - _CHECKSUM)])
+        return pad(torch.tensor([checksum], device=device), (0, _ROW // 8 - 1))

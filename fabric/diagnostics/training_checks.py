@@ -16,6 +16,7 @@ with scaled gradients or with parameters that are no model's any more, a module 
 itself.
 """
 
+import hashlib
 import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,16 +29,18 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fabric._torch import datasets_iterated_in_full, local_tensor
+from fabric._torch import datasets_iterated_in_full, local_tensor, real_tensors
+from fabric.communicators import Collective, Communicator, Operation
 from fabric.diagnostics.bypass import GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
 from fabric.store import JobStore
 
-__all__ = ["SetupChecks", "TrainingChecks", "fingerprint"]
+__all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
 _STEPS = 2
 _STEPS_OF_ALL = 6  # of all optimizers together: one step may follow five of another
@@ -302,6 +305,37 @@ class SetupChecks:
                 missing = f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
         if missing and self._store.rank == 0:
             warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=2)
+
+
+def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
+    """Raise on every rank the error of the first that has one, or a UsageError for another model. Collective.
+
+    Args:
+        communicator: all ranks.
+        root: the model.
+        error: a FabricError, why this rank cannot set it up; None if it can.
+        plan: what will be made of which part, as text tells it.
+    """
+    with real_tensors():  # in a dry run, too
+        own = torch.tensor(0 if error else _digest(root, plan), device=communicator.device)
+        digests = communicator.run(Collective(Operation.ALL_GATHER, own)).tolist()
+    if 0 in digests:
+        communicator.gather_objects(None, error=error)
+    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        request = f"setup({type(root).__name__}) on rank {communicator.rank}"
+        problem = f"it is another model on rank {others[0]} than on rank 0, by names, shapes, dtypes or parts of it"
+        raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
+
+
+def _digest(root: nn.Module, plan: object) -> int:
+    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes; not 0."""
+    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
+    layout = [
+        (name, numbers[id(each)], not is_lazy(each) and each.shape, each.dtype, each.requires_grad, type(each))
+        for name, each in tensors
+    ]
+    return 1 + int.from_bytes(hashlib.sha256(repr((layout, plan)).encode()).digest()[:7])
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:

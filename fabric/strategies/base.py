@@ -4,7 +4,6 @@
 :meth:`Strategy.setup_module` made of it, and what forward passes go through. They may be the same object.
 """
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +14,12 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric._torch import COMPILED_MODULE, real_tensors
+from fabric._torch import COMPILED_MODULE
 from fabric.accelerators import ACCELERATORS, Accelerator, AcceleratorName
 from fabric.collectives import all_gather, all_reduce, broadcast
-from fabric.communicators import Collective, Communicator, NonMember, Operation, Reduce
+from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.diagnostics.bypass import GradientContract
 from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
@@ -31,7 +29,7 @@ from fabric.strategies.init_module import created_on
 from fabric.tree import to_device
 from fabric.world import World
 
-__all__ = ["Group", "Strategy", "check_same_model", "without_sync"]
+__all__ = ["Group", "Strategy", "uncompiled", "without_sync"]
 
 M = TypeVar("M", bound=nn.Module)
 Group = Communicator | dist.ProcessGroup | NonMember | None
@@ -279,8 +277,7 @@ class Strategy(ABC):
 
     def _users(self, module: nn.Module) -> nn.Module:
         """The user's module inside of a prepared one; a wrapper of the user's own belongs to it."""
-        inner: Any = module.module if isinstance(module, self._wrapper) else module
-        return inner._modules.get(COMPILED_MODULE, inner)
+        return uncompiled(module.module if isinstance(module, self._wrapper) else module)
 
     def full_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """A state with full tensors in the place of sharded ones, complete on every rank; may be collective."""
@@ -410,6 +407,11 @@ class Strategy(ABC):
         )
 
 
+def uncompiled(module: Any) -> nn.Module:
+    """The module inside of a ``torch.compile(module)``; any other module itself."""
+    return module._modules.get(COMPILED_MODULE, module)
+
+
 @contextmanager
 def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool) -> Iterator[None]:
     """``no_backward_sync`` for several prepared modules."""
@@ -417,34 +419,3 @@ def without_sync(strategy: Strategy, modules: Sequence[nn.Module], enabled: bool
         for module in modules:
             stack.enter_context(strategy.no_backward_sync(module, enabled))
         yield
-
-
-def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
-    """Raise on every rank the error of the first that has one, or a UsageError for another model. Collective.
-
-    Args:
-        communicator: all ranks.
-        root: the model.
-        error: a FabricError, why this rank cannot set it up; None if it can.
-        plan: what will be made of which part, as text tells it.
-    """
-    with real_tensors():  # in a dry run, too
-        own = torch.tensor(0 if error else _digest(root, plan), device=communicator.device)
-        digests = communicator.run(Collective(Operation.ALL_GATHER, own)).tolist()
-    if 0 in digests:
-        communicator.gather_objects(None, error=error)
-    if others := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
-        request = f"setup({type(root).__name__}) on rank {communicator.rank}"
-        problem = f"it is another model on rank {others[0]} than on rank 0, by names, shapes, dtypes or parts of it"
-        raise UsageError(request, problem, suggestion="a build that does not depend on the rank")
-
-
-def _digest(root: nn.Module, plan: object) -> int:
-    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes; not 0."""
-    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
-    numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
-    layout = [
-        (name, numbers[id(each)], not is_lazy(each) and each.shape, each.dtype, each.requires_grad, type(each))
-        for name, each in tensors
-    ]
-    return 1 + int.from_bytes(hashlib.sha256(repr((layout, plan)).encode()).digest()[:7])

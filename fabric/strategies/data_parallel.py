@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from fabric._torch import compiled_in_place, uncompiled
+from fabric._torch import compiled_in_place
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce, fold
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
-from fabric.strategies.base import Group, Strategy
+from fabric.strategies.base import Group, Strategy, uncompiled
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 

@@ -20,14 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fabric._torch import FakeTensor, leave_join, reduce_at_once, uncompiled
+from fabric._torch import FakeTensor, leave_join, reduce_at_once
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.diagnostics.bypass import GradientContract
+from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT
-from fabric.strategies.base import check_same_model
+from fabric.strategies.base import uncompiled
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 
 __all__ = ["DDPStrategy"]

@@ -25,16 +25,18 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import backward_unfinished, hook_place, in_backward, uncompiled, unreduced_parameters, version
+from fabric._torch import backward_unfinished, in_backward, unreduced_parameters, version
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
+from fabric.diagnostics.recorder import hook_place
+from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
-from fabric.strategies.base import check_same_model
+from fabric.strategies.base import uncompiled
 from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, registered_on_meta
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors

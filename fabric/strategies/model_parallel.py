@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 from typing_extensions import override
 
-from fabric._torch import joined_mesh, local_tensor, real_tensors, uncompiled
+from fabric._torch import joined_mesh, local_tensor, real_tensors
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
 from fabric.diagnostics.bypass import GradientContract
@@ -25,6 +25,7 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
 from fabric.strategies import fsdp_state as shards
+from fabric.strategies.base import uncompiled
 from fabric.strategies.fsdp import FSDPStrategy
 from fabric.strategies.tp_plan import PartStreams, check_styles, count_heads, find_layers, is_split, torch_styles
 

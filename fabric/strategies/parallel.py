@@ -7,9 +7,8 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from fabric._torch import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.strategies.base import Strategy
+from fabric.strategies.base import Strategy, uncompiled
 
 __all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
 
