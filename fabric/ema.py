@@ -44,7 +44,7 @@ class ExponentialMovingAverage(nn.Module):
         contract = model._fabric_contract
         if contract is None:
             raise UsageError(f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself")
-        self._decay = decay if callable(decay) else partial(_constant, _checked(decay))
+        self._decay = decay if callable(decay) else _checked(decay)
         self._updates, self._is_applied, self._reshard = 0, False, contract.reshard
         self._current: Callable[[], dict[str, Tensor]] = partial(_weights, contract, buffers)
         # By name, the dict of buffers and the key there of each average: a conversion of this module replaces them.
@@ -54,8 +54,9 @@ class ExponentialMovingAverage(nn.Module):
             part: nn.Module = self
             for owner in owners:
                 part = part._modules.setdefault(owner, nn.Module())  # pyright: ignore[reportAssignmentType]  # no None
+            dtype = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
             # Not by register_buffer, which refuses what is an attribute of this class.
-            part._buffers[name] = weight.detach().to(_average_dtype(weight.dtype), copy=True)
+            part._buffers[name] = weight.detach().to(dtype, copy=True)
             self._places[path] = part._buffers, name
         if contract.is_sharded:
             from fabric.strategies.fsdp_state import take_shards  # takes a second to import; here it has been
@@ -69,7 +70,8 @@ class ExponentialMovingAverage(nn.Module):
         if self._is_applied:
             raise UsageError("ema.update() within ema.applied()", "the weights are the averages themselves")
         first = self._updates == 0
-        average_all = get_ema_multi_avg_fn(0.0 if first else _checked(self._decay(self._updates)))
+        decay = 0.0 if first else self._decay(self._updates) if callable(self._decay) else self._decay
+        average_all = get_ema_multi_avg_fn(_checked(decay))
         same: tuple[list[Any], list[Any]] = [], []
         for average, weight in self._pairs():
             if first or not (average.is_floating_point() or average.is_complex()):
@@ -131,14 +133,6 @@ class ExponentialMovingAverage(nn.Module):
 
 def _weights(contract: Any, buffers: bool) -> dict[str, Tensor]:
     return {**contract.parameters(), **(dict(contract.module.named_buffers()) if buffers else {})}
-
-
-def _average_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
-def _constant(decay: float, updates: int) -> float:
-    return decay
 
 
 def _checked(decay: float) -> float:

@@ -21,9 +21,6 @@ from fabric.tree import map_tensors
 
 __all__ = ["compute_metrics", "load_rank_states", "rank_states"]
 
-_COUNTERS = ("_update_count", "_num_vals_seen")
-_RESULTS = ("_computed", "_forward_cache")
-
 
 def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     """See :meth:`fabric.Fabric.compute_metrics`."""
@@ -71,8 +68,9 @@ def load_rank_states(
     Raises:
         CheckpointError: states of another number of ranks, or of other metrics.
     """
-    found = {name: _metrics_in(state[name]) for name in state.keys() & saved[0].keys()}
-    for name, metrics in ((name, metrics) for name, metrics in found.items() if metrics):
+    for name in state.keys() & saved[0].keys():
+        if not (metrics := _metrics_in(state[name])):
+            continue
         entries = [each[name] for each in saved]
         if entries[0].keys() != metrics.keys():
             problem = f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
@@ -109,7 +107,8 @@ def _held(metric: Any) -> dict[str, Any]:
     names = [
         name
         for name, value in vars(metric).items()
-        if name in metric._defaults or name in _COUNTERS or (isinstance(value, Tensor) and name not in _RESULTS)
+        if name in (*metric._defaults, "_update_count", "_num_vals_seen")
+        or (isinstance(value, Tensor) and name not in ("_computed", "_forward_cache"))  # which are results
     ]
     return {name: map_tensors(_copied, vars(metric)[name]) for name in names}
 

@@ -30,7 +30,6 @@ from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
 
-_RELEASE = 0.02  # seconds; several times the interpreter's switch interval
 DEFAULT_TIMEOUT = timedelta(seconds=1800)
 
 
@@ -168,7 +167,7 @@ class Runtime:
             dist.destroy_process_group()
             # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
             # and aborts the process if that is being torn down.
-            time.sleep(_RELEASE)
+            time.sleep(0.02)  # several times the interpreter's switch interval
         self.accelerator.release()
         if self.recorder is not None:
             self.recorder.check_agreed()

@@ -120,9 +120,7 @@ class _Attention(TorchFunctionMode):
         own, end, total = lengths[ranks.rank], sum(lengths[: ranks.rank + 1]), sum(lengths)
         counts, mask = [each.shape[-2] for each in inputs], [*getattr(attn_mask, "shape", ())][-2:]
         if counts != [own] * 3 or mask not in ([], [own, total], [1, total], [1, own]):
-            request = (
-                f"scaled_dot_product_attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
-            )
+            request = f"attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
             problem = f"queries, keys and values have {counts} tokens, and the shape of the mask ends in {mask}"
             expected = f"{own} of each, and a mask of shape (..., {own}, {total}), (..., 1, {total}) or (..., 1, {own})"
             raise ConfigurationError(request, problem, expected, "other attention outside of the block")

@@ -123,8 +123,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply ``function`` to every tensor of a collection, as :func:`map_leaves`; other leaves are left as they are."""
-    if isinstance(tree, Tensor):
-        return function(tree)
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 

@@ -47,6 +47,7 @@ _OF_OTHERS = _Window()  # that of one with gradients of losses for others, until
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
 # What to write.
 _CLEAR, _WHOSE = "optimizer.zero_grad() after step()", "optimizer=... if the loss is not for all that are set up"
+_NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
 
 class LossWeights:
@@ -190,20 +191,12 @@ class LossWeights:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if optimizer in self._pass[0] or (kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes):
-            self._refuse(
-                _CLOSURE,
-                "fabric.backward(loss, weight=n), then optimizer.step() without a closure",
-                type(optimizer).__name__,
-            )
+            self._refuse(_CLOSURE, _NO_CLOSURE, type(optimizer).__name__)
         self.divide(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._windows.pop(optimizer, None) not in (None, _DIVIDED):
-            self._refuse(
-                _CLOSURE,
-                "fabric.backward(loss, weight=n), then optimizer.step() without a closure",
-                type(optimizer).__name__,
-            )
+            self._refuse(_CLOSURE, _NO_CLOSURE, type(optimizer).__name__)
 
     def _refuse(self, problem: str, suggestion: str, stepping: str = "") -> NoReturn:
         request = f"a step of {stepping} after weighted losses" if stepping else "fabric.backward(loss, weight=...)"

@@ -19,7 +19,6 @@ from enum import Enum
 from itertools import groupby
 from math import prod
 from numbers import Complex, Integral, Real
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -54,7 +53,6 @@ _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: t
 # Those of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
 _OTHER_NUMBERS: tuple[tuple[type, type], ...] = ((Integral, int), (Real, float), (Complex, complex))
 _ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
-_dtype_of = attrgetter("dtype")
 
 
 @dataclass
@@ -241,7 +239,7 @@ def _whole(total: int, upper: int) -> int:
 
 def _stack(tensors: list[Tensor]) -> Tensor | None:
     """0-dim tensors of one dtype in one, made in few steps: for a thousand metrics these are what costs."""
-    if tensors[0].dim() or len(set(map(_dtype_of, tensors))) > 1:
+    if tensors[0].dim() or len({tensor.dtype for tensor in tensors}) > 1:
         return None
     try:
         stacked = torch.stack(tensors)

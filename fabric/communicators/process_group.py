@@ -20,7 +20,6 @@ __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
 
 _LARGEST = 2**63 - 1
-_LITTLE = 1 << 17  # bytes to all ranks
 
 
 class ProcessGroupCommunicator(Communicator):
@@ -82,8 +81,8 @@ class ProcessGroupCommunicator(Communicator):
         return buffer
 
     def _gathers_at_once(self, buffer: Tensor) -> bool:
-        """Whether to send a few bytes straight to all ranks: gloo gathers around a ring, one rank after the other."""
-        return self._is_gloo and 0 < self.size * buffer.nbytes <= _LITTLE
+        """Whether to send up to 128 KiB straight to all ranks: gloo gathers around a ring, one rank after the other."""
+        return self._is_gloo and 0 < self.size * buffer.nbytes <= 1 << 17
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         # nccl has no bitwise ones; and gloo goes around twice for more than two numbers of 64 bits.
