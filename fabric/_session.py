@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric._plan import Plan
-from fabric.bare import BARE, average_gradients, replicate
+from fabric.bare import BARE, BareParameters
 from fabric.checkpoint.async_save import AsyncSaver
 from fabric.clipping import clip_gradients
 from fabric.collectives import all_reduce, broadcast
 from fabric.communicators import Communicator, Reduce
 from fabric.data import ActiveIterator, Agreement, FabricDataLoader, check_no_window
-from fabric.diagnostics.bypass import BypassChecks, GradientContract
+from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import Hooks
 from fabric.diagnostics.training_checks import SetupChecks
 from fabric.diagnostics.uneven import UnevenInputDetector
@@ -27,7 +27,7 @@ from fabric.loss_scaler import LossScaler
 from fabric.module import FabricModule
 from fabric.preemption import StopRequest
 from fabric.runtime import Runtime
-from fabric.strategies.base import Strategy, uncompiled
+from fabric.strategies.base import uncompiled
 from fabric.weights import LossWeights
 from fabric.world import World
 
@@ -73,6 +73,7 @@ class Session:
             agree = partial(all_reduce, self.runtime.communicator, op=Reduce.MAX) if world.world_size > 1 else None
             self.scaler = self._parts.enter_context(closing(LossScaler(self.runtime.device, scale, agree)))
         self.weights: LossWeights | None = None  # made by the first weighted backward pass
+        self._bare = self._parts.enter_context(closing(BareParameters(self.strategy)))
         self.originals: WeakSet[nn.Module] = WeakSet()
         # Dictionaries, since describe() needs the order; that of an optimizer has the modules that it belongs to.
         self.modules: WeakKeyDictionary[FabricModule, None] = WeakKeyDictionary()
@@ -133,7 +134,11 @@ class Session:
         if move_to_device:
             self.strategy.module_to_device(module)
         with self.phase(f"setup of {type(module).__name__}"):
-            prepared, contract = _prepare(self.strategy, module)
+            if isinstance(module, BARE):
+                prepared, contract = module, self._bare.replicate(module)
+            else:
+                prepared = self.strategy.setup_module(module)
+                contract = self.strategy.gradient_contract(prepared)
         if self.scaler is not None:
             self.scaler.gradients_differ |= contract.gradients_differ
         hooks = Hooks() if self._recorder is None else self._recorder.hooks(f"forward of {contract.title}")
@@ -156,9 +161,6 @@ class Session:
                 self._recorder.param_groups[id(optimizer)] = len(optimizer.param_groups)
                 self._parts.callback(optimizer.register_step_pre_hook(self._recorder.enter_step).remove)
                 self._parts.callback(optimizer.register_step_post_hook(self._recorder.exit_step).remove)
-            if any(isinstance(model.module, BARE) for model in self.modules):
-                average = partial(average_gradients, self.strategy, self.modules)
-                self._parts.callback(optimizer.register_step_pre_hook(average).remove)
             if self._checks is not None:
                 self._checks.watch(optimizer)
             # Last: it takes gradients away from a step that is to be skipped.
@@ -199,7 +201,7 @@ class Session:
                 names = ", ".join(type(module.module).__name__ for module in modules)
                 raise UsageError(f"clip_gradients({names}, {type(optimizer).__name__})", problem)
             known.update(modules)
-        average_gradients(self.strategy, self.modules, optimizer)
+        self._bare.average_gradients(optimizer)
         if self.weights is not None:
             self.weights.divide(optimizer)
         overflow = self.scaler is not None and self.scaler.unscale(optimizer)
@@ -323,13 +325,6 @@ def _set_up_parts(module: Any) -> list[FabricModule]:
         return [module]
     children = module.children() if isinstance(module, nn.Module) else ()
     return [part for child in children for part in _set_up_parts(child)]
-
-
-def _prepare(strategy: Strategy, module: nn.Module) -> tuple[nn.Module, GradientContract]:
-    if isinstance(module, BARE):
-        return module, replicate(strategy, module)
-    prepared = strategy.setup_module(module)
-    return prepared, strategy.gradient_contract(prepared)
 
 
 def prepared_module(module: nn.Module) -> nn.Module:

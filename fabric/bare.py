@@ -1,45 +1,60 @@
 """Parameters without a forward pass: replicated under every strategy, their gradients averaged before each step."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric.diagnostics.bypass import GradientContract
 from fabric.strategies import Strategy
 
-__all__ = ["BARE", "average_gradients", "replicate"]
+__all__ = ["BARE", "BareParameters"]
 
 BARE = nn.ParameterList | nn.ParameterDict
 
 
-def average_gradients(strategy: Strategy, models: Iterable[Any], optimizer: Optimizer, *_: object) -> None:
-    """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.
+class BareParameters:
+    """The parameters of a job without a forward pass; held weakly, and also when the list of them is gone."""
 
-    Collective where there are any. Averages stay as they are, and a gradient that no rank has stays away.
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._parameters: Any = WeakTensorKeyDictionary()
+        self._hook: Any = None
 
-    Args:
-        strategy: of the job.
-        models: all that are set up.
-        optimizer: the one.
-    """
-    bare = {id(each) for model in models if isinstance(model.module, BARE) for each in model.parameters()}
-    # Most often there are none, and an optimizer may have thousands.
-    own = [each for group in optimizer.param_groups for each in group["params"] if id(each) in bare] if bare else []
-    if not own or not strategy.is_distributed:
-        return
-    grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
-    *means, shares = strategy.all_reduce([*grads, grads[0].new_tensor([each.grad is not None for each in own])])
-    for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
-        parameter.grad = mean if share else None
+    def replicate(self, module: nn.Module) -> GradientContract:
+        """Give all ranks rank 0's values of a module's parameters, and average their gradients from now on.
 
+        Collective. Returns the contract of the module.
+        """
+        for parameter in module.parameters():
+            parameter.data.copy_(self._strategy.broadcast(parameter.data))
+            self._parameters[parameter] = None
+        # Of all optimizers: one with such parameters may have been set up before them.
+        self._hook = self._hook or register_optimizer_step_pre_hook(self.average_gradients)
+        contract = Strategy.gradient_contract(self._strategy, module)
+        return replace(contract, replicated=contract.parameters if self._strategy.is_distributed else dict)
 
-def replicate(strategy: Strategy, module: nn.Module) -> GradientContract:
-    """Give all ranks rank 0's values of parameters without a forward pass; the contract of these. Collective."""
-    for parameter in module.parameters():
-        parameter.data.copy_(strategy.broadcast(parameter.data))
-    contract = Strategy.gradient_contract(strategy, module)
-    return replace(contract, replicated=contract.parameters if strategy.is_distributed else dict)
+    def average_gradients(self, optimizer: Optimizer, *_: object) -> None:
+        """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.
+
+        Collective where there are any. Averages stay as they are, and a gradient that no rank has stays away.
+        """
+        if not self._parameters or not self._strategy.is_distributed:
+            return  # most often there are none, and an optimizer may have thousands
+        own = [each for group in optimizer.param_groups for each in group["params"] if each in self._parameters]
+        if not own:
+            return
+        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
+        has_grad = grads[0].new_tensor([each.grad is not None for each in own])
+        *means, shares = self._strategy.all_reduce([*grads, has_grad])
+        for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
+            parameter.grad = mean if share else None
+
+    def close(self) -> None:
+        """Average no longer."""
+        if self._hook is not None:
+            self._hook.remove()

@@ -352,6 +352,19 @@ def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
         assert loaded == values[-1]
 
 
+def bare_after_its_optimizer(fabric: Fabric) -> float:
+    net, weight = Net(), nn.Parameter(torch.tensor(1.0))
+    _, optimizer = fabric.setup(net, sgd([*net.parameters(), weight], lr=1.0))
+    fabric.setup(nn.ParameterList([weight]))
+    fabric.backward(weight * fabric.global_rank)
+    optimizer.step()
+    return float(weight)
+
+
+def test_b9_bare_parameters_are_synchronized_also_when_they_are_set_up_after_their_optimizer() -> None:
+    assert run_in_ranks(bare_after_its_optimizer, check_training=False) == [0.5, 0.5]
+
+
 # -- B8, B9: ranks that do not do the same ----------------------------------------------------------------------------
 
 
