@@ -18,11 +18,6 @@ from fabric.strategies.base import uncompiled
 
 __all__ = ["FabricModule"]
 
-FORWARD_METHODS = frozenset({"training_step", "validation_step", "test_step", "predict_step"})
-
-# Methods of modules that may change dtypes.
-_CONVERSIONS = frozenset({"to", "double", "float", "half", "bfloat16"})
-
 Forward = Callable[..., Any]
 Compiled = Forward  # what torch.compile makes of a module, to type checkers
 Module = nn.Module | Compiled
@@ -79,7 +74,7 @@ class FabricModule(nn.Module):
             _fabric_device=device,
             _fabric_contract=contract,
             _fabric_guard=guard,
-            _fabric_marked=set(),
+            _fabric_marked={"training_step", "validation_step", "test_step", "predict_step"},
             _fabric_hooks=hooks,
         )
         self._bind_forward()
@@ -139,7 +134,7 @@ class FabricModule(nn.Module):
         original = self.__dict__["_fabric_original"]
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
-            if name in FORWARD_METHODS or name in self._fabric_marked:
+            if name in self._fabric_marked:
                 return self._through_forward(value)
             if self._fabric_guard is not None:
                 return self._fabric_guard.wrap_method(value, name)
@@ -207,7 +202,7 @@ class FabricModule(nn.Module):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    converts = name in _CONVERSIONS
+    converts = name in ("to", "type", "double", "float", "half", "bfloat16")  # may change dtypes
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
         if converts and self._fabric_contract is not None:

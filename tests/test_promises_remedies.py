@@ -207,6 +207,7 @@ def converted(fabric: Fabric) -> dict[str, str]:
     model = fabric.setup(Tower())
     found = {name: outcome(getattr(model, name)) for name in ("double", "float", "half", "bfloat16", "cpu")}
     found["to"] = outcome(lambda: model.to(torch.float64))
+    found["type"] = outcome(lambda: model.type(torch.float64))
     found["same"] = outcome(lambda: model.to("cpu", torch.float32))
     fabric.backward(model(X).sum())
     return found
@@ -217,7 +218,8 @@ def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_syn
     for found in run_in_ranks(converted, strategy=strategy(start_method="forkserver")):
         fine = {name for name, text in found.items() if text == "fine"}
         assert fine == {"float", "cpu", "same"}
-        assert "synchronized in torch.float32, and would then be torch.float64" in found["to"]
+        for name in ("to", "type"):
+            assert "synchronized in torch.float32, and would then be torch.float64" in found[name]
 
 
 def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> None:
