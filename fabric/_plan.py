@@ -63,7 +63,6 @@ _OFF = ("", "0", "false", "no", "off")  # what a variable says that turns someth
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
 _Found = tuple[Environment, World] | None  # what made this process, and its place
-_Devices = tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,10 +200,12 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type,
         return found if isinstance(found, kind) else found(**(options if key in table else {}))
     names = ["auto", *table, *plugins]
     near = [*get_close_matches(key, names, n=1), "auto"][0]
-    error = ConfigurationError if isinstance(value, str) else ArgumentTypeError
+    error, problem = ArgumentTypeError, f"this {type(value).__name__} is no {argument}"
+    if isinstance(value, str):
+        error, problem = ConfigurationError, f"there is no {argument} of that name"
     raise error(
         f"{argument}={value!r}",
-        f"this {type(value).__name__} is no {argument}",
+        problem,
         f"{', '.join(map(repr, names))}, or an object of a subclass of {group}.{kind.__name__}",
         f'Fabric({argument}="{near}")',
     )
@@ -295,7 +296,9 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
-def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found) -> _Devices:
+def _parse_devices(
+    accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found
+) -> tuple[torch.device, ...]:
     """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
     own = strategy.parallel_devices
     if found is None or (strategy.drives_all_devices and found[1].world_size == 1):

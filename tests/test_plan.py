@@ -167,7 +167,7 @@ REFUSALS = [
     ({"accelerator": 3}, {}, ArgumentTypeError, ["accelerator=3", "int"]),
     pytest.param({"accelerator": "cuda"}, {}, ConfigurationError, ["'cuda'", "none on this machine"], marks=no_cuda),
     pytest.param({"accelerator": CUDAAccelerator()}, {}, ConfigurationError, ["cuda"], marks=no_cuda),
-    ({"strategy": "dpp"}, {}, ConfigurationError, ["'dpp'", 'strategy="dp', "'ddp_spawn'"]),
+    ({"strategy": "dpp"}, {}, ConfigurationError, ["'dpp'", "no strategy of that name", 'strategy="dp', "'ddp_spawn'"]),
     ({"strategy": None}, {}, ArgumentTypeError, ["strategy=None"]),
     ({"strategy": DDPStrategy}, {}, ArgumentTypeError, ["DDPStrategy"]),
     ({"precision": "fp16"}, {}, ConfigurationError, ["'fp16'", "'16-mixed'"]),
