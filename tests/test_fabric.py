@@ -158,6 +158,11 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
         ["no_backward_sync with Net"],
     ),
     "reduction": (lambda t: t.fabric.all_reduce(1.0, reduce_op="avrg"), ConfigurationError, ["'avrg'", "'mean'"]),
+    "reduction as group": (
+        lambda t: t.fabric.all_reduce(1.0, "sum"),  # type: ignore[arg-type]
+        UsageError,
+        ["group='sum'", 'Write: fabric.all_reduce(x, reduce_op="sum")'],
+    ),
     "broadcast": (lambda t: t.fabric.broadcast(1, src=1), ConfigurationError, ["src=1"]),
     "environment class": (
         lambda t: Fabric(accelerator="cpu", environment=Recorded),  # type: ignore[arg-type]

@@ -7,7 +7,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, TypeVar
 
@@ -377,12 +377,13 @@ class Strategy(ABC):
             return group
         if isinstance(group, dist.ProcessGroup):
             return self.runtime.communicator_over(group)
-        raise UsageError(
-            f"a collective with group={group!r} on rank {self.global_rank}",
-            "it is no group, or this process is not a member of it",
-            "what fabric.new_group(ranks) returned on its members, a torch ProcessGroup, or None for all processes",
-            "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)",
-        )
+        request = f"a collective with group={group!r} on rank {self.global_rank}"
+        problem = "it is no group, or this process is not a member of it"
+        expected = "what fabric.new_group(ranks) returned on its members, a torch ProcessGroup, or None for all ranks"
+        suggestion = "if group: ... around it (torch's own groups: if dist.get_rank(group) >= 0: ...)"
+        with suppress(ConfigurationError):  # the second argument of torch's all_reduce is the reduction
+            suggestion = f'fabric.all_reduce(x, reduce_op="{Reduce(group).value}")'
+        raise UsageError(request, problem, expected, suggestion)
 
     def _summing(self, is_batch: bool = False) -> Communicator:
         """The ranks that have data of their own; with ``is_batch`` those with other batches, not parts of the same."""
