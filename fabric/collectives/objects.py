@@ -55,12 +55,12 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
     if communicator.rank == src:
         try:
             _check_parts(parts, communicator)
-            rows = pad_sequence([_packed(None, part, communicator.device) for part in parts], batch_first=True)
+            rows = pad_sequence([_packed(part, communicator.device) for part in parts], batch_first=True)
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = sendable(caught)
     length = communicator.broadcast_object(rows is not None and rows.shape[1], src, call, error)
     output = torch.empty(length, dtype=torch.uint8, device=communicator.device)
-    return _unpacked(communicator.scatter(rows, output, src, call), device)
+    return _unpacked(communicator.scatter(rows, output, src, call), device, src)
 
 
 def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device) -> list[Any] | None:
@@ -72,7 +72,7 @@ def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device
     if len(set(named)) > 1:
         raise mismatch(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
     rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
-    return None if rows is None else [_unpacked(row, device) for row in rows]
+    return None if rows is None else [_unpacked(row, device, rank) for rank, row in enumerate(rows)]
 
 
 def send(communicator: Communicator, tree: Any, dst: int) -> None:
@@ -88,19 +88,19 @@ def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
     """See :meth:`fabric.Fabric.recv`; ``device`` is this process's."""
     length = int(communicator.recv(torch.empty(1, dtype=torch.int64, device=communicator.device), src))
     message = torch.empty(length, dtype=torch.uint8, device=communicator.device)
-    return _unpacked(communicator.recv(message, src), device)
+    return _unpacked(communicator.recv(message, src), device, src)
 
 
 def _message(tree: Any, device: torch.device) -> tuple[Tensor, FabricError | None]:
     """The message of a collection; that of an error, and the error, where it cannot be sent."""
     try:
-        return _packed(None, tree, device), None
+        return _packed(tree, device), None
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         error = sendable(caught)
-        return _packed(error, None, device), error
+        return _packed(None, device, error), error
 
 
-def _packed(error: FabricError | None, tree: Any, device: torch.device) -> Tensor:
+def _packed(tree: Any, device: torch.device, error: FabricError | None = None) -> Tensor:
     """A message, one-dimensional, of bytes, on ``device``."""
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
@@ -109,7 +109,7 @@ def _packed(error: FabricError | None, tree: Any, device: torch.device) -> Tenso
             check_tensor(leaf, structure, place)
             tensors.append(leaf.detach())
             leaves[place] = TensorMeta(tensors[-1])
-    pickled = to_pickle((error, unflatten(structure, leaves)))
+    pickled = to_pickle(unflatten(structure, leaves), error)
     parts = [to_tensor(len(pickled).to_bytes(_PREFIX, "little") + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
@@ -118,12 +118,9 @@ def _packed(error: FabricError | None, tree: Any, device: torch.device) -> Tenso
     return torch.cat(parts)
 
 
-def _unpacked(message: Tensor, device: torch.device) -> Any:
+def _unpacked(message: Tensor, device: torch.device, src: int) -> Any:
     end = _PREFIX + int.from_bytes(to_bytes(message[:_PREFIX]), "little")
-    error, tree = from_pickle(to_bytes(message[_PREFIX:end]))
-    if error is not None:
-        raise error
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten(from_pickle(to_bytes(message[_PREFIX:end]), src))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
             start, end = end, end + leaf.shape.numel() * leaf.dtype.itemsize

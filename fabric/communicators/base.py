@@ -270,7 +270,7 @@ class Communicator(ABC):
         if self.size == 1 and error is None:
             return value
         own = _packed(value, error) if self.rank == src else None
-        return _unpacked(self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src)
+        return from_pickle(self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src)
 
     def gather_objects(
         self, value: Any, call: CallDescription | None = None, error: FabricError | None = None
@@ -284,7 +284,7 @@ class Communicator(ABC):
         if self.size == 1 and error is None:
             return [value]
         values = self.run(Collective(Operation.GATHER_OBJECTS, _packed(value, error), call=call))
-        return [_unpacked(one, rank) for rank, one in enumerate(values)]
+        return [from_pickle(one, rank) for rank, one in enumerate(values)]
 
     def check_rank(self, operation: Operation, rank: int) -> None:
         """Raise a ConfigurationError unless this is the rank of a member, and of another one for a message."""
@@ -331,26 +331,33 @@ class LocalCommunicator(Communicator):
                 return buffer
 
 
-def to_pickle(value: Any) -> bytes:
-    """The pickle of a value, or an ArgumentTypeError."""
+def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
+    """The pickle of a value, or a zero and that of an error in its place; raises an ArgumentTypeError."""
     try:
-        return pickle.dumps(value)
-    except Exception as error:
+        return pickle.dumps(value) if error is None else b"\0" + pickle.dumps(error)
+    except Exception as caught:
         raise ArgumentTypeError(
             f"sending an object of type {type(value).__name__}",
-            f"it does not pickle: {type(error).__name__}: {error}",
+            f"it does not pickle: {type(caught).__name__}: {caught}",
             "objects that pickle; tensors inside collections travel as tensors",
             "send what the object is made of: its state_dict(), its numbers, its name",
-        ) from error
+        ) from caught
 
 
-def from_pickle(message: bytes) -> Any:
-    """The value of a pickle of another rank, or an ArgumentTypeError."""
+def from_pickle(message: bytes, src: int) -> Any:
+    """The value that :func:`to_pickle` packed on rank ``src``; raises the error in its place.
+
+    Raises an ArgumentTypeError where it cannot be unpickled.
+    """
     try:
-        return pickle.loads(message)  # noqa: S301 - from a rank of this job, as torch does itself
+        value = pickle.loads(message.removeprefix(b"\0"))  # noqa: S301 - from a rank of this job, as torch does itself
     except Exception as error:
         request = "receiving an object of a module that each rank has to import"
         raise ArgumentTypeError(request, f"it cannot be read here: {error!r}") from error
+    if not message.startswith(b"\0"):
+        return value
+    value.add_note(f"raised on rank {src}")
+    raise value
 
 
 def sendable(error: Exception) -> FabricError:
@@ -367,17 +374,8 @@ def mismatch(request: str, named: Sequence[int]) -> CollectiveMismatchError:
 
 
 def _packed(value: Any, error: FabricError | None) -> bytes:
-    """The pickle of a value, or a zero and that of the error in its place."""
+    """:func:`to_pickle`, with the error in the place of a value that does not pickle."""
     try:
-        return b"\0" + pickle.dumps(error) if error else to_pickle(value)
+        return to_pickle(value, error)
     except ArgumentTypeError as caught:
-        return b"\0" + pickle.dumps(caught)
-
-
-def _unpacked(received: bytes, src: int) -> Any:
-    """The value that :func:`_packed` packed on rank ``src``; raises the error in its place."""
-    value = from_pickle(received.removeprefix(b"\0"))
-    if not received.startswith(b"\0"):
-        return value
-    value.add_note(f"raised on rank {src}")
-    raise value
+        return to_pickle(None, caught)
