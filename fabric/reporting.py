@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Reporting"]
 
-_Path = str | os.PathLike[str]
-
 T = TypeVar("T")
 Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
@@ -60,7 +58,7 @@ class Reporting:
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
 
-    def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
+    def profile(self, path: str | os.PathLike[str], steps: range | None = None) -> AbstractContextManager[None]:
         """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
         from fabric.timeline import profile  # few programs need it
 
@@ -92,7 +90,7 @@ class Reporting:
         The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
         has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
         memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
-        written, which waits for a tensor on a device.
+        written, which waits for a tensor on a device. A set-up loader whose position was loaded counts on from there.
         """
         ranks = (self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
         return Progress(batches, desc, metrics, ranks, self._is_first())
@@ -144,29 +142,29 @@ class Progress(Generic[T]):
         is_live = is_notebook or (stream.isatty() and os.environ.get("TERM") != "dumb")
         width = 100 if is_notebook else shutil.get_terminal_size().columns - 1
         start = shown = monotonic()
-        done, samples, line = 0, 0, ""
+        own, samples, line = 0, 0, ""
         try:
             for batch in self._batches:
                 yield batch
-                done, samples = done + 1, samples + _samples(batch)
+                own, samples = own + 1, samples + _samples(batch)
                 if monotonic() - shown > (0.2 if is_live else 30):
                     shown, before = monotonic(), len(line)
-                    line = self._line(done, samples, shown - start)[: width if is_live else None]
+                    line = self._line(own, samples, shown - start)[: width if is_live else None]
                     text, after = (f"\r{line:{before}}", "") if is_live else (line, "\n")
                     print(text, end=after, file=stream, flush=True)
         finally:
-            end = self._line(done, samples, monotonic() - start)
+            end = self._line(own, samples, monotonic() - start)
             print(f"\r{end:{len(line)}}" if is_live else end, file=stream, flush=True)
 
-    def _line(self, done: int, samples: int, seconds: float) -> str:
+    def _line(self, own: int, samples: int, seconds: float) -> str:
+        done = own + getattr(self._batches, "resumed_at", 0)
         total = len(self._batches) if hasattr(self._batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
         metrics = metrics_as_floats((self._metrics() if callable(self._metrics) else self._metrics) or {})
-        rate, unit = (samples * self._ranks, "samples") if samples else (done, "batches")
-        is_under_way = 0 < done < total
+        rate, unit = (samples * self._ranks, "samples") if samples else (own, "batches")
         parts = [self._desc, f"{done}/{total} {done / total:.0%}" if total else f"{done}"]
         parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
         parts += [f"{rate / max(seconds, 1e-9):,.4g} {unit}/s"]
-        parts += [f"{_clock(seconds / done * (total - done))} left" if is_under_way else _clock(seconds)]
+        parts += [f"{_clock(seconds / own * (total - done))} left" if own and done < total else _clock(seconds)]
         return "  ".join(filter(None, [*parts, f"{_peak_memory() / 2**30:.2f} GiB"]))
 
 

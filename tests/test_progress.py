@@ -53,6 +53,26 @@ def test_a_second_pass_shows_another_line_and_what_has_no_length_or_tensor_count
     assert [re.sub("  [^ ]+ samples/s.*", "", line) for line in lines[1:]] == ["1/1 100%  a 1  b 2e-05"] * 2
 
 
+def resumed(fabric: Fabric, accumulates: bool) -> str:
+    made = (DataLoader(TensorDataset(torch.arange(20)), batch_size=size) for size in (2, 1))
+    loader, smaller = fabric.setup_dataloaders(*made)
+    next(iter(loader))
+    smaller.load_state_dict(loader.state_dict())
+    sys.stderr, before = io.StringIO(), sys.stderr
+    try:
+        for number, _ in enumerate(fabric.progress(fabric.accumulate(smaller, 4) if accumulates else smaller)):
+            if number == 2:
+                break
+        return sys.stderr.getvalue()
+    finally:
+        sys.stderr = before
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_resumed_epoch_is_counted_from_the_loaded_position(accumulates: bool) -> None:
+    assert re.match(r"4/10 40%  [\d.,e+]+ samples/s  0:00 left", run_in_ranks(resumed, accumulates)[0])
+
+
 def test_the_line_is_ended_when_a_loop_is_left(capsys) -> None:
     with Fabric(accelerator="cpu") as fabric:
         for number in fabric.progress(range(5), desc="half"):

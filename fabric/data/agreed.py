@@ -226,6 +226,11 @@ class Windows:
         """Micro-batches of an epoch."""
         return len(self.loader)
 
+    @property
+    def resumed_at(self) -> int:
+        """As of the loader."""
+        return self.loader.resumed_at
+
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
         return self._pairs(*self.loader._begin(ends=True))
 

@@ -227,6 +227,12 @@ class FabricDataLoader(_Base):
         """Whether the batch that is out was handed out before, since this rank has no more; see ``uneven``."""
         return self._latest is not None and self._latest.is_repeat
 
+    @property
+    def resumed_at(self) -> int:
+        """How many batches of its epoch the latest iteration left out, since a loaded position was behind them."""
+        skip = 0 if self._latest is None else self._latest.skip
+        return -(-skip // (self._spec.shards * self._spec.entries_per_batch))
+
     def __repr__(self) -> str:
         return f"FabricDataLoader({self.loader!r})"
 
