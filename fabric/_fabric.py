@@ -95,8 +95,8 @@ class Fabric(Reporting):
         time_limit: how long until :attr:`should_stop`, in seconds, as a timedelta or as ``"HH:MM:SS"``.
         stop_margin: likewise, how long before the end of a SLURM job; None is a minute, or half of what is left then.
         callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
-        check_training: whether the first steps of each optimizer are watched for what trains nothing or lets replicas
-            drift apart. It issues no collective and costs nothing after these steps.
+        check_training: whether the first steps of each optimizer are checked for parameters that do not train and for
+            replicas that drift apart. It issues no collective and costs nothing after these steps.
         timings: whether steps are measured for :meth:`timings`.
 
     Raises:
@@ -212,7 +212,7 @@ class Fabric(Reporting):
             return_result, return_all: whether the result is returned, and whether all are, as a list by rank.
 
         Returns:
-            What ``function`` returned: in process 0, by value and on the CPU, or in a process that was there before.
+            What ``function`` returned: in process 0, copied to the CPU; where nothing is started, in this process.
 
         Raises:
             RankFailedError: a process raised, exited early or was killed.
@@ -302,8 +302,9 @@ class Fabric(Reporting):
         """Set up a module together with the optimizers of its parameters. May be collective.
 
         Args:
-            module: the model; its parameters are moved and converted in place. Those of an ``nn.ParameterList`` or
-                ``nn.ParameterDict``, without a forward pass, are replicated, and averaged before each step or clipping.
+            module: the model; its parameters are moved and converted in place. An ``nn.ParameterList`` or
+                ``nn.ParameterDict``, which has no forward pass, is replicated; its gradients are averaged before each
+                step or clipping.
             *optimizers: optimizers of its parameters; they are returned as they are, with hooks around their step.
             scheduler: a learning-rate scheduler of one of them.
             move_to_device: whether parameters and buffers move to this process's device.
@@ -423,14 +424,15 @@ class Fabric(Reporting):
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 
         Collective where gradients are synchronized; a weight adds one message to a step. Raises a
-        :class:`fabric.errors.UsageError` where they could not be, see :class:`fabric.module.FabricModule`, where passes
-        with and without a weight, or of different optimizers, meet in one gradient, or where a step has no weight.
+        :class:`fabric.errors.UsageError` where gradients would not be synchronized (see
+        :class:`fabric.module.FabricModule`), where losses with and without a weight, or for different optimizers, are
+        added up in one gradient, or where all weights of a step are zero.
 
         Args:
-            weight: of how many terms the loss is the sum here, zero or more. By ``clip_gradients`` or ``step`` the
-                gradients become those of the sum of all losses over the sum of all weights, of all processes, since the
-                last step or ``zero_grad``. A tensor on a CUDA device is not waited for.
-            optimizer: the one that the loss is for, or several; None is for all that are set up.
+            weight: the number of terms that the loss sums up on this process, zero or more. ``clip_gradients`` or
+                ``step`` turns the gradients into those of the sum of all losses over the sum of all weights, of all
+                processes, since the last step or ``zero_grad``. A tensor on a CUDA device is not waited for.
+            optimizer: the one that the loss is for, or several; None for all that are set up.
         """
         session = self._session
         active = () if session is None else session.active_iterators
@@ -472,7 +474,8 @@ class Fabric(Reporting):
     ) -> Tensor:
         """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
 
-        Collective where gradients are sharded or weighted. A loss scale is taken off first: no norm is an error then.
+        Collective where gradients are sharded or weighted. Under a loss scale they are unscaled first; where they have
+        overflowed, so that the step will be skipped, the norm is no error.
 
         Args:
             module: the set-up module that the parameters belong to, several, or a module around them.
@@ -497,7 +500,8 @@ class Fabric(Reporting):
     def no_backward_sync(self, module: Module | Sequence[Module], enabled: bool = True) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
-        It has to hold the forward and the backward pass of one set-up module or several. Not ``enabled``, it is empty.
+        It has to hold the forward and the backward pass of one set-up module or several; if not ``enabled``, it does
+        nothing.
         """
         models = set_up_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
@@ -607,14 +611,14 @@ class Fabric(Reporting):
     def all_to_all(self, data: T, group: Group = None) -> T:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
 
-        Tensors have the shape ``(size, *s)``, also in the same collection that is returned: row j is of process j.
+        The tensors that are passed and returned have the shape ``(size, *s)``: row j of a result is from process j.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
     def broadcast(self, obj: T, src: int = 0, group: Group = None) -> T:
         """Send any object from one process to all; tensors in it are sent as tensors. Collective and differentiable.
 
-        Only the object of rank ``src`` of the group counts; the others may pass None. Its leaves can be pickled.
+        Only the object of rank ``src`` of the group counts; the others may pass None. Other leaves are pickled.
         """
         strategy = self._running("broadcast").strategy
         # Those of others need not know groups.
@@ -640,7 +644,7 @@ class Fabric(Reporting):
         collectives.send(self._communicator("send", group), obj, dst)
 
     def recv(self, src: int, group: Group = None) -> Any:
-        """Return what rank ``src`` of the group sends; tensors are detached, those of an accelerator on this one's."""
+        """Receive what rank ``src`` of the group sends; tensors are detached, and on this process's kind of device."""
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
@@ -662,27 +666,27 @@ class Fabric(Reporting):
 
     @property
     def should_stop(self) -> bool:
-        """Whether it is time to save and stop; true from the same call on, on every process, which must all make it.
+        """Whether it is time to save and stop. Every process has to read it equally often; all get the same answer.
 
-        SIGTERM, SIGHUP and SIGUSR2 to any process, under SLURM SIGUSR1 too, ``time_limit`` and the end of a SLURM job
-        make it so. No call sends or waits for anything, but the one at which the processes agree. The first one changes
-        what the signals mean in this process until ``teardown``: they no longer end it.
+        It becomes true after SIGTERM, SIGHUP or SIGUSR2 to any process, under SLURM also SIGUSR1, at ``time_limit`` and
+        before the end of a SLURM job. Only the read at which the processes agree to stop communicates. From the first
+        read until ``teardown`` these signals no longer end this process.
         """
         return self._running("should_stop").stopping.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which says: saved, start me again. Waits for saves. Collective.
 
-        With ``requeue`` rank 0 puts the job back into SLURM's queue, of an array this task; elsewhere it means nothing.
+        With ``requeue`` rank 0 requeues the SLURM job, or this task of a job array; without SLURM it has no effect.
         """
         self.barrier("exit_preempted")
         exit_preempted(self.teardown, requeue and self._is_first())
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """A context in which the first process goes first and the others wait until it is done; for downloads.
+        """A context that the first process runs while the others wait, and then the others; for downloads.
 
-        Collective. With ``local`` the first process of each node goes first, for files that nodes do not share. When it
-        raises, the others raise a :class:`fabric.errors.UsageError` that names it.
+        Collective. With ``local`` the first process of each node does, for files that nodes do not share. When it
+        raises, the others raise a :class:`fabric.errors.UsageError` with its error.
         """
         runtime = self._running("rank_zero_first").runtime
         return rank_zero_first(runtime.node_communicator() if local else runtime.communicator)
@@ -712,7 +716,7 @@ class Fabric(Reporting):
             state: names and objects.
             filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
                 folder of shards, sharded values are DTensors.
-            trainable_only: leave out parameters without ``requires_grad`` alone; load it with ``strict=False``.
+            trainable_only: leave out parameters without ``requires_grad``, no buffers; load it with ``strict=False``.
             async_: return as soon as everything has been copied to host memory, kept for the next save. The next
                 ``save``, ``load`` or ``teardown`` waits for the writing; so does the ``PendingSave`` that is returned.
 
@@ -755,7 +759,7 @@ class Fabric(Reporting):
                 a file whose writer you trust. None means True, as it does for torch. A folder never needs it.
 
         Returns:
-            The entries that ``state`` did not name, of a folder without tensors: name one, with None, to get its whole.
+            The entries that ``state`` did not name; of a folder those without tensors: name others, with None.
 
         Raises:
             CheckpointNotFoundError: there is no such file or folder.
@@ -779,7 +783,7 @@ class Fabric(Reporting):
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
 
-        For what saves itself: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
+        For other formats: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
         """
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
@@ -787,7 +791,8 @@ class Fabric(Reporting):
     def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Before the processes exist each does it at its start. ``fabric.seed_everything`` seeds this process alone.
+        Called before the processes exist, it seeds each of them at its start. ``fabric.seed_everything`` of the module
+        seeds this process alone.
 
         Args:
             seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.

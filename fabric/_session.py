@@ -217,7 +217,7 @@ class Session:
 
     @contextmanager
     def join(self, models: Sequence[FabricModule], divide_by_initial_world_size: bool) -> Iterator[None]:
-        """``Fabric.join``: within, ranks without batches are answered for; afterwards all are in the same state."""
+        """``Fabric.join``: within, ranks without batches take part in collectives; afterwards all have one state."""
         prepared = [model._fabric_prepared for model in models]
         context = models[0]._fabric_contract.join(prepared, divide_by_initial_world_size)
         if context is None:

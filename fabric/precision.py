@@ -126,7 +126,7 @@ def cast_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Cast the floating tensors among the arguments of a forward pass to ``dtype``.
 
-    Arguments that are tensors of that dtype, or of integers, are found with one look each and nothing is allocated.
+    Arguments that are tensors of that dtype, or of integers, take one check each, and nothing is allocated.
     """
     for value in args:
         if not isinstance(value, Tensor) or (value.dtype is not dtype and value.is_floating_point()):

@@ -65,7 +65,7 @@ class Runtime:
     timeout: timedelta = DEFAULT_TIMEOUT
     check_collectives: bool = False
     watchdog: timedelta = DEFAULT_WATCHDOG
-    # Those of this process that use the process group which one of them made; the last of them to close destroys it.
+    # The runtimes of this process that share the process group which one of them made; the last to close destroys it.
     _users: ClassVar[WeakSet["Runtime"]] = WeakSet()
 
     def __post_init__(self) -> None:
@@ -93,7 +93,7 @@ class Runtime:
         self.accelerator.activate(self.device)
         self._is_started = True
         if communicator is None:
-            # Where functions of other libraries that are for rank 0 look; its import takes as long as a launch.
+            # What rank-zero functions of other libraries read; to import it would take as long as a launch.
             utilities = sys.modules.get("lightning_utilities.core.rank_zero")
             if utilities and (self.connected or not hasattr(utilities.rank_zero_only, "rank")):  # no job inside a rank
                 utilities.rank_zero_only.rank = self.world.rank
@@ -165,8 +165,8 @@ class Runtime:
             group.close()
         if self._disconnect():
             dist.destroy_process_group()
-            # What DDP holds keeps gloo's threads alive. One that still frees its last collective needs the interpreter,
-            # and aborts the process if that is being torn down.
+            # DDP keeps gloo's threads alive. A thread that still frees its last collective needs the interpreter, and
+            # aborts the process if that is being torn down.
             time.sleep(0.02)  # several times the interpreter's switch interval
         self.accelerator.release()
         if self.recorder is not None:

@@ -4,12 +4,12 @@
 the weighted backward passes since its last step, or since its gradients were found cleared. Strategies average
 gradients over ranks: at the step, or in ``clip_gradients`` before it, they are multiplied once by the number of ranks
 over the sum of the weights of all ranks in the window, which takes one message. Until then each loss is divided by a
-power of two near the sum over ranks of its weights by their number, so that its gradients are about those of a mean,
-for a loss scale or for gradients that are float16 anywhere: a division that rounds nothing. It is the power of the
-optimizer's last step; at the first step that of the first backward pass, for which there is another message, once.
+power of two near the mean of the weights over ranks, so that its gradients are about those of a mean loss, as a loss
+scale and float16 gradients need them: a division that rounds nothing. It is the power of the optimizer's last step;
+before the first step it is that of the first backward pass, which takes another message, once.
 
-Optimizers of the same losses have the same window. A window is found dropped at one gradient, which is looked at after
-each backward pass and before the next, without waiting for a device; all are only where that one was changed.
+Optimizers of the same losses have the same window. Whether gradients were cleared is read off one of them, which is
+compared after each backward pass and before the next without waiting for a device; all are read only where it changed.
 """
 
 from collections.abc import Collection, Sequence

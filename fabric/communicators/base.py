@@ -55,7 +55,7 @@ class Reduce(Enum):
 
 
 ReduceOp = Reduce | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType
-# Over the bits of integers and booleans; and those without a gradient, which complex numbers do not have.
+# The bitwise ones, of integers and booleans; and those without a gradient, which are not defined for complex numbers.
 BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
 ORDERED = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 

@@ -16,7 +16,7 @@ from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
-# Named as torch names them; its mean is one that not every backend has.
+# The names are torch's; not every backend has its mean, which is a sum here.
 _OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
 
 _LARGEST = 2**63 - 1
@@ -85,12 +85,12 @@ class ProcessGroupCommunicator(Communicator):
         return self._is_gloo and 0 < self.size * buffer.nbytes <= 1 << 17
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
-        # nccl has no bitwise ones; and gloo goes around twice for more than two numbers of 64 bits.
+        # nccl has no bitwise reductions, and gloo makes two rounds for more than 16 bytes.
         gathers = not self._is_gloo if op in BITWISE else buffer.nbytes > 16 and self._gathers_at_once(buffer)
         if gathers:  # each rank reduces for itself
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
-            # Backends pass over what is not a number, or not, by place; as an integer it is the largest, or least.
+            # Whether backends skip NaN depends on its place; as an integer it is the largest number, or the least.
             bits, last = _in_order(buffer.double().view(torch.int64)), _LARGEST if op is Reduce.MAX else ~_LARGEST
             dist.all_reduce(bits.masked_fill_(buffer.isnan(), last), op=_OPS[op], group=self._group)
             return buffer.copy_(_in_order(bits).view(torch.float64))
@@ -115,7 +115,7 @@ class ProcessGroupCommunicator(Communicator):
     # torch's own collectives of objects need numpy, which is optional.
 
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
-        # The length is that of the source, whom ranks that named different ones would not find out otherwise.
+        # With the length goes the source: ranks that name different ones would not notice otherwise.
         facts = self.all_reduce(torch.tensor([len(message or b""), src, -src], device=self.device), Reduce.MAX)
         length, last, first = facts.tolist()
         if last != -first:
