@@ -28,7 +28,6 @@ PrecisionName = Literal[
 ]  # fmt: skip
 
 _CONVERTERS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,5 +144,5 @@ def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
     """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else is returned unchanged."""
     if isinstance(output, Tensor):
         # By name: otherwise torch tries the other things that ``to`` may be given first, for a microsecond.
-        return output.to(dtype=dtype) if output.dtype in _HALF else output
+        return output.to(dtype=dtype) if output.dtype in (torch.float16, torch.bfloat16) else output
     return map_tensors(lambda tensor: cast_outputs(dtype, tensor), output)

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from textwrap import indent
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -52,8 +53,7 @@ class Reporting:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
         return "\n".join([*self._plan.describe(), *(self._session.describe() if self._session else [])])
 
-    def __repr__(self) -> str:
-        return self.describe()
+    __repr__ = describe
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
@@ -127,15 +127,19 @@ class Reporting:
         return (self._plan.world or World()).rank == 0
 
 
+@dataclass(eq=False)
 class Progress(Generic[T]):
     """Yields what ``batches`` does and writes how far the loop is to standard error; see ``Fabric.progress``."""
 
-    def __init__(self, batches: Iterable[T], desc: str, metrics: Metrics, ranks: int, is_shown: bool) -> None:
-        self._batches, self._desc, self._metrics, self._ranks, self._is_shown = batches, desc, metrics, ranks, is_shown
+    batches: Iterable[T]
+    desc: str
+    metrics: Metrics
+    ranks: int
+    is_shown: bool
 
     def __iter__(self) -> Iterator[T]:
-        if not self._is_shown:
-            yield from self._batches
+        if not self.is_shown:
+            yield from self.batches
             return
         stream = sys.stderr
         is_notebook = type(stream).__module__.startswith("ipykernel")
@@ -144,7 +148,7 @@ class Progress(Generic[T]):
         start = shown = monotonic()
         own, samples, line = 0, 0, ""
         try:
-            for batch in self._batches:
+            for batch in self.batches:
                 yield batch
                 own, samples = own + 1, samples + _samples(batch)
                 if monotonic() - shown > (0.2 if is_live else 30):
@@ -157,11 +161,11 @@ class Progress(Generic[T]):
             print(f"\r{end:{len(line)}}" if is_live else end, file=stream, flush=True)
 
     def _line(self, own: int, samples: int, seconds: float) -> str:
-        done = own + getattr(self._batches, "resumed_at", 0)
-        total = len(self._batches) if hasattr(self._batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
-        metrics = metrics_as_floats((self._metrics() if callable(self._metrics) else self._metrics) or {})
-        rate, unit = (samples * self._ranks, "samples") if samples else (own, "batches")
-        parts = [self._desc, f"{done}/{total} {done / total:.0%}" if total else f"{done}"]
+        done = own + getattr(self.batches, "resumed_at", 0)
+        total = len(self.batches) if hasattr(self.batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
+        metrics = metrics_as_floats((self.metrics() if callable(self.metrics) else self.metrics) or {})
+        rate, unit = (samples * self.ranks, "samples") if samples else (own, "batches")
+        parts = [self.desc, f"{done}/{total} {done / total:.0%}" if total else f"{done}"]
         parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
         parts += [f"{rate / max(seconds, 1e-9):,.4g} {unit}/s"]
         parts += [f"{_clock(seconds / own * (total - done))} left" if own and done < total else _clock(seconds)]

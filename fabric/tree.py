@@ -33,7 +33,7 @@ __all__ = [
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 _STRINGS = frozenset({str})
-_LEAF_TYPES = frozenset({Tensor, torch.nn.Parameter, torch.Size, float, int, bool, str, bytes, type(None), complex})
+_LEAF_TYPES = PLAIN | {torch.Size, float, int, bool, str, bytes, type(None), complex}
 
 
 class _Node(NamedTuple):

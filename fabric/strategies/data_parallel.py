@@ -230,9 +230,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             thread.join()
         if errors:
             first = min(errors)
-            errors[first].add_note(
-                f"replica {first} of {len(replicas)} on {self.src_device_obj} raised this on its part of the batch"
-            )
+            errors[first].add_note(f"replica {first} of {len(replicas)} on {self.src_device_obj} raised this")
             try:
                 raise errors[first]
             finally:
