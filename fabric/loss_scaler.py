@@ -143,7 +143,7 @@ class LossScaler:
         self._pending = None if pending is None else torch.full_like(self._scale, pending)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs.get("closure") is not None or (len(args) > 1 and args[1] is not None):
+        if kwargs.get("closure", *args[1:2]) is not None:
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
                 "the closure computes new gradients inside the step, after the overflow check",

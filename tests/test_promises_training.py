@@ -365,6 +365,18 @@ def test_b9_bare_parameters_are_synchronized_also_when_they_are_set_up_after_the
     assert run_in_ranks(bare_after_its_optimizer, check_training=False) == [0.5, 0.5]
 
 
+def bare_with_a_closure(fabric: Fabric) -> list[str]:
+    weight = nn.Parameter(torch.tensor(1.0))
+    kept, optimizer = fabric.setup(nn.ParameterList([weight]), torch.optim.LBFGS([weight]))
+    loss = lambda: kept[0] * fabric.global_rank  # noqa: E731
+    return [outcome(lambda: optimizer.step(loss)), outcome(lambda: optimizer.step(closure=loss))]
+
+
+def test_b9_a_closure_is_refused_for_bare_parameters_that_are_synchronized() -> None:
+    for found in run_in_ranks(bare_with_a_closure):
+        assert all("LBFGS.step(closure) of an nn.ParameterList" in text for text in found)
+
+
 # -- B8, B9: ranks that do not do the same ----------------------------------------------------------------------------
 
 
