@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
         return options.command(options)
     except FabricError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
@@ -132,7 +132,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     from fabric.checkpoint.sharded import consolidate
 
     output = consolidate(options.directory, options.output, options.key, options.max_shard_gb)
-    print(f"fabric consolidate: wrote {output}", file=sys.stderr, flush=True)
+    print(f"fabric consolidate: wrote {output}", file=sys.stderr)
     return 0
 
 
@@ -160,7 +160,7 @@ def _plot(options: argparse.Namespace) -> int:
     from fabric.plotting import plot
 
     plot(*options.folders, output=options.output)
-    print(f"fabric plot: wrote {options.output}", file=sys.stderr, flush=True)
+    print(f"fabric plot: wrote {options.output}", file=sys.stderr)
     return 0
 
 
@@ -191,7 +191,7 @@ def _run(options: argparse.Namespace) -> int:
         notes = [f"restart {attempt} of {options.max_restarts}"] if attempt else []
         notes += [f"the ranks write to {logs.pattern.format('*')}"] if logs else []
         for note in notes:
-            print("fabric run:", note, file=sys.stderr, flush=True)
+            print("fabric run:", note, file=sys.stderr)
         code, interrupted = run_script(script, worlds, variables | counts, logs)
         if code == 0 or interrupted:
             break

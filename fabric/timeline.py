@@ -82,8 +82,8 @@ class Timeline:
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._watch("backward", session.backward)
         if (recorder := runtime.recorder) is not None:
+            hooks.callback(setattr, recorder, "around", recorder.around)
             recorder.around = lambda entry: self.during(Wait(entry))
-            hooks.callback(setattr, recorder, "around", None)
         for model in session.modules:
             self.watch(model)
         session.timeline = session.measured = self

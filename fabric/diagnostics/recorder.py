@@ -1,8 +1,9 @@
 """The flight recorder: what this process is doing, as notes that checks and hang reports read; signatures of calls.
 
 [Note: Hooks] Each diagnostic adds functions to those that are called before and after each forward pass of a module and
-each backward pass. They are called in the order in which they were added. The flight recorder is first, so that what
-another one raises cannot leave a phase open. Around an optimizer's step they are torch's own hooks, in the same order.
+each backward pass. They are called in the order in which they were added. The flight recorder is first, so that it
+notes the end of a phase even if a later one raises. Around an optimizer's step they are torch's own hooks, in the same
+order.
 
 [Note: Signatures] The first message of a call carries a checksum of what has to be the same on every rank: operation,
 reduction, names, shapes, dtypes. It is a gather of rows, as long for every call, since the backends abort or hang where
@@ -145,7 +146,7 @@ class FlightRecorder:
         param_groups: how many each optimizer has, by its id.
         on_param_group: called before the step of an optimizer that has got another one.
         unread: the signatures that calls have left on the device, and the call.
-        around: a context around the making of a collective, if that is of interest.
+        around: returns a context for each collective, which is made in it.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
@@ -164,7 +165,7 @@ class FlightRecorder:
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
         self.unread: list[tuple[Tensor, str]] = []
-        self.around: Callable[[Entry], contextlib.AbstractContextManager[None]] | None = None
+        self.around: Callable[[Entry], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that note a phase."""
@@ -310,10 +311,8 @@ class RecordedCommunicator(Communicator):
         try:
             for check in recorder.checks:
                 check(entry, collective)
-            if recorder.around is not None:
-                with recorder.around(entry):
-                    return self._run_signed(collective, entry)
-            return self._run_signed(collective, entry)
+            with recorder.around(entry):
+                return self._run_signed(collective, entry)
         except RuntimeError as error:
             recorder.annotate(error)
             raise

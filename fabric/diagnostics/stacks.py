@@ -69,7 +69,6 @@ class Stacks:
         """Answer no more, and restore the handler of the signal."""
         if self._answers:
             faulthandler.unregister(_SIGNAL)
-        self._answers = False
         self._file.close()
 
 

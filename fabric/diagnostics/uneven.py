@@ -80,10 +80,9 @@ class UnevenInputDetector:
         """
         self._begun[loader] = number = self._begun.get(loader, 0) + 1
         # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
-        self._store.publish(f"batches/{loader}", [number, length, has_orders])
-        for other, (*_, theirs) in (
-            self._store.read(f"batches/{loader}", self._neighbors).items() if number == 1 else ()
-        ):
+        self._store.publish(topic := f"batches/{loader}", [number, length, has_orders])
+        published = self._store.read(topic, self._neighbors if number == 1 else ())
+        for other, (*_, theirs) in published.items():
             if theirs != has_orders:
                 problem = f"only one of it and rank {other} draws an order anew in each iteration, as with shuffle=True"
                 raise UsageError(f"iteration over loader {loader} on rank {self._rank}", problem, "the same loader")

@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -46,7 +47,7 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
     if isinstance(packed, bytes) and (main_is_importable or b"__main__" not in packed):
         return packed, b"__main__" in packed
     by_value = has_cloudpickle()
-    dump = _cloudpickle().dumps if by_value else pickle.dumps
+    dump = import_module("cloudpickle").dumps if by_value else pickle.dumps  # an optional dependency
     if by_value and isinstance(packed := _attempt(dump, call), bytes):
         return packed, False
     name, part, error = _culprit(call, dump)
@@ -95,12 +96,6 @@ def has_cloudpickle() -> bool:
     return bool(RequirementCache("cloudpickle>=3.0"))
 
 
-def _cloudpickle() -> Any:
-    import cloudpickle  # an optional dependency
-
-    return cloudpickle
-
-
 def _attempt(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
     try:
         return dump(value)
@@ -125,7 +120,7 @@ def _dump_by_value(value: Any) -> bytes:
     except Exception:
         if not has_cloudpickle():
             raise
-        return _dump_with(_cloudpickle().Pickler, value)
+        return _dump_with(import_module("cloudpickle").Pickler, value)
 
 
 def _dump_with(pickler_type: Any, value: Any) -> bytes:
