@@ -57,17 +57,17 @@ class Loggers:
         Raises:
             ArgumentTypeError: it is no :class:`Logger`, run of W&B or ``SummaryWriter``.
         """
-        adapted = logger
-        if (is_class := isinstance(logger, type)) or not callable(getattr(logger, "log_metrics", None)):
-            adapters = {"add_scalar": _SummaryWriter}
-            adapters |= {"log": _WandbRun} if type(logger).__module__.partition(".")[0] == "wandb" else {}
-            kinds = [kind for name, kind in adapters.items() if callable(getattr(logger, name, None))]
-            if not kinds:
+        adapted, is_class = logger, isinstance(logger, type)
+        if is_class or not callable(getattr(logger, "log_metrics", None)):
+            if not is_class and callable(getattr(logger, "add_scalar", None)):
+                adapted = _SummaryWriter(logger)
+            elif type(logger).__module__.partition(".")[0] == "wandb" and callable(getattr(logger, "log", None)):
+                adapted = _WandbRun(logger)
+            else:
                 problem = "it is a class" if is_class else "it has no method log_metrics(metrics, step)"
                 expected = "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
-                suggestion = "class MyLogger, with def log_metrics(self, metrics, step=None): ... (three lines)"
+                suggestion = "CSVLogger(); or a class with def log_metrics(self, metrics, step=None): ... (three lines)"
                 raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)
-            adapted = kinds[0](logger)
         self.given.append(logger)
         self._loggers.append(adapted)
 

@@ -248,14 +248,17 @@ def test_a_run_of_wandb_is_a_logger():
     assert run.seen == [({"lr": 0.1}, True), ({"loss": 0.5}, 1), 0]
 
 
-def test_a_class_of_loggers_is_refused_at_once():
-    with pytest.raises(TypeError, match=r"CSVLogger[\s\S]*it is a class\n  Valid: an object"):
-        Fabric(accelerator="cpu", loggers=CSVLogger)
+@pytest.mark.parametrize("kind", [CSVLogger, type("SummaryWriter", (), {"add_scalar": lambda *_: None})])
+def test_a_class_of_loggers_is_refused_at_once(kind):
+    with pytest.raises(TypeError, match=rf"{kind.__name__}[\s\S]*it is a class\n  Valid: an object"):
+        Fabric(accelerator="cpu", loggers=kind)
 
 
 def test_what_is_no_logger_is_refused_at_once():
     with pytest.raises(TypeError, match=r"no method log_metrics[\s\S]*def log_metrics\(self, metrics, step=None\)"):
         Fabric(accelerator="cpu", loggers=[object()])
+    with pytest.raises(TypeError, match=r"loggers='csv'[\s\S]*Write: CSVLogger\(\)"):
+        Fabric(accelerator="cpu", loggers="csv")
     with Fabric(accelerator="cpu") as fabric, pytest.raises(TypeError, match="log_metrics"):
         fabric.add_logger(print)
 

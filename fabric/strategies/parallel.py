@@ -80,7 +80,8 @@ class ParallelStrategy(Strategy):
 
 def as_list(objects: Any) -> list[Any]:
     """None, one object, or a sequence of several, as a list."""
-    return [] if objects is None else list(objects) if isinstance(objects, Sequence) else [objects]
+    is_several = isinstance(objects, Sequence) and not isinstance(objects, str)
+    return [] if objects is None else list(objects) if is_several else [objects]
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
