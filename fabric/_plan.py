@@ -131,9 +131,9 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     for argument in ("timeout", "watchdog", "time_limit", "stop_margin"):
         if given[argument] is not None:
             given[argument] = _parse_duration(argument, given[argument])
-    for argument, variable in RUN_OPTIONS.items():
+    for argument, variable in RUN_OPTIONS.items() if given["environment"] != "none" else ():
         if value := env.get(variable):
-            source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable})"
+            source = f"`fabric run --{argument.replace('_', '-')} {value}` ({variable}; environment='none' ignores it)"
             given[argument] = _one_value(argument, given[argument], value, source)
     precision = parse_precision(given["precision"])
     named = parse_strategy(given["strategy"], precision=precision)
@@ -143,7 +143,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         given[argument] = _one_value(argument, given[argument], value, source)
     _refuse_late_options(env, given)
     found = _find_environment(given["environment"], env)
-    world = None if found is None else found[1]
+    world = found and found[1]
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], known, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
@@ -301,7 +301,7 @@ def _parse_devices(
 ) -> tuple[torch.device, ...]:
     """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
     own = strategy.parallel_devices
-    if found is None or (strategy.drives_all_devices and found[1].world_size == 1):
+    if not found or (strategy.drives_all_devices and found[1].world_size == 1):
         return own or accelerator.parse_devices(devices)
     world, maker = found[1], _maker(found)
     if strategy.drives_all_devices or (isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1):
@@ -336,7 +336,7 @@ def _parse_devices(
 
 
 def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
-    actual = 1 if found is None else found[1].num_nodes
+    actual = found[1].num_nodes if found else 1
     if num_nodes == "auto" or str(num_nodes).strip() == str(actual):
         return actual
     raise ConfigurationError(
@@ -353,7 +353,7 @@ def _choose_launcher(
     is_open = given["launcher"] in (None, "auto")
     chosen = _parse_name("launcher", strategy.start_method if is_open else given["launcher"], LAUNCHERS, Launcher)
     method = chosen.name
-    if found is not None and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
+    if found and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
         raise ConfigurationError(
             f"launcher or start method {method!r} (rank {found[1].rank})",
             f"{found[0].name} has made the processes of this job already",

@@ -153,6 +153,16 @@ def test_d22_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
     assert (made.world_size, made.global_rank) == (1, 0)
 
 
+def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
+    env = {**OWN_RANKS, "FABRIC_DEVICES": "2", "FABRIC_STRATEGY": "fsdp", "FABRIC_PRECISION": "bf16-mixed"}
+    for devices in (1, "auto"):
+        made = plan(env, devices=devices, environment="none")
+        assert (made.world_size, made.strategy.name) == (1, "single_device")
+        assert made.precision.name == "32-true"
+    with pytest.raises(ConfigurationError, match=r"--devices 2` \(FABRIC_DEVICES; environment='none' ignores it"):
+        plan(env, devices=1)
+
+
 def test_options_of_the_strategy_are_merged() -> None:
     cpu = torch.device("cpu")
     strategy = DDPStrategy(parallel_devices=[cpu, cpu], precision="64-true", accelerator="cpu")
