@@ -83,15 +83,17 @@ class Fabric(Reporting):
         num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
         precision: ``"32-true"`` (or None), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
             ``"bf16-mixed"``, or one of the aliases ``64``, ``32``, ``16``, ``"bf16"``.
-        environment: where a process learns its rank; None detects torchrun, SLURM, MPI and Ray, ``"none"`` nothing.
+        environment: where a process learns its rank; None detects torchrun, SLURM, MPI and Ray, ``"none"`` nothing,
+            and ignores the options of ``fabric run``: for a job of this process alone.
         launcher: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
             :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
         check_collectives: whether the ranks compare every collective before they make it, so that one that differs or
             is missing raises :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called; the
             environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
-        timeout: how long a collective may wait for other ranks before it raises an error that says where each rank is,
-            in seconds or as a timedelta; None is the strategy's, half an hour.
-        watchdog: likewise, before the first rank prints which ranks are missing, and their stacks; 0 for never.
+        timeout: how long a collective may wait for other ranks before it raises an error that names those that are
+            missing, in seconds or as a timedelta; None is the strategy's, half an hour.
+        watchdog: likewise, before the first rank prints where each rank is, and the stacks of those that are missing;
+            0 leaves that to the error.
         time_limit: how long until :attr:`should_stop`, in seconds, as a timedelta or as ``"HH:MM:SS"``.
         stop_margin: likewise, how long before the end of a SLURM job; None is a minute, or half of what is left then.
         callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.

@@ -192,6 +192,15 @@ def test_the_error_of_a_timeout_holds_the_report(in_backward, capfd):
     assert HEADING not in capfd.readouterr().err
 
 
+def test_a_report_that_was_printed_is_in_the_error_of_the_timeout_by_its_first_lines(capfd):
+    [text, _] = run_in_ranks(error_of_the_timeout, False, launcher="forkserver", watchdog=0.3, timeout=1.5)
+    printed, summary = capfd.readouterr().err, text[text.index("fabric: ") : text.index(HEADING)]
+    assert "not reached by: rank 1" in summary
+    assert f"{summary}{HEADING}\n" in printed
+    assert "in error_of_the_timeout" in printed
+    assert "in error_of_the_timeout" not in text
+
+
 def what_is_there(fabric):
     return fabric.strategy.runtime.recorder is not None, [thread.name for thread in threading.enumerate()]
 

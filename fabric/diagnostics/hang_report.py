@@ -183,13 +183,19 @@ class HangReporter:
         self._stacks.close()
 
     def wait_for_report(self) -> str:
-        """The report on what this rank waits in, requested now if there is none yet."""
+        """The report on what this rank waits in, requested if there is none yet; the start of one that was printed."""
         self._needs_report.set()
         until = monotonic() + 2 * self._grace
         while self._report is None and self._thread.is_alive() and monotonic() < until:
             sleep(_PAUSE)
         self._needs_report.clear()
-        return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
+        report = self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
+        if not self._is_printed(self._report):
+            return report
+        return f"{report.partition(HEADING)[0]}{HEADING} in the report that was printed, as a rule by rank 0"
+
+    def _is_printed(self, report: str | None) -> bool:
+        return self._prints and bool(report) and _COMPILES not in report
 
     def _watch(self) -> None:
         try:
@@ -254,7 +260,7 @@ class HangReporter:
         requester, user_request = json.loads(request)
         text = compose(states, requester, "a report was requested by a signal" if user_request else "")
         store.set(f"report/{number}", text)
-        if text and (user_request or (self._prints and _COMPILES not in text)):
+        if self._is_printed(text) or (text and user_request):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:
