@@ -1,7 +1,7 @@
 """The command ``fabric doctor``: looks for what makes a job fail, and says how to repair it.
 
-[Note: Doctor] Whatever is broken, there is a report. Each part has its time, after which the process says where it was
-and exits; what imports torch runs in the ranks, which are new processes or, in a job, those of its launcher. Rank 0
+[Note: Doctor] Whatever is broken, there is a report. Each part has a time limit, after which the process names it and
+exits; what imports torch runs in the ranks, which are new processes or, in a job, those of its launcher. Rank 0
 prints what is right, too, every other rank what is wrong. A rank that cannot go on exits with what it found, and the
 launcher ends the others.
 """
@@ -80,7 +80,7 @@ def _finding(text: str, remedy: str = "") -> str:
 
 @contextmanager
 def _part(title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """What the process does not go on without: it ends in time, and what it raises is a finding."""
+    """A part of the report: the process exits when its time is over, or with the error that it raises as a finding."""
 
     def expire() -> None:
         print(_finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy), flush=True)

@@ -105,7 +105,7 @@ class StopRequest:
             try:
                 self._look(self._reporter.store, now)
             except dist.DistError:
-                # The store goes with the process that hosts it: there are no ranks to agree with.
+                # The process that hosted the store has ended: there are no ranks to agree with.
                 self._communicator, self._reporter, self._held_at = LocalCommunicator(self._runtime.device), None, 0
                 raise
 

@@ -112,11 +112,11 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
 
 
 def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """What the ranks that connect now put before their keys, and those that used this store before have not.
+    """A prefix of keys for the ranks that connect now, which no earlier user of this store had.
 
     Several runtimes may follow each other in the processes of a job, which can be counted. But torchrun keeps its store
-    when it restarts ranks, also those that died before they were counted. So there each rank shows a new name, and
-    rank 0 gives its own to those names, also of the dead, until each of the living has confirmed.
+    when it restarts ranks, also those that died before they were counted. So there each rank publishes a new name, and
+    rank 0 writes its own under each of these names, also those of dead ranks, until all living ones have confirmed it.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not connect within the timeout.

@@ -2,21 +2,21 @@
 
 [Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a :class:`Wait`. A *step* of
 the loop ends with each ``step()`` of the optimizer that stepped first, whatever others do. Times are added up over
-*rounds*: from one beginning of such a ``step()`` to the next, where under DDP and FSDP all ranks have just met, so that
+*rounds*: from one beginning of such a ``step()`` to the next. Under DDP and FSDP all ranks have just synchronized then:
 a rank is late, and others wait for it, in the same round.
 
-Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So what may be spent in waiting for others is
-noted apart: from the last gradient of this rank until its backward pass is over, in the collectives of fabric and FSDP,
-and until DDP's buffers have come. What it is beyond that of the rank with the least, the rank has waited; the rest of a
-phase is its own. The others wait for the rank that has waited least, in the phase of which its own time is furthest
-above that of the fastest rank.
+Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a rank may wait for
+others is measured separately: from its last gradient to the end of its backward pass, in the collectives of fabric and
+FSDP, and until DDP has broadcast its buffers. A rank has waited for as much of it as it has more than the rank with the
+least; the rest of a phase is its own. The others wait for the rank that has waited least, in the phase in which its own
+time is furthest above that of the fastest rank.
 
-On a CUDA device the times are those of its stream: an event stands at each end of a span, and is read when somebody
-asks for the times, steps later.
+On a CUDA device the times are those of its stream: an event is recorded at each end of a span, and read steps later,
+when the times are needed.
 
 [Note: Clocks] The times of a trace are those of rank 0's clock. Before it begins, all ranks enter a barrier, a few
-times. How much later than rank 0 has entered a rank leaves, at least, is the difference of their clocks and the time of
-a barrier, which is the same for all to some tenths of a millisecond.
+times. The least time from rank 0's entry to a rank's exit is the difference of their clocks plus the time of a barrier,
+which is the same for all to some tenths of a millisecond.
 """
 
 import json
@@ -47,7 +47,7 @@ Span = tuple[str, str, Any, Any]  # its name, the phase that it is a part of, an
 _OTHER, _END = "other", object()  # what is in no phase
 _KEPT, _MOST_SPANS = 100, 40_000  # the latest rounds; and spans of a trace, some megabytes in the store of the job
 _SHOWN = 0.01  # of a step: nothing is said of shorter waits
-_READINGS, _PATIENCE = 8, 10.0  # of the clocks; and seconds for which rank 0 waits for the spans of the others
+_READINGS, _GRACE = 8, 10.0  # of the clocks; and seconds for which rank 0 waits for the spans of the others
 
 
 class Wait(str):
@@ -61,7 +61,7 @@ class Timeline:
         now: a mark of the present time.
         close: removes all hooks; what was measured stays.
         steps: how many have ended.
-        on_step: called with that number when one has; ``bool`` if nobody follows.
+        on_step: called with that number when one has; ``bool`` outside of a profile.
         trace: the latest spans, also of steps, as many as there is room for.
     """
 
@@ -328,7 +328,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         try:
             store.publish(topic, events)
             if store.rank == 0:
-                found = store.read(topic, everyone := range(store.size), _PATIENCE)
+                found = store.read(topic, everyone := range(store.size), _GRACE)
                 trace = [event for each in found.values() for event in each]
                 target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
                 if missing := {*everyone} - found.keys():

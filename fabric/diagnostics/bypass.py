@@ -10,14 +10,14 @@ beside a wrapped forward, without gradients, and under ``no_backward_sync``.
 The wrapped forward is watched as well: torch synchronizes in the first backward pass after a forward pass, so that the
 gradients of a second one would stay local. A backward pass that never reaches the module, such as that of another
 model, changes nothing. Whether one does is seen at a single parameter, since a hook on what each forward pass returns
-costs ten times as much; only where parameters may go unused it takes these. A gradient of which nothing is known may be
-that of a penalty, the same on all ranks: it is an error if the way to it leads through what the wrapped forward
-computed in one of its last thousand passes. A loss older than these is hardly left: its graph is in memory with what it
-saved, and torch itself refuses it once the optimizer has changed that.
+costs ten times as much; such hooks are used only where parameters may go unused. A gradient without a wrapped forward
+before it may be that of a penalty, the same on all ranks: it is an error only if the graph of the loss contains what
+the wrapped forward computed in one of its last thousand passes. An older loss is unlikely: its graph is in memory with
+what it saved, and torch itself refuses it once the optimizer has changed that.
 
-A parameter that was frozen when the module was set up under DDP is no part of the synchronization, and neither is,
-under every strategy, one that was registered on a part of the module since, for which torch has a hook. Once such a
-parameter is to be trained, its gradients would stay local: the next forward pass with gradients is an error.
+Two kinds of parameters are not synchronized: those that were frozen when the module was set up under DDP and, under
+every strategy, those that were registered on a part of the module since, for which torch has a hook. Once one of them
+requires a gradient, that would stay local: the next forward pass with gradients is an error.
 """
 
 from bisect import bisect_left
@@ -61,7 +61,7 @@ class GradientContract:
         unreduced: the parameters whose gradients were computed, and are not yet where a step sees them.
         is_sharded: whether the parameters are sharded over ranks.
         peers: those of the ranks that every forward pass needs.
-        casts: whether the prepared module casts inputs and outputs, so that nobody else may.
+        casts: whether the prepared module casts inputs and outputs, so that nothing else may.
         join: a context in which ranks may run these prepared modules for different numbers of batches; None if there is
             nothing to do. Raises a UsageError where the strategy cannot do it.
         explain: adds a note to an error of torch that says what to do about it.
@@ -193,7 +193,7 @@ class _Structure:
             forward.before.append(self._check)
 
     def follow(self) -> None:
-        """Have the forward passes of a sharded module noted, once somebody wants to know of them."""
+        """Note the forward passes of a sharded module, if there is a function to call for them."""
         contract, forward = self._contract(), self._forward()
         checks = self._checks
         if contract is not None and forward is not None and contract.is_sharded and checks.on_forward:
@@ -233,7 +233,7 @@ class BypassGuard:
         self._rank, self._on_forward = checks.world.rank, checks.on_forward
         self._begin = 0
         self._trains = self.prepares_sync = False
-        # Whether a forward pass has prepared a synchronization, and a backward pass has come upon it, or upon none.
+        # Whether a forward pass has prepared a synchronization, and a backward pass has used it, or has found none.
         self._sync_prepared = self._sync_used = self._sync_missed = False
         # Of each forward pass: its first operation, the first one after it, and whether it was without synchronization.
         self._passes: deque[tuple[int, int, bool]] = deque(maxlen=1000)

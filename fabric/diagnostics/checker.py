@@ -3,7 +3,7 @@
 [Note: Progress] Each rank publishes one record, which it overwrites when it begins a call: how many calls it has begun
 in each group, and what the latest is. In its call number n of a group a rank waits until every member has begun its own
 call number n there, and compares. It moves on when all have and agree, which is why a member that is found further on
-must have agreed: it saw this rank's record first. So nobody has to keep a record for a rank that is slow to read it,
+must have agreed: it saw this rank's record first. So no record is kept for ranks that are slow to read it,
 groups run ahead of each other freely, and each rank waits for all members of one group at a time. A circle of ranks
 that wait for each other, in whatever groups, is then a deadlock, and the only kind there is: every other wait ends, or
 ends at a rank that makes no further calls. (A rank that waits in several threads may still go on in any of them, and
@@ -156,7 +156,7 @@ class CollectiveChecker:
             if self._own.end_reason:
                 return
             latest = "" if self._latest is None else f"; its latest call was {self._latest}"
-            # The store goes with the process that hosts it; then nobody is left who could read this.
+            # The process that hosts the store may have ended, and no rank could read this.
             with suppress(dist.DistError):
                 self._publish(self._own._replace(end_reason=(reason or exit_reason()) + latest))
 
@@ -178,7 +178,7 @@ class CollectiveChecker:
             stopped = [r for r in (*missing, *calls) if records[r].end_reason]
             if not missing and not stopped:
                 return
-            # Of a first reading that is not certain: records are read one by one, and the cause may be in another.
+            # Not after the first reading: records are read one by one, and the root cause may be in another one.
             if stopped and searches:
                 self._stop(call, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}")
             for r in ended.keys() & set(missing):

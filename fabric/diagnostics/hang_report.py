@@ -100,7 +100,7 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
 
 
 def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
-    """The context of a wait for all ranks to connect. Two at most say so, of which one is not the missing one."""
+    """The context of a wait for all ranks to connect, which ranks 0 and 1 print: one of the two may be missing."""
     text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
     reminder = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
     reminder.daemon = True
@@ -131,7 +131,7 @@ class HangReporter:
     """Notices that this rank waits, and publishes its state when another does; see ``[Note: Reports]``.
 
     Args:
-        store: of the job, through a connection that nobody else uses.
+        store: of the job, through a connection of its own.
         threshold: how long a rank waits before it requests a report that is printed; zero for never.
         timeout: how long a collective may wait. Its error holds a report, which is composed half way at the latest.
         is_asynchronous: whether collectives go on in the background, so that a rank may wait for one anywhere.
@@ -176,7 +176,7 @@ class HangReporter:
         self._stop.set()
         self._thread.join(_JOIN)
         if not self._store_error:
-            # The store goes with the process that hosts it; then nobody is left who could read this.
+            # The process that hosts the store may have ended, and no rank could read this.
             with suppress(dist.DistError):
                 place = f"makes no further calls: {exit_reason()}"
                 self.store.publish("closed", self._state()._replace(place=place, inside=False, stack=""))

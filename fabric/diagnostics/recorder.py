@@ -57,7 +57,7 @@ _FEW = 16  # ranks at most whose rows are gathered
 
 
 class CallSite(NamedTuple):
-    """The place of a call, of which a text is made when somebody asks."""
+    """The place of a call; its text is made only when it is needed."""
 
     file: str
     line: int

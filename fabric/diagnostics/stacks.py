@@ -21,7 +21,7 @@ from pathlib import Path
 __all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
 _FRAMES = 16  # the innermost ones that are kept
-# From here outwards there is what brought the process into existence.
+# From this frame outwards a stack is of fabric's launchers.
 _LAUNCH = re.compile(
     rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/(launchers/|'
     r'_fabric\.py", line \d+ in _run_in_rank$))'
@@ -34,7 +34,7 @@ Address = tuple[str, int, int, int]
 
 
 def exit_reason() -> str:
-    """Why this process makes no further calls, asked when it closes its communicator."""
+    """Why this process makes no further calls, when it closes its communicator."""
     error = sys.exception() or getattr(sys, "last_value", None)
     return "it has finished" if error is None else f"it raised {type(error).__name__}: {error}"
 
@@ -49,7 +49,7 @@ class Stacks:
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
-        # What a user has installed stays, be it from C, of which Python knows nothing.
+        # A handler of the user's stays, also one that was installed from C, which Python does not see.
         self._answers = _SIGNAL != 0 and not _catches(os.getpid())
         if self._answers:
             faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
@@ -91,7 +91,7 @@ def read_stack(address: Address) -> str:
 
 
 def has_ended(there: str, pid: int) -> bool:
-    """Whether a process has ended, be it reaped or not; false if it is on another node, where nobody can know."""
+    """Whether a process has ended, be it reaped or not; False on another node, where that is unknown."""
     if there != node():
         return False
     try:
@@ -125,7 +125,7 @@ def _status(pid: int) -> str:
 
 
 def _written(fd: int, start: int) -> bytes:
-    """What is appended to a file from ``start`` on, once it stands still."""
+    """What is appended to a file from ``start`` on, once it grows no more."""
     until, text = time.monotonic() + _ANSWER_WITHIN, b""
     while time.monotonic() < until:
         before, text = text, os.pread(fd, 1 << 20, start)

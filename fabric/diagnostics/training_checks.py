@@ -1,8 +1,8 @@
 """Checks of the first steps of each optimizer, for training that does not train.
 
 [Note: Training checks] Some mistakes cost nothing but the result: gradients that never arrive or are not reduced yet,
-replicas that drift apart. Hooks around an optimizer's first steps look for them and go away. Fingerprints of the
-replicas are compared through the store, never through a collective: the first rank writes its own, each other compares
+replicas that drift apart. Hooks around an optimizer's first steps look for them, and are then removed. Fingerprints of
+the replicas are compared through the store, never by a collective: the first rank writes its own, each other compares
 with that, and writes its own beside it if they differ. Those that saw no difference look for one again after the next
 backward pass, which needs every rank. So the store, which is in the memory of one node, holds two fingerprints at most,
 however many ranks there are.
@@ -59,7 +59,7 @@ class TrainingChecks:
     """The checks of one optimizer, which is held weakly, until it has stepped twice; see ``[Note: Training checks]``.
 
     Args:
-        optimizer: the one.
+        optimizer: the optimizer.
         name: identifies it, the same on all ranks.
         contracts: those of the modules that are set up.
         store: where ranks leave fingerprints for each other.

@@ -4,13 +4,13 @@
 in which they gather parameters; all ranks have to take the same steps and, in between, the same collectives. A rank
 that has run out of batches goes on to a collective, to the end of the job or, under a strategy that shards, to a loop
 of other steps, while another takes one more step and waits. Each of the two publishes how far it is and then reads how
-far the other is: whoever is second sees that the orders differ. Nothing of this is a collective.
+far the other is: the second of the two sees that the orders differ. None of this is a collective.
 
 Under ``HYBRID_SHARD`` a forward pass without synchronization is a step of those ranks alone that gather together. So
 there are two numbers of each: one for neighbors that gather with this rank, of all its steps, and one for the others.
 
 It is done where it can matter: after the end of an iteration over a prepared loader, if the loaders of neighboring
-ranks have different lengths, or lengths that nobody knows.
+ranks have different lengths, or unknown ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -249,7 +249,7 @@ class UnevenInputDetector:
         for other, (number, length, _) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
             if number >= iteration.number:
                 iteration.unseen.remove(other)
-                # One that is further ended this iteration earlier, after nobody knows how many batches.
+                # One in a later iteration ended this one earlier, after an unknown number of batches.
                 self._lengths_differ |= number > iteration.number or length != iteration.length
 
     def _refuse(self, request: str, step: int, early: int, batches: int, late: int) -> NoReturn:

@@ -75,7 +75,7 @@ class Launcher(ABC):
 
 
 class InlineLauncher(Launcher):
-    """Runs a function in this process: the only one of its job, or one that somebody else made."""
+    """Runs a function in this process: the only one of its job, or one that another launcher made."""
 
     name = "inline"
 
@@ -87,7 +87,7 @@ class InlineLauncher(Launcher):
 
 
 def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
-    """The places of the ``size`` processes on one of the nodes of a job, all of the same size."""
+    """The places of the ``size`` processes of one node, in a job whose nodes all have as many."""
     common = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
     return [World(rank=node * size + each, local_rank=each, **common) for each in range(size)]
 

@@ -2,7 +2,7 @@
 
 [Note: The fork server] It is a warm process with torch in it, from which ranks are forked. The standard library's
 listens at an address in a directory that stays when its owner is killed, and gives its children the output of the
-moment at which it started. This one speaks with its owner over an inherited socket pair; each request carries open
+moment at which it started. This one has an inherited socket pair to its owner; each request carries open
 files: the rank's end of the control pipe, a pipe on which the server sends the rank's process id, then its exit code,
 and the owner's standard output and error of this moment.
 """
@@ -111,7 +111,7 @@ class ProcessLauncher(base.Launcher):
             number = job.signals[0][0] if job.signals else signal.SIGINT
             if number == signal.SIGINT:
                 raise
-            # What it would have done in this process, now that the ranks are gone.
+            # The ranks have ended; now the signal has the effect that it has without them.
             handler = signal.getsignal(number)
             if callable(handler):
                 handler(number, None)
@@ -238,15 +238,15 @@ def _exit_code(status: Connection) -> int | None:
     try:
         return status.recv() if status.poll() else None
     except EOFError:
-        # The server was killed, and the rank ends too, since it watches its parent's process id: nobody knows its code.
+        # The server was killed, and the rank ends too, since it watches its parent's process id; its code is unknown.
         return 255
 
 
 def forkserver_main() -> None:
-    """Be the server: fork a rank for each request until the owner is gone."""
+    """Run the server: fork a rank for each request until the owner has ended."""
     owner = os.getppid()
-    # A signal to the whole process group is for the owner and the ranks; without the server nobody learns their end.
-    # A rank learns from the handler of SIGINT whether it is ignored.
+    # A signal to the whole process group is for the owner and the ranks, whose exit codes only the server reports.
+    # If SIGINT is ignored it stays so: a rank inherits that.
     for number in ending_signals():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
@@ -279,7 +279,7 @@ def forkserver_main() -> None:
 
 
 def _send(status: Connection, number: int | None) -> None:
-    # The owner may have gone; the next look at the requests shows it.
+    # The owner may have ended, which the next read of the requests shows.
     with suppress(BrokenPipeError):
         status.send(number)
 

@@ -180,7 +180,7 @@ class ControlThread(threading.Thread):
     def run(self) -> None:
         """Serve the pipe until the supervisor is gone, then exit at once, whatever the main thread waits for.
 
-        Where the kernel ends this process with its parent, that is for a parent that had gone before it was asked to.
+        Also needed where the kernel ends this process with its parent: that may have ended before the kernel was asked.
         """
         parent = os.getppid()
         # A process that the parent forked for other ends may hold its end of the pipe; the process id shows it.
@@ -206,7 +206,7 @@ class ControlThread(threading.Thread):
 
 
 def main() -> None:
-    """Be a rank in an interpreter of its own; the number of the control pipe is the first argument."""
+    """Run as a rank in an interpreter of its own; the number of the control pipe is the first argument."""
     control = Connection(int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
     config, payload = receive(control)

@@ -85,7 +85,7 @@ def dump_result(value: Any) -> bytes:
 
 def load(packed: bytes) -> Any:
     """What :func:`dump_call` or :func:`dump_result` pickled."""
-    return pickle.loads(packed)  # noqa: S301 (our own parent or child wrote it, on a pipe that nobody else holds)
+    return pickle.loads(packed)  # noqa: S301 (our own parent or child wrote it, on a pipe that no other process holds)
 
 
 def has_cloudpickle() -> bool:

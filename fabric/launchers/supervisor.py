@@ -72,7 +72,7 @@ class _PrivateFile:
 
     def __init__(self) -> None:
         if sys.platform == "linux":
-            # Without a name; the system lets nobody else look into /proc/<pid>/fd. An interpreter that was built for an
+            # Without a name; other users cannot read /proc/<pid>/fd. An interpreter that was built for an
             # older C library, as some of conda's are, cannot make one in memory.
             in_memory = getattr(os, "memfd_create", None)
             self._file: Any = open(in_memory("fabric"), "rb") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
@@ -171,7 +171,7 @@ class RankProcess:
         return f"\n    rank {self.rank}: {place}"
 
     def processor_seconds(self) -> float:
-        """What all threads of the process have taken; not a number unless it is known, and its main thread sleeps."""
+        """CPU time of all threads of the process; NaN if it is unknown, or its main thread does not sleep."""
         try:
             state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended, or this is not a Linux
@@ -179,7 +179,7 @@ class RankProcess:
         return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
 
     def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
-        """Its place in the order in which ranks are taken for the root cause; the last is for those that cannot be.
+        """A sort key by which the root cause comes first, and ranks that cannot be it last.
 
         Args:
             peer_lost: whether a rank says that it has lost another one.
@@ -304,7 +304,7 @@ class Supervisor:
             over = self._collect(_POLL)
             saving = [rank for rank in self.ranks if "saving" in rank.messages]
             if self.signals and saving and self.signals[0][0] not in _STANDARD:
-                # Whoever sends it knows how much time is left, and ends the job when that is over.
+                # Its sender, a scheduler, ends the job when the time to save is over.
                 number, _ = self.signals.pop(0)
                 for rank in saving:
                     rank.kill(number)
@@ -363,8 +363,8 @@ class Supervisor:
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
         """Signal the ranks to end, and wait for a grace period; :meth:`close` kills those that remain."""
         for rank in self.ranks:
-            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. To one that is exiting a
-            # signal would do no more than take the place of its exit code.
+            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. In one that is exiting a
+            # signal would only replace its exit code.
             if not rank.is_exiting:
                 rank.kill(number if "ready" in rank.messages else signal.SIGKILL)
         # As long as it makes sense: [Note: Unresponsive ranks].
@@ -386,10 +386,10 @@ class Supervisor:
         code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
         text = failure.text if failure else rank.read_stack()
         if code == 0:
-            # To end early is no error by itself: show what it did to the first of the others.
+            # To end early is no error by itself: show the first error that it caused.
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
         how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
-        # What C++ code gives up for is often what another rank has called.
+        # C++ code often aborts because of what another rank has called.
         calls = "".join(rank.last_call() for rank in self.ranks[:_LINES]) if code == -signal.SIGABRT else ""
         request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
         return RankFailedError(request, rank.rank, code, text, calls and f"where each rank was:{calls}")
@@ -419,7 +419,7 @@ def exit_status(code: int) -> int:
 
 _HINTS: dict[int, str] = {
     signal.SIGKILL: ": fabric did not do it; the system kills this way when memory runs out",
-    signal.SIGABRT: ": C++ code gave up, as when ranks make different calls, which FABRIC_CHECK=1 compares",
+    signal.SIGABRT: ": C++ code aborted, as when ranks make different calls, which FABRIC_CHECK=1 compares",
 }
 
 
