@@ -188,10 +188,10 @@ def _run(options: argparse.Namespace) -> int:
         # Under the names that torch's own command gives them.
         counts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts)}
         logs = options.log_dir and RankLogs(options.log_dir, attempt, tee=options.tee)
-        notes = [f"restart {attempt} of {options.max_restarts}"] if attempt else []
-        notes += [f"the ranks write to {logs.pattern.format('*')}"] if logs else []
-        for note in notes:
-            print("fabric run:", note, file=sys.stderr)
+        if attempt:
+            print(f"fabric run: restart {attempt} of {options.max_restarts}", file=sys.stderr)
+        if logs:
+            print(f"fabric run: the ranks write to {logs.path('*')}", file=sys.stderr)
         code, interrupted = run_script(script, worlds, variables | counts, logs)
         if code == 0 or interrupted:
             break

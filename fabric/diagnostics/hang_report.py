@@ -189,13 +189,12 @@ class HangReporter:
         while self._report is None and self._thread.is_alive() and monotonic() < until:
             sleep(_PAUSE)
         self._needs_report.clear()
-        report = self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
-        if not self._is_printed(self._report):
-            return report
-        return f"{report.partition(HEADING)[0]}{HEADING} in the report that was printed, as a rule by rank 0"
+        if self._report and self._is_printed(self._report):
+            return f"{self._report.partition(HEADING)[0]}{HEADING} in the report that was printed, as a rule by rank 0"
+        return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
 
-    def _is_printed(self, report: str | None) -> bool:
-        return self._prints and bool(report) and _COMPILES not in report
+    def _is_printed(self, report: str) -> bool:
+        return self._prints and report != "" and _COMPILES not in report
 
     def _watch(self) -> None:
         try:

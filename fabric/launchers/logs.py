@@ -27,7 +27,7 @@ class RankLogs:
     """
 
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
-        self.pattern = str(folder / ("rank-{}" + (f".restart-{restart}" if restart else "") + ".log"))
+        self._folder, self._ending = folder, f".restart-{restart}.log" if restart else ".log"
         self._files: dict[int, BinaryIO] = {}
         self._shown: dict[int, tuple[int, bytes]] = {}  # bytes that have been read, and an unfinished line
         self._ended = threading.Event()
@@ -35,9 +35,13 @@ class RankLogs:
         if tee:
             self._thread.start()
 
+    def path(self, rank: object) -> Path:
+        """The file of a rank."""
+        return self._folder / f"rank-{rank}{self._ending}"
+
     def open(self, rank: int) -> int:
         """The open file of a rank."""
-        file = open(self.pattern.format(rank), "a+b", buffering=0)  # noqa: SIM115 - closed with the others
+        file = self.path(rank).open("a+b", buffering=0)
         self._shown[rank] = os.fstat(file.fileno()).st_size, b""
         self._files[rank] = file
         return file.fileno()
@@ -49,8 +53,7 @@ class RankLogs:
             self._thread.join()
         for each in ranks:
             if each.exit_code:
-                failure = each.failure
-                text = failure.text if failure else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
+                text = each.failure.text if each.failure else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
                 self._files[each.rank].write(f"\n{text}".encode())
         for file in self._files.values():
             file.close()
