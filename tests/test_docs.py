@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fabric
 from fabric import Fabric, errors
@@ -116,6 +117,21 @@ def test_the_page_of_errors_has_every_class() -> None:
     assert re.findall(r"^::: fabric\.errors\.(\w+)$", page, re.MULTILINE) == [
         name for name in classes if issubclass(getattr(errors, name), errors.FabricError)
     ]
+
+
+def bypass(job: Fabric) -> str:
+    class GPT(torch.nn.Linear):
+        def loss(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.forward(inputs).sum()
+
+    model: Any = job.setup(GPT(4, 1))
+    with pytest.raises(errors.UsageError) as caught:
+        job.backward(model.loss(torch.ones(2, 4)))
+    return f"UsageError: {caught.value}"
+
+
+def test_the_page_of_features_shows_the_error_of_a_bypassing_call() -> None:
+    assert f"```\n{run_in_ranks(bypass)[1]}\n```" in (DOCS / "features.md").read_text()
 
 
 @pytest.mark.slow
