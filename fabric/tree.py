@@ -28,7 +28,7 @@ from fabric.errors import ConfigurationError
 
 __all__ = [
     "PLAIN", "Structure", "check_opaque", "check_tensor", "children", "flatten", "leaf_paths", "map_leaves",
-    "map_tensors", "outline", "to_device", "unflatten",
+    "map_tensors", "outline", "parameters_of", "to_device", "unflatten",
 ]  # fmt: skip
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -124,6 +124,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Apply ``function`` to every tensor of a collection, as :func:`map_leaves`; other leaves are left as they are."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """The parameters of an optimizer, of all its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fabric.checkpoint.state import Access, ModuleState, State, check_entries, is_stateful, listed, uncompiled_state
 from fabric.errors import CheckpointError
-from fabric.tree import flatten, map_tensors
+from fabric.tree import flatten, map_tensors, parameters_of
 
 __all__ = ["check_fits", "destinations", "restore"]
 
@@ -119,8 +119,7 @@ def destinations(content: State, state: State, module_state: ModuleState) -> tup
     for name, value in content.items():
         target = state.get(name)
         if isinstance(target, nn.Module):
-            own = module_state(target).items()
-            modules[name] = {key: None if is_lazy(item) else item for key, item in own}
+            modules[name] = {key: None if is_lazy(item) else item for key, item in module_state(target).items()}
         elif name in state or not _tensors(value):
             others[name] = _like_parameters(target, value)
     return modules, others
@@ -130,7 +129,7 @@ def _like_parameters(value: Any, content: Any) -> Any:
     """New tensors for the state of an optimizer, sharded as its parameters are; None for anything else."""
     if not isinstance(value, Optimizer):
         return None
-    parameters = [parameter.detach() for group in value.param_groups for parameter in group["params"]]
+    parameters = [parameter.detach() for parameter in parameters_of(value)]
     numbers = [number for group in content["param_groups"] for number in group["params"]]
     state: dict[Any, dict[str, Any]] = {}
     for number, parameter in zip(numbers, parameters, strict=True):

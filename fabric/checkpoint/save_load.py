@@ -80,7 +80,7 @@ class CheckpointCoordinator:
             contents = self.access.read(state)
             states = rank_states(state) if _has_metrics(state) else {}
             found = [key for key, each in state.items() if isinstance(each, FabricDataLoader) and each.differs_by_rank]
-            positions = {name: copy.deepcopy(state[name].state_dict()) for name in found}
+            positions = {name: copy.deepcopy(contents[name]) for name in found}
             own = {name: each for name, each in (("metrics", states), ("positions", positions)) if each}
             check_entries(own)
             return locate(path), contents, own

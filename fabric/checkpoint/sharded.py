@@ -57,7 +57,6 @@ __all__ = ["ShardedCheckpoint", "clean", "consolidate", "remove_folder"]
 _Files = dict[str, Written]
 
 _ALONE = LocalCommunicator(torch.device("cpu"))
-_SMALL = 1 << 16  # bytes; what is smaller is assembled in memory
 
 
 class ShardedCheckpoint:
@@ -236,7 +235,7 @@ def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> 
 
 def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
     """A tensor of the shape and dtype of a meta tensor, in a mapped file without a name."""
-    if like.nbytes < _SMALL:
+    if like.nbytes < 1 << 16:  # what is smaller is assembled in memory
         return torch.empty_like(like, device="cpu")
     with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):

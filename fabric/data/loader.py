@@ -180,7 +180,6 @@ class FabricDataLoader(_Base):
         else:
             state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
-        left = number_of_batches(spec, state, self.loader) if ends or agrees else None
         self._epoch, self._latest = state.epoch + 1, state
         if spec.indices is not None:
             spec.indices.epoch = state
@@ -203,7 +202,8 @@ class FabricDataLoader(_Base):
         else:
             batches = iter(self.loader)
         if ends or agrees:
-            upcoming, pick = Upcoming(batches, left, state, self._own_state), min if spec.uneven == "shortest" else max
+            left, pick = number_of_batches(spec, state, self.loader), min if spec.uneven == "shortest" else max
+            upcoming = Upcoming(batches, left, state, self._own_state)
             batches = agreement.batches(upcoming, pick, ends) if agrees else upcoming.all()
         return state, self._hand_out(state, self._around(batches if self._move is None else map(self._move, batches)))
 

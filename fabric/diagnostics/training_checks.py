@@ -39,6 +39,7 @@ from fabric.diagnostics.bypass import GradientContract
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
 from fabric.store import JobStore
+from fabric.tree import parameters_of
 
 __all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
@@ -176,7 +177,7 @@ class TrainingChecks:
         names = {id(parameter): name for each in self._contracts for name, parameter in each.replicated().items()}
         # A sharded one reduces its gradients itself.
         foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(self._contracts)
-        for number, parameter in enumerate(_parameters(optimizer)):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) in foreign:
                 names[id(parameter)] = f"parameter {number} of the optimizer, which no set-up module has"
         if replicated := [each for each in trained if id(each) in names]:
@@ -375,13 +376,9 @@ def _has_nan(parameter: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and tensor.element_size() > 1 and bool(tensor.isnan().any())
 
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _trained(optimizer: Optimizer) -> list[Tensor]:
     # Of a sharded parameter a rank may hold nothing at all, and then has no gradient to show.
-    return [each for each in _parameters(optimizer) if each.requires_grad and local_tensor(each).numel()]
+    return [each for each in parameters_of(optimizer) if each.requires_grad and local_tensor(each).numel()]
 
 
 def _named(contract: GradientContract, wanted: set[int]) -> str:

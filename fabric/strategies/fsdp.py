@@ -152,7 +152,6 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
-        options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
         # A change in place of such a view is right, or a raw error that options.EXPLANATIONS has.

@@ -24,7 +24,7 @@ from fabric._torch import at_end_of_backward, full_tensor, local_tensor, share_a
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.strategies.init_module import EmptyParameter, fill_empty, release_pages
-from fabric.tree import flatten
+from fabric.tree import flatten, parameters_of
 
 __all__ = [
     "SHARD", "UnshardedState", "full", "is_mapped", "receive_values", "replicate_unsharded", "shard_module",
@@ -171,9 +171,8 @@ def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any]
 
 def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer with this rank's shards in the place of full tensors."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    by_number = dict(zip(numbers, parameters, strict=False))
+    by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     content = {number: shard_slots(by_number.get(number), slots) for number, slots in state_dict["state"].items()}
     return {**state_dict, "state": content}
 
