@@ -38,7 +38,6 @@ from fabric.loggers import metrics_as_floats
 
 __all__ = ["Checkpoints"]
 
-_Session = Callable[[str], Any]  # the fabric._session.Session for a call of that name
 _Best = tuple[str, Literal["min", "max"]] | None
 
 _LOCK = ".lock"
@@ -70,7 +69,7 @@ class Checkpoints:
         CheckpointError: another job saves into the folder, or it cannot be written.
     """
 
-    def __init__(self, session: _Session, folder: str | os.PathLike[str], keep: int, best: _Best) -> None:
+    def __init__(self, session: Callable[[str], Any], folder: str | os.PathLike[str], keep: int, best: _Best) -> None:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._session, self._keep, self._best = session, keep, best
         self._pending: PendingSave | None = None
@@ -79,8 +78,9 @@ class Checkpoints:
         def check() -> Location:
             is_metric = best is None or (type(best) is tuple and len(best) == 2 and best[1] in ("min", "max"))
             if type(keep) is not int or keep < 1 or not is_metric:
+                wrong = f"{keep=}" if is_metric else f"{best=}"
                 expected = "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
-                raise ConfigurationError(self._request, expected=expected)
+                raise ConfigurationError(self._request, f"{wrong} cannot be", expected)
             return file.locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
