@@ -6,6 +6,7 @@ what they ask for. A mode that sees every operation follows the storages. The pe
 take for themselves, fragmentation, the context of a device and the buffers of NCCL come on top.
 """
 
+import inspect
 import re
 import weakref
 from collections import Counter, defaultdict
@@ -29,7 +30,7 @@ from fabric.precision import Precision, PrecisionName, parse_precision
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyName
 from fabric.strategies.base import Strategy
 from fabric.strategies.fsdp_options import find_fsdp_modules
-from fabric.tree import PLAIN, flatten
+from fabric.tree import PLAIN, flatten, parameters_of
 from fabric.world import World
 
 __all__ = ["DryRun", "Traffic", "plan"]
@@ -130,6 +131,10 @@ def plan(
         raise ConfigurationError(f"fabric.plan({world=}, {num_nodes=})", expected="equally many processes on each node")
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
+    try:
+        inspect.signature(build).bind("fabric")
+    except TypeError as error:
+        raise ConfigurationError(f"fabric.plan({build=})", str(error), "build(fabric)") from error
     place = World(world_size=world, local_world_size=world // num_nodes)
     room, blocks = _parse_memory(memory), dict[type[nn.Module], None]()
 
@@ -144,8 +149,7 @@ def plan(
         fabric = Fabric(accelerator="cpu", strategy=strategy, **options)
         with fake_ranks(world) as fake, fabric.launch(lambda own: own), fake, _Trace(fake) as trace:
             built: Any = build(fabric)
-            parts: list[Any] = [built] if isinstance(built, nn.Module) else [*built]
-            model, *optimizers = parts
+            model, *optimizers = (built,) if isinstance(built, nn.Module) else built
             blocks.update({type(part): None for part in find_fsdp_modules(model)})
             for group in (group for optimizer in optimizers for group in optimizer.param_groups):
                 if accelerator != "cpu" and "foreach" in group and not group.get("fused"):
@@ -225,8 +229,7 @@ class _Trace(DispatchMode):
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Know what an optimizer holds; a hook of it."""
-        grads = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        self.see(grads, "gradients", always=True)
+        self.see([parameter.grad for parameter in parameters_of(optimizer)], "gradients", always=True)
         self.see([*optimizer.state.values()], "optimizer state")
 
     def see(self, tree: Any, kind: str = _OTHERS, always: bool = False) -> list[_Storage]:

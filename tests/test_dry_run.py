@@ -343,6 +343,7 @@ from tests.test_dry_run import PLANS, build, step_of
 build, step = partial(build, name="gpt"), partial(step_of, "gpt")
 hybrid = FSDPStrategy(sharding_strategy="HYBRID_SHARD")
 split = ModelParallelStrategy(tp_plan=PLANS["gpt"], tensor_parallel_size=2)
+def build_of_size(fabric, size): raise AssertionError("it was called")
 """
 
 
@@ -356,6 +357,9 @@ def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypa
         assert main(["plan", "planned_script:build", *many, "--strategy", strategy]) == 0
         assert time.process_time() - start < 5
         assert f"over {axis}" in capsys.readouterr().out
+    assert main(["plan", "planned_script:build_of_size"]) == 2
+    assert "missing a required argument: 'size'" in (text := capsys.readouterr().err)
+    assert "build(fabric)" in text
     assert main(["plan", "planned_script:build", "--memory", "1 kB"]) == 1
     assert "more than" in capsys.readouterr().out
     assert main(["plan", "planned_script:absent"]) == 2
