@@ -68,8 +68,7 @@ class _FileLogger(Logger):
 
     @cached_property
     def _ours(self) -> Any:
-        folder, version = os.path.split(self.log_dir)
-        return self._kind(folder, "", version)
+        return self._kind(self.log_dir, "", "")
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -97,10 +96,7 @@ class CSVLogger(_FileLogger):
         self._next_step = step + 1
         super().log_metrics(metrics, step)
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self._ours
+    experiment = property(rank_zero_experiment(lambda self: self._ours))
 
 
 class TensorBoardLogger(_FileLogger):
@@ -108,10 +104,7 @@ class TensorBoardLogger(_FileLogger):
 
     _kind = ours.TensorBoardLogger
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self._ours._open()
+    experiment = property(rank_zero_experiment(lambda self: self._ours._open()))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

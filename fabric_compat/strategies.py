@@ -34,8 +34,7 @@ class FSDPStrategy(strategies.FSDPStrategy):
     """FSDP, by the options of torch's first one; the policy of recomputation takes three arguments, as for wrapping."""
 
     def __init__(self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any) -> None:
-        policy: Any = activation_checkpointing_policy
-        if callable(policy):
+        if callable(policy := activation_checkpointing_policy):
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
         self._older.clear()

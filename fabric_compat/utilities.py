@@ -140,8 +140,8 @@ def convert_tensors_to_scalars(data: Any) -> Any:
 
 
 def _set_sampler_epoch(dataloader: Any, epoch: int) -> None:
-    for sampler in (getattr(dataloader, "sampler", None), getattr(dataloader, "batch_sampler", None)):
-        getattr(sampler, "set_epoch", bool)(epoch)
+    for name in ("sampler", "batch_sampler"):
+        getattr(getattr(dataloader, name, None), "set_epoch", bool)(epoch)
 
 
 def has_iterable_dataset(dataloader: Any) -> bool:
@@ -188,7 +188,7 @@ def _distributed_is_initialized() -> bool:
 
 def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int = 3) -> bool:
     """Whether all processes see the same folder at ``path``, the current one by default. Collective."""
-    if strategy.world_size == 1 or strategy.runtime.world.num_nodes == 1:
+    if strategy.runtime.world.num_nodes == 1:
         return True
     with NamedTemporaryFile(dir=path or ".") if strategy.is_global_zero else nullcontext() as file:
         return strategy.reduce_boolean_decision(Path(strategy.broadcast(file and file.name)).exists())
@@ -258,7 +258,7 @@ def _EmptyInit(enabled: bool = True) -> Any:
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
     """``torch.load`` of a path, a path with a scheme, or an open file; runs no code unless ``weights_only=False``."""
-    if hasattr(path_or_url, "read") or "://" not in str(path_or_url):
+    if hasattr(path_or_url, "read"):
         return torch.load(path_or_url, map_location, weights_only=weights_only is not False)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
         return _load(file, map_location, weights_only)
