@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fabric._fabric import Fabric as _Fabric
 from fabric._fabric import _without_none
+from fabric._plan import _parse_accelerator
 from fabric.data.sharding import ShardedSampler
 from fabric.strategies import SingleDeviceStrategy
 from fabric.strategies.parallel import as_list
@@ -48,8 +49,9 @@ class Fabric(_Fabric):
         formats = []
         for plugin in as_list(plugins):
             if isinstance(plugin, ClusterEnvironment):
-                count = given["devices"] if isinstance(given["devices"], int) else len(as_list(given["devices"]))
-                given["environment"] = AsEnvironment(plugin, count, int(given["num_nodes"]))
+                devices = _parse_accelerator(given["accelerator"]).parse_devices(given["devices"])
+                environment = AsEnvironment(plugin, len(devices), int(given["num_nodes"]))
+                given["environment"] = environment if environment.detect(os.environ) else "none"
             elif isinstance(plugin, CheckpointIO):
                 formats.append(plugin)
             elif isinstance(plugin, Precision):

@@ -4,7 +4,7 @@ import inspect
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -20,7 +20,7 @@ from fabric.checkpoint.file import FullCheckpoint
 from fabric.precision import LossScale, parse_precision
 from fabric.precision import Precision as OurPrecision
 from fabric.tree import map_tensors
-from fabric.world import World, read_integer
+from fabric.world import World, read, read_integer
 from fabric_compat.missing import missing
 
 CollectibleGroup = dist.ProcessGroup
@@ -89,8 +89,8 @@ class MixedPrecision(Precision):
     def __init__(self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None) -> None:
         super().__init__(precision)
         if scaler is not None and self.loss_scale is not None:
-            settings = {"init_scale": scaler.get_scale(), "growth_interval": scaler.get_growth_interval()}
-            vars(self).update(loss_scale=LossScale(**settings))
+            scale = LossScale(init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval())
+            vars(self).update(loss_scale=scale)
 
 
 class HalfPrecision(Precision):
@@ -124,10 +124,12 @@ def _convert_fp_tensor(data: Any, dst_type: torch.dtype) -> Any:
 
 @contextmanager
 def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(dtype)
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
         yield
+    finally:
+        torch.set_default_dtype(previous)
 
 
 class ClusterEnvironment:
@@ -184,6 +186,8 @@ class AsEnvironment:
         self.name = type(cluster).__name__
 
     def detect(self, env: Mapping[str, str]) -> World | None:
+        if read(env, "FABRIC_STORE"):
+            return World.from_env(env)  # a rank of fabric's own launchers
         cluster = self._cluster
         if not cluster.creates_processes_externally:
             return None
