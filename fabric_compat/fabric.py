@@ -142,6 +142,7 @@ class Fabric(_Fabric):
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any) -> Any:  # type: ignore[override]
         """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
+        self._running("all_gather")  # which sets the rank that says it
         tensors = convert_to_tensors(data, self.device)
         _note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:
@@ -150,11 +151,12 @@ class Fabric(_Fabric):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors in place, and return them; numbers as tensors."""
-        _note("all_reduce returns tensors for numbers, and changes tensors in place")
         data, name = convert_to_tensors(data, self.device), name_of_reduction(reduce_op)
         tensors = [each for each in flatten(data)[0] if isinstance(each, Tensor)]
-        exact = [each.double() if name == "mean" and not each.is_floating_point() else each for each in tensors]
-        results = iter(super().all_reduce(exact, group, name))  # the mean of integers is cut off
+        if name == "mean":  # that of integers is cut off
+            tensors = [each if each.is_floating_point() or each.is_complex() else each.double() for each in tensors]
+        results = iter(super().all_reduce(tensors, group, name))
+        _note("all_reduce returns tensors for numbers, and changes tensors in place")
 
         def filled(tensor: Tensor) -> Tensor:
             result = next(results)

@@ -212,7 +212,7 @@ def _sync_ddp_if_available(result: Tensor, group: Any = None, reduce_op: Any = N
         return result
     is_mean = (name := name_of_reduction(reduce_op)) == "mean"
     dist.all_reduce(result, getattr(ReduceOp, "SUM" if is_mean else name.upper()), group)
-    return result.div_(dist.get_world_size(group)) if is_mean else result
+    return result.copy_(result / dist.get_world_size(group)) if is_mean else result
 
 
 def _gather_all_tensors(result: Tensor, group: Any = None) -> list[Tensor]:

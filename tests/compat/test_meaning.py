@@ -5,10 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 from torch.utils.data import DataLoader
 
+from fabric.accelerators import CPUAccelerator
 from fabric.errors import UsageError
+from fabric.world import World
 from fabric_compat import Fabric, is_wrapped
 from fabric_compat.loggers import CSVLogger, TensorBoardLogger, rank_zero_experiment
 from fabric_compat.plugins import (
@@ -23,7 +26,7 @@ from fabric_compat.plugins import (
 )
 from fabric_compat.strategies import STRATEGY_REGISTRY, DDPStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
-from fabric_compat.utilities import AttributeDict, seed_everything
+from fabric_compat.utilities import AttributeDict, _sync_ddp_if_available, seed_everything
 from fabric_compat.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer, _unwrap_objects
 from tests.ranks import SharedRanks
 
@@ -55,12 +58,29 @@ def test_collectives_reduce_in_place_and_make_tensors_of_numbers() -> None:
     assert in_ranks(collectives) == [(1.0, [3, 4], [2.0, 2.0], [0, 1], 1, 2)] * 2
 
 
+def means(fabric: Fabric) -> Any:
+    rank = fabric.global_rank
+    synced = _sync_ddp_if_available(torch.tensor([rank, 3 + rank]), reduce_op="mean")
+    return fabric.all_reduce(torch.tensor(rank * (1 + 2j))).item(), fabric.all_reduce(3 + rank).item(), synced.tolist()
+
+
+def test_the_mean_of_complex_numbers_is_complex_and_that_of_integers_is_cut_off() -> None:
+    assert in_ranks(means) == [(0.5 + 1j, 3, [0, 3])] * 2
+
+
 def test_on_one_process_a_gathered_tensor_has_no_new_dimension() -> None:
     with single() as fabric:
         assert fabric.all_gather(torch.ones(2, 3)).shape == (2, 3)
         assert fabric.all_gather({"a": 1})["a"].shape == ()
     alone = SingleDeviceCollective()
     assert alone.all_gather([torch.zeros(1)], torch.ones(1)) == [torch.ones(1)] == alone.gather(torch.ones(1), [])
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
+def test_a_collective_may_be_the_first_call_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(rank_zero_only, "rank", raising=False)
+    with single() as fabric:
+        assert getattr(fabric, name)(2.0).item() == 2
 
 
 @pytest.mark.parametrize(
@@ -120,6 +140,51 @@ def test_a_format_and_an_environment_of_the_users_are_plugins(tmp_path: Path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["state.mine"]
     with pytest.raises(TypeError, match="plugins="):
         single(plugins=object())
+
+
+class Cluster(LightningEnvironment):
+    def __init__(self, has_started: bool) -> None:
+        self.has_started = has_started
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return self.has_started
+
+    def local_rank(self) -> int:
+        return 0
+
+    def set_world_size(self, size: int) -> None:
+        self.size = size
+
+    def world_size(self) -> int:
+        return self.size
+
+
+@pytest.mark.parametrize(("devices", "count"), [(2, 2), ("2", 2), ("auto", 1), (-1, CPUAccelerator().device_count())])
+def test_the_environment_of_a_plugin_has_a_process_for_each_device(devices: Any, count: int) -> None:
+    with Fabric(plugins=Cluster(has_started=True), accelerator="cpu", devices=devices, strategy="ddp") as fabric:
+        assert fabric.world_size == count
+
+
+@pytest.mark.parametrize("environment", [LightningEnvironment(), Cluster(has_started=False)])
+def test_fabric_starts_the_processes_that_an_environment_does_not(environment: Any, monkeypatch: Any) -> None:
+    assert in_ranks(world_size, plugins=environment) == [2, 2]
+    for name, value in (
+        World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///s").to_env().items()
+    ):
+        monkeypatch.setenv(name, value)
+    with Fabric(plugins=environment, accelerator="cpu", devices=2, strategy="ddp") as fabric:
+        assert (fabric.global_rank, fabric.world_size) == (1, 2)  # in one of them, that is
+
+
+def world_size(fabric: Fabric) -> int:
+    return fabric.world_size
+
+
+def test_a_scaler_says_where_the_scale_begins() -> None:
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    assert precision.loss_scale is not None
+    assert precision.loss_scale.init_scale == 2.0**10
 
 
 class Callback:
@@ -226,8 +291,6 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
 
 
 def test_an_experiment_of_another_rank_does_nothing(monkeypatch: Any) -> None:
-    from lightning_utilities.core.rank_zero import rank_zero_only
-
     monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
     assert rank_zero_experiment(lambda self: 1 / 0)(None).add_image("x", 1) is not None
 
