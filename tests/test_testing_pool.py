@@ -129,11 +129,16 @@ def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(poo
         pool.run(lambda fabric: fabric.global_rank and fabric.barrier(), timeout=0.5)
 
 
-def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(pool: RankPool) -> None:
+def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(pool: RankPool, tmp_path: Path) -> None:
+    fails = tmp_path / "fails"
+
     def unpicklable(fabric: Fabric) -> None:
-        if fabric.global_rank == 0:
-            raise ConnectionError("lost the other")
-        raise Odd("by itself")
+        if fabric.global_rank == 1:
+            fails.touch()
+            raise Odd("by itself")
+        while not fails.exists():
+            time.sleep(0.01)
+        raise ConnectionError("lost the other")
 
     with pytest.raises(RankFailedError, match="rank 1 of 2 raised") as caught:
         pool.run(unpicklable)
