@@ -1,4 +1,4 @@
-"""What Lightning Fabric has and this package does not, and what to use instead."""
+"""Names of Lightning Fabric without a counterpart here, and what to use instead."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Missing(Exception):
 
 
 def missing(module: str, name: str) -> Any:
-    """What an import of a name that is not here gives: a class that says what to use when it is made.
+    """The object to import for a missing name: a class whose constructor says what to use instead.
 
     Raises:
         AttributeError: Lightning Fabric is not known to have it either.

@@ -133,7 +133,7 @@ def _DtypeContextManager(dtype: torch.dtype) -> Iterator[None]:
 
 
 class ClusterEnvironment:
-    """The place of this process, as fabric finds it whatever started it; a subclass of the user says it otherwise."""
+    """The rank of this process in its job, as fabric detects it; a subclass of the user may define its own."""
 
     _ours: ClassVar[Any] = None  # environments of ours; None is all of them
 

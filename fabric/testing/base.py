@@ -1,4 +1,4 @@
-"""What the worlds of the test kit share: values by rank, how they compare, and the error that says what each rank did.
+"""Common parts of the worlds of the test kit: values by rank, their comparison, and the error of a failed call.
 
 [Note: Worlds] A *world* has a ``size`` and ``run(fn, *args)``, which calls ``fn(fabric, *args)`` on every rank and
 returns the results by rank. :class:`fabric.testing.RankPool` is one of processes, :class:`fabric.testing.ThreadedWorld`
@@ -34,7 +34,7 @@ class World(Protocol):
     size: int
 
     def run(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """What ``fn(fabric, *args, **kwargs)`` returned on each rank, in rank order."""
+        """Call ``fn(fabric, *args, **kwargs)`` on every rank, and return the results in rank order."""
         ...
 
 
@@ -78,22 +78,22 @@ class _Shown:
 
 
 def for_rank(argument: Any, rank: int) -> Any:
-    """What one rank is passed for an argument of ``run``."""
+    """The value of an argument of ``run`` on one rank."""
     return argument.values[rank] if isinstance(argument, PerRank) else argument
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How a call went on one rank.
+    """The outcome of a call on one rank.
 
     Attributes:
         rank: the rank.
-        did: what it did, as it follows "rank 0 " in a sentence.
-        failed: whether it has not returned.
-        secondary: 0 for what may be the root cause, 1 for a rank that waits for others, 2 for one that has lost them.
+        did: the predicate of a sentence that begins with "rank 0".
+        failed: whether it raised, exited or ran out of time.
+        secondary: 0 for a possible root cause, 1 for a rank that waits for others, 2 for one whose peers were lost.
         exit_code: of its process, or 1.
-        text: its traceback, or where it was.
-        error: what it raised, where that could travel.
+        text: its traceback, or its stack when the time was over.
+        error: the exception, where it can be pickled.
     """
 
     rank: int

@@ -1,8 +1,8 @@
-"""Ranks that stay: real processes with a real process group, for thousands of short calls.
+"""A pool of ranks: real processes with a real process group, kept for thousands of short calls.
 
-[Note: The processes of a pool] After a call in which a rank failed it is not known what the other ranks have sent to
-it, so all are ended, and the next call starts others. Forking one from the warm server takes about a tenth of a second,
-which hypothesis can afford for every step of its shrinking.
+[Note: The processes of a pool] After a failed call, messages between the ranks may still be on their way, so all
+processes are ended and the next call starts new ones. Forking one from the warm server takes about a tenth of a second,
+little enough for every step of hypothesis' shrinking.
 """
 
 import faulthandler
@@ -30,7 +30,7 @@ from fabric.testing.base import Report, check_arguments, failure, for_rank, name
 __all__ = ["RankPool"]
 
 # Seconds: for the ranks to connect; for the other ranks to answer once one has failed; to exit by themselves; for a
-# rank that hangs to write where it does.
+# rank that hangs to write its stack.
 _START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
 _FITS = 1 << 16  # bytes that are sent also where nobody reads
 # In the innermost frame of a rank that waits for others; the last is checked mode.
@@ -147,7 +147,7 @@ class RankPool:
 
 
 def _close(owner: int, job: Supervisor) -> None:
-    """End the processes. A forked copy of the owner has no business here."""
+    """End the processes; does nothing in a forked copy of the owner."""
     if os.getpid() == owner:
         job.close()
 

@@ -1,8 +1,8 @@
-"""Ranks that are threads of this process: no transport, milliseconds to start, for code that only needs the semantics.
+"""Ranks as threads of this process: no transport, milliseconds to start, for code that only needs the semantics.
 
-[Note: The mailbox] What a rank passes to a collective it puts into a mailbox, in a queue for each member of the group;
-then it takes what the others put there for it. There is no process group, every reduction runs in the order of ranks,
-and a rank that has returned is known at once to those that wait for it.
+[Note: The mailbox] For each collective, a rank puts its value into a queue of the mailbox for every member of the
+group, then takes the values of the others from its own queues. There is no process group, every reduction runs in the
+order of ranks, and a rank that has returned is known at once to those that wait for it.
 """
 
 import copy
@@ -118,11 +118,11 @@ def _late_report(report: Report, thread: threading.Thread, limit: float) -> Repo
 
 
 class ThreadedStrategy(Strategy):
-    """Collectives over a communicator that is there already; what the ranks of a :class:`ThreadedWorld` run under.
+    """The strategy of the ranks of a :class:`ThreadedWorld`: collectives over a given communicator.
 
     Args:
         communicator: connects this rank to the others.
-        store: where the ranks leave values for each other.
+        store: through which the ranks share values.
     """
 
     name = "threads"
@@ -151,7 +151,7 @@ class ThreadedStrategy(Strategy):
 
 
 class _Mailbox:
-    """Where the ranks of one call leave values for each other; see the note at the top."""
+    """The queues between the ranks of one call; see the note at the top."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -159,14 +159,14 @@ class _Mailbox:
         self._left: dict[int, str] = {}
 
     def put(self, queue: Hashable, author: int, readers: Sequence[int], value: Any) -> None:
-        """Leave a value for each of these ranks, in the queue of that name from this author."""
+        """Append a value to the queue of that name from ``author`` to each reader."""
         with self._changed:
             for reader in readers:
                 self._queues[queue, author, reader].append(value)
             self._changed.notify_all()
 
     def take(self, queue: Hashable, author: int, reader: int, request: str) -> Any:
-        """Wait for the next value that another rank leaves there for this one."""
+        """Wait for the next value in the queue of that name from ``author`` to ``reader``."""
         with self._changed:
             values = self._queues[queue, author, reader]
             self._changed.wait_for(lambda: values or author in self._left)
@@ -177,7 +177,7 @@ class _Mailbox:
             raise ConnectionError(f"{request} on rank {reader}: {missing}; look for a branch on the rank before it")
 
     def leave(self, rank: int, did: str) -> None:
-        """Note that a rank makes no more calls; those that wait for it raise."""
+        """Record that a rank makes no more calls; ranks that wait for it raise."""
         with self._changed:
             self._left[rank] = did
             self._changed.notify_all()
@@ -190,7 +190,7 @@ class ThreadCommunicator(Communicator):
     :class:`fabric.errors.CollectiveMismatchError`.
 
     Args:
-        mailbox: what they exchange values through.
+        mailbox: through which they exchange values.
         rank: rank of this thread in the world.
         ranks: ranks of the members in the world, ascending.
         name: the same on all members, and of no other group.
