@@ -15,18 +15,21 @@ import pytest
 from fabric.cli import main
 
 DEADLINE = 90
-JOIN = """
-import os, sys
+BEGIN = """
+import os, signal, sys, time
+rank = int(os.environ["RANK"])
+"""
+# The command imports no torch into its ranks, which takes them a second.
+JOIN = f"""{BEGIN}
 import torch
 import torch.distributed as dist
-rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=os.environ.get("FABRIC_STORE", "env://"), rank=rank,
                         world_size=int(os.environ["WORLD_SIZE"]))
 """
 
 
-def script(folder: Path, text: str, name: str = "train.py") -> str:
-    (folder / name).write_text(JOIN + textwrap.dedent(text))
+def script(folder: Path, text: str, name: str = "train.py", begin: str = BEGIN) -> str:
+    (folder / name).write_text(begin + textwrap.dedent(text))
     return name
 
 
@@ -73,6 +76,7 @@ def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
         print(f"rank {rank}", int(total), neighbour.WORD, __name__, *options, *sys.argv[1:])
         dist.destroy_process_group()
         """,
+        begin=JOIN,
     )
     options = ("--devices", "2", "--accelerator", "cpu", "--strategy", "ddp", "--precision", "bf16-mixed")
     run = fabric_run(*options, name, "--lr", "3", "--", "-m")
@@ -102,6 +106,7 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
             train()
         dist.barrier()
         """,
+        begin=JOIN,
     )
     run = fabric_run("--devices", "2", "--accelerator", "cpu", name)
     assert run.returncode == 1
@@ -114,7 +119,7 @@ def test_the_report_of_a_failure_ends_with_the_traceback_of_its_cause(tmp_path, 
 
 @pytest.mark.slow
 def test_the_exit_code_of_the_script_is_passed_on(tmp_path, fabric_run):
-    name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()")
+    name = script(tmp_path, "if rank == 1: sys.exit(3)\ndist.barrier()", begin=JOIN)
     run = fabric_run("--devices", "2", "--accelerator", "cpu", "--main-address", "elsewhere", name)
     assert run.returncode == 3
     assert "rank 1 of 2 exited with exit code 3" in run.stderr
@@ -132,6 +137,7 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
         print("done")
         dist.destroy_process_group()
         """,
+        begin=JOIN,
     )
     run = fabric_run("--devices", "2", "--accelerator", "cpu", "--max-restarts", "1", name)
     assert run.returncode == 0, run.stderr
@@ -143,17 +149,18 @@ def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_
     name = script(
         tmp_path,
         """
-        first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
         for number in range(200):
             print("number", number)
         sys.stderr.write("\\rprogress 1\\rprogress 2\\nto be ")
-        dist.barrier()
-        if first and rank == 0:
+        open(f"written-{start}-{rank}", "x").close()
+        while not os.path.exists(f"written-{start}-{1 - rank}"):
+            time.sleep(0.001)
+        if start == 0 and rank == 0:
             raise ValueError("only once")
-        if first:
+        if start == 0:
             os.kill(os.getpid(), 9)
         os.write(1, b"continued")
-        dist.destroy_process_group()
         """,
     )
     options = ("--devices", "2", "--accelerator", "cpu", "--max-restarts", "1", "--log-dir", "logs/a", "--tee")
@@ -190,7 +197,7 @@ SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGIN
 
 @pytest.mark.parametrize("number", [*SLOW, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number):
-    name = script(tmp_path, 'print("up", os.getpid(), flush=True)\ndist.barrier() if rank else sys.stdin.read()')
+    name = script(tmp_path, 'print("up", os.getpid(), flush=True)\nsignal.pause() if rank else sys.stdin.read()')
     with subprocess.Popen(
         command("--devices", "2", "--accelerator", "cpu", name),
         cwd=tmp_path, env=environment, text=True,
@@ -218,6 +225,7 @@ def test_two_machines_make_one_job(tmp_path, environment):
         print("FABRIC_STORE" in os.environ, os.environ["FABRIC_NUM_NODES"], os.environ["GROUP_RANK"], int(total))
         dist.destroy_process_group()
         """,
+        begin=JOIN,
     )
     options = ("--num-nodes", "2", "--main-address", "127.0.0.1", "--main-port", port, "--accelerator", "cpu")
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
