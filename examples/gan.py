@@ -1,7 +1,7 @@
 """A GAN on points in the plane: two models, two optimizers, float16 with one loss scale for both, averaged weights.
 
-The real points lie in eight clusters on a circle. The energy distance between them and the generated points says how
-far the two distributions are apart; it falls while the generator learns.
+The real points lie in eight clusters on a circle. The energy distance between real and generated points measures how
+far apart the two distributions are; it falls while the generator learns.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def network(inputs: int, outputs: int) -> nn.Sequential:
 
 
 def energy_distance(first: Tensor, second: Tensor) -> float:
-    """Zero when both sets of points have the same distribution, larger the further they are apart."""
+    """The energy distance of two sets of points: zero if they have the same distribution."""
     across, within = torch.cdist(first, second).mean(), torch.cdist(first, first).mean()
     return float(2 * across - within - torch.cdist(second, second).mean())
 
@@ -56,11 +56,11 @@ def main() -> None:
     fixed_noise = torch.randn(1000, NOISE, device=fabric.device)
 
     def report(epoch: int) -> None:
-        with ema.applied():  # averaged weights draw better points than those of any one step; no gradients here
+        with ema.applied():  # averaged weights generate better points; no gradients are recorded here
             distance = energy_distance(points[:1000], generator(fixed_noise).cpu())
         fabric.print(f"epoch {epoch}: energy distance {distance:.4f}")
 
-    # From here on every process draws noise of its own.
+    # From here on each process draws different noise.
     fabric.seed_everything(1, per_rank=True)
     report(0)
     for epoch in range(1, args.epochs + 1):
@@ -74,7 +74,7 @@ def main() -> None:
             fabric.backward(binary_cross_entropy_with_logits(verdict, truth))
             for_critic.step()
 
-            # The critic only passes this gradient on: its own is dropped, so there is nothing to synchronize.
+            # The critic only passes the gradient on. Its own gradients are dropped, so none need synchronizing.
             with fabric.no_backward_sync(critic):
                 verdict = critic(fake)
                 for_generator.zero_grad()

@@ -1,8 +1,8 @@
-"""A run for days, in small: it keeps its newest checkpoints and the best one, and goes on where it was ended.
+"""A small model of a run for days: it keeps its newest checkpoints and the best one, and resumes where it stopped.
 
-Start it, end it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of a run that nobody ended,
-also in the middle of an epoch and, to rounding, on another number of processes. With --record, each step is a line of
-JSON, with the samples that all processes together have seen in it.
+Start it, stop it at any moment (Ctrl-C, kill -9), and start it again: the losses are those of an uninterrupted run,
+also in the middle of an epoch and, up to rounding, on another number of processes. With --record, each step writes a
+line of JSON with the samples of all processes in that step.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fabric import Fabric
 
-BATCH = 12  # of all processes together
+BATCH = 12  # the global batch size
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if args.record:
                     log(fabric, args.record, step=step, samples=fabric.gather_for_metrics(numbers).tolist(), **mean)
                 time.sleep(args.pause)
-                stop = fabric.should_stop  # on a signal, or near the end of a job of SLURM
+                stop = fabric.should_stop  # on a signal, or near the end of a SLURM job
                 if stop or step % args.save_every == 0:
                     checkpoints.save(step, state, mean)
                 if stop:

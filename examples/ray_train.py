@@ -1,6 +1,6 @@
-"""`long_run.py` on workers of Ray Train, which starts all of them again when one fails. Its `main` is as it was.
+"""`long_run.py` with its `main` unchanged on Ray Train workers, which Ray restarts together when one fails.
 
-Other options than these two are those of `long_run.py`. Ray has to be installed: pip install "torch-fabric[ray]".
+All other options are passed on to `long_run.py`. Needs Ray: pip install "torch-fabric[ray]".
 """
 
 import argparse
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--folder", default="runs/ray", help="which all machines see")
     args, options = parser.parse_known_args()
-    folder = Path(args.folder).resolve()  # the workers start elsewhere
+    folder = Path(args.folder).resolve()  # the workers start in another folder
     trainer = TorchTrainer(
         partial(long_run.main, [f"--folder={folder / 'checkpoints'}", *options]),
         scaling_config=ScalingConfig(num_workers=args.workers),

@@ -1,4 +1,4 @@
-"""What both loops share: a small GPT over characters, how its layers are split, the text, and the command line."""
+"""The parts that both loops share: a small character-level GPT, its TP plan, the text, and the command line."""
 
 import argparse
 from pathlib import Path
@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 
 LENGTH = 32
 CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
-# A layer after which ranks hold columns of the output, then one that sums up over them. Attention lies between the two,
-# and each rank has some of the heads.
+# "colwise" layers leave each rank with some columns of the output; "rowwise" layers then sum over the ranks. Attention
+# is between the two: each rank computes some of the heads.
 PLAN = {
     "blocks.*.attention.query": "colwise",
     "blocks.*.attention.key": "colwise",
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length), int64, to the logits (batch, length, vocabulary) of the token after each."""
+    """Maps tokens (batch, length), int64, to the logits (batch, length, vocabulary) of the next tokens."""
 
     def __init__(self, *, layers: int, width: int, heads: int = 4, vocabulary: int = len(CHARACTERS)) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class GPT(nn.Module):
 
 
 def read_windows() -> TensorDataset:
-    """Windows of the source of argparse: pairs of int64 tensors of shape (LENGTH,), the second one character ahead."""
+    """Windows of argparse's source: pairs of int64 tensors of shape (LENGTH,), the second shifted by one character."""
     text = Path(argparse.__file__).read_text(encoding="utf-8")
     tokens = torch.tensor([max(0, CHARACTERS.find(character)) for character in text])
     last = (len(tokens) - 1) // LENGTH * LENGTH

@@ -1,4 +1,4 @@
-"""Text that every machine with Python has: the source of the standard library, character by character."""
+"""A text dataset that needs no download: the source of Python's standard library, as characters."""
 
 import sysconfig
 from pathlib import Path
@@ -12,9 +12,9 @@ VALIDATION_SIZE = 2**14
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of ``block_size`` characters that do not overlap, each with the characters that follow them.
+    """Non-overlapping windows of ``block_size`` characters, each with the characters that follow.
 
-    Item ``i`` is ``(inputs, targets)``, two int64 tensors of shape (block_size,); ``targets`` is one character ahead.
+    Item ``i`` is ``(inputs, targets)``, int64 tensors of shape (block_size,); ``targets`` is shifted by one character.
     """
 
     def __init__(self, tokens: Tensor, block_size: int) -> None:
@@ -45,7 +45,7 @@ def read_source(size: int) -> str:
 
 
 def encode(text: str) -> Tensor:
-    """Positions in ``CHARACTERS`` as an int64 tensor; a character that is not there becomes a question mark."""
+    """Positions in ``CHARACTERS`` as an int64 tensor; other characters become question marks."""
     position = {character: index for index, character in enumerate(CHARACTERS)}
     return torch.tensor([position.get(character, position["?"]) for character in text])
 
@@ -55,16 +55,16 @@ def decode(tokens: Tensor) -> str:
 
 
 def read_windows(text_size: int, block_size: int) -> tuple[Windows, Windows]:
-    """Windows of ``text_size`` characters to train on, and of those after them to validate on."""
+    """Windows of the first ``text_size`` characters for training, and of the next characters for validation."""
     tokens = encode(read_source(text_size + VALIDATION_SIZE + 2))
     return Windows(tokens[: text_size + 1], block_size), Windows(tokens[text_size + 1 :], block_size)
 
 
 def make_loaders(data: tuple[Windows, Windows], batch_size: int) -> tuple[DataLoader, DataLoader]:
-    """Shuffled batches to train on and batches in order to validate on.
+    """Make the loaders: shuffled training batches, and validation batches in order.
 
-    Each loader has a generator of its own, so that the order of the samples depends on the seed alone and not on how
-    many random numbers the model has drawn.
+    Each loader has its own generator, so that the order of the samples depends only on the seed, not on how many random
+    numbers the model has drawn.
     """
     order, unused = (torch.Generator().manual_seed(torch.initial_seed()) for _ in range(2))
     return (

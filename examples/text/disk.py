@@ -1,4 +1,4 @@
-"""Checkpoints the simple way: the weights, the optimizer and the step, and nothing else."""
+"""Minimal checkpoints: only the weights, the optimizer and the step."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def save(path: Path, model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Fill both and return the step. The epoch starts anew: its order and the random numbers are not in the file."""
+    """Load both and return the step. The epoch restarts: its order and the random state are not in the file."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])

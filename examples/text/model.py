@@ -1,4 +1,4 @@
-"""A small GPT over characters."""
+"""A small character-level GPT."""
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length), int64, to the logits (batch, length, vocabulary) of the token after each."""
+    """Maps tokens (batch, length), int64, to the logits (batch, length, vocabulary) of the next tokens."""
 
     def __init__(
         self, vocabulary: int, block_size: int, *, layers: int, width: int, heads: int = 4, dropout: float = 0.0
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, length: int, *, temperature: float = 0.6, seed: int = 0) -> Tensor:
-        """``tokens`` (length of the prompt,), int64, and ``length`` more behind them, drawn one at a time."""
+        """Return ``tokens`` (int64, 1-dim), followed by ``length`` more, sampled one at a time."""
         was_training = self.training
         self.eval()
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What a run shows of itself: a progress bar, lines of text, and a file with the losses."""
+"""The output of a run: a progress bar, lines of text, and a file with the losses."""
 
 import json
 from collections.abc import Mapping
@@ -9,9 +9,9 @@ from tqdm import tqdm
 
 
 class Report:
-    """A logger of the kind that `Fabric(loggers=...)` accepts; it does nothing before the first metrics are logged.
+    """A logger for `Fabric(loggers=...)`; it does nothing before the first metrics are logged.
 
-    Fabric hands metrics to its loggers in the first process only, so the reports of the other processes stay silent.
+    Fabric calls its loggers on rank 0 only, so the reports of the other processes print nothing.
     """
 
     def __init__(self, path: Path | None, steps: int) -> None:
