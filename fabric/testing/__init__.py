@@ -1,7 +1,7 @@
-"""A kit for property tests of code that runs on several ranks: worlds to run it in, and oracles to hold it against.
+"""A kit for property tests of code that runs on several ranks: worlds that run it, and oracles to compare it with.
 
-The hypothesis strategies are in :mod:`fabric.testing.generators`, which is the one part that needs hypothesis; the
-pytest fixture is in :mod:`fabric.testing.plugin`.
+The hypothesis strategies are in :mod:`fabric.testing.generators`, the only part that needs hypothesis. The pytest
+fixture is in :mod:`fabric.testing.plugin`.
 """
 
 from fabric.testing import oracles

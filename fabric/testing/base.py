@@ -1,8 +1,8 @@
-"""Common parts of the worlds of the test kit: values by rank, their comparison, and the error of a failed call.
+"""Shared parts of the test kit: per-rank arguments, comparison of results, and the error of a failed call.
 
 [Note: Worlds] A *world* has a ``size`` and ``run(fn, *args)``, which calls ``fn(fabric, *args)`` on every rank and
-returns the results by rank. :class:`fabric.testing.RankPool` is one of processes, :class:`fabric.testing.ThreadedWorld`
-one of threads; what is written for the one runs in the other.
+returns the results by rank. :class:`fabric.testing.RankPool` uses processes, :class:`fabric.testing.ThreadedWorld`
+threads; code written for one runs in the other.
 """
 
 import traceback
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class World(Protocol):
-    """Ranks that run functions; see the note at the top.
+    """The interface of a world; see ``[Note: Worlds]``.
 
     Attributes:
         size: number of ranks.
@@ -42,18 +42,18 @@ class PerRank:
     """An argument of ``run`` that differs between ranks: rank ``r`` is passed ``values[r]``.
 
     Attributes:
-        values: one for each rank.
+        values: one per rank.
     """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.values = values
 
     def __repr__(self) -> str:
-        # What hypothesis prints: strides are often what matters, and torch does not show them.
+        # Hypothesis prints this. Strides often matter, and torch does not show them.
         return f"PerRank({map_tensors(_Shown, list(self.values))!r})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        # Without this method hypothesis prints the calls that have made the value.
+        # Without this method hypothesis prints the calls that made the value.
         printer.text(repr(self))
 
 
@@ -78,7 +78,7 @@ class _Shown:
 
 
 def for_rank(argument: Any, rank: int) -> Any:
-    """The value of an argument of ``run`` on one rank."""
+    """The value that one rank gets of an argument of ``run``."""
     return argument.values[rank] if isinstance(argument, PerRank) else argument
 
 
@@ -88,12 +88,12 @@ class Report:
 
     Attributes:
         rank: the rank.
-        did: the predicate of a sentence that begins with "rank 0".
-        failed: whether it raised, exited or ran out of time.
-        secondary: 0 for a possible root cause, 1 for a rank that waits for others, 2 for one whose peers were lost.
-        exit_code: of its process, or 1.
-        text: its traceback, or its stack when the time was over.
-        error: the exception, where it can be pickled.
+        did: what happened, to follow "rank 0" in a sentence.
+        failed: whether the rank raised, exited or timed out.
+        secondary: 0 for a possible root cause, 1 for a rank that waits for others, 2 for a rank that lost its peers.
+        exit_code: the exit code of its process, or 1.
+        text: its traceback, or its stack at the timeout.
+        error: the exception, if it can be pickled.
     """
 
     rank: int
@@ -106,11 +106,11 @@ class Report:
 
 
 def raised(rank: int, error: BaseException) -> Report:
-    """The report of a rank whose function raised; called by the caller of that function."""
-    # The first frame is ours, of no interest to the reader.
+    """The report of a rank whose function raised. To be called in the frame that called the function."""
+    # The first frame is fabric's own, which does not help the reader.
     error = error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
     headline = traceback.TracebackException.from_exception(error)
-    headline.__notes__ = None  # they would be its last lines
+    headline.__notes__ = None  # notes would be its last lines
     return Report(
         rank=rank,
         did="raised " + [*headline.format_exception_only()][-1].partition("\n")[0],
@@ -122,9 +122,9 @@ def raised(rank: int, error: BaseException) -> Report:
 
 
 def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
-    """The error of a call in which at least one rank failed; ``reports`` has one of each rank."""
+    """The error of a call in which at least one rank failed; ``reports`` has one report per rank."""
     failed = [report for report in reports if report.failed]
-    # The ranks in their order, whichever was first: the same failure reads the same in every run.
+    # In rank order, not in the order of time: the same failure gives the same text in every run.
     cause = min(failed, key=lambda report: (report.secondary, report.exit_code == 1, report.rank))
     others = [f"rank {report.rank} {report.did}" for report in reports if report is not cause]
     shown = [cause, *(report for report in failed if report is not cause and report.secondary < 2)]
@@ -135,13 +135,13 @@ def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
         traceback="\n".join(f"rank {report.rank}: {report.text.rstrip()}" for report in shown if report.text),
         problem="\n  ".join(others),
     )
-    # Both: the interpreter prints the one; hypothesis tells failures apart, and so shrinks each of them, by the other.
+    # Both: the interpreter prints __cause__; hypothesis distinguishes failures, to shrink each, by __context__.
     error.__cause__ = error.__context__ = cause.error
     return error
 
 
 def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
-    """Raise a ConfigurationError unless every :class:`PerRank` holds one value for each of ``size`` ranks."""
+    """Raise a ConfigurationError unless every :class:`PerRank` has ``size`` values."""
     for argument in args:
         if isinstance(argument, PerRank) and len(argument.values) != size:
             request = f"run({name_of(fn)}, PerRank(...))"
@@ -149,35 +149,35 @@ def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
 
 
 def name_of(fn: Any) -> str:
-    """The name of a function in an error."""
+    """The name of a function for error texts."""
     return getattr(fn, "__qualname__", type(fn).__qualname__).replace(".<locals>", "")
 
 
 def assert_same(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-    """Raise an AssertionError that names the leaves that differ, unless two collections are the same.
+    """Raise an AssertionError that names each leaf that differs, unless two collections are the same.
 
-    The same are: containers of one type with the same keys or lengths, tensors of one shape and dtype, and values that
-    are equal, or with a tolerance ``|actual - expected| <= atol + rtol * |expected|``. Not-a-number equals itself.
+    They are the same if containers have equal types and keys or lengths, tensors equal shapes and dtypes, and values
+    are equal, or with a tolerance ``|actual - expected| <= atol + rtol * |expected|``. NaN equals NaN.
 
     Args:
-        actual: what was found.
-        expected: what should have been.
+        actual: the result.
+        expected: the expected result.
         rtol: relative tolerance for floating-point and complex values.
-        atol: absolute tolerance for the same.
+        atol: absolute tolerance for the same values.
     """
-    __tracebackhide__ = True  # pytest shows the line of the test
+    __tracebackhide__ = True  # so that pytest shows the line of the test
     found = list(differences(actual, expected, rtol=rtol, atol=atol))
     if found:
         raise AssertionError("\n".join([f"{len(found)} difference(s)", *found[:10]]))
 
 
 def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> Iterator[str]:
-    """One line for each place in which two collections differ; see :func:`assert_same`.
+    """Yield one line for each difference between two collections; see :func:`assert_same`.
 
     Args:
-        actual: what was found.
-        expected: what should have been.
-        path: how the collection is called in the lines.
+        actual: the result.
+        expected: the expected result.
+        path: the name of the collection in the lines.
         rtol: relative tolerance.
         atol: absolute tolerance.
     """
@@ -193,7 +193,7 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
                 yield from differences(own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol)
             else:
                 yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
-    elif actual != expected and (actual == actual or expected == expected):  # not both not a number
+    elif actual != expected and (actual == actual or expected == expected):  # not both NaN
         is_near = isinstance(actual, float | complex) and abs(actual - expected) <= atol + rtol * abs(expected)
         if not is_near:
             yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"

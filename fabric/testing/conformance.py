@@ -1,4 +1,4 @@
-"""Conformance suites for communicators, strategies and training steps, for ours and for those of users."""
+"""Conformance suites for communicators, strategies and training steps, built-in or your own."""
 
 from collections.abc import Callable, Sequence
 from itertools import permutations, product
@@ -27,12 +27,12 @@ _SHAPES = ((), (3,), (2, 2), (0,))
 
 
 def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> None:
-    """Check that communicators do what :class:`fabric.communicators.Communicator` says.
+    """Check that communicators behave as :class:`fabric.communicators.Communicator` documents.
 
     Args:
-        run: calls a function with the communicator of each rank, on all ranks, and raises where one of them raises:
-            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks are functions at the
-            top of a module, so that they travel to other processes.
+        run: calls a function on all ranks, with the communicator of the rank, and raises if it raises on any rank:
+            ``lambda check: world.run(lambda fabric: check(MyCommunicator(fabric)))``. The checks are module-level
+            functions, so that they can be pickled.
 
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
@@ -41,10 +41,10 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
 
 
 def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **options: Any) -> None:
-    """Check that a strategy trains as one plain process does, in float64, and that its collectives are exact.
+    """Check that a strategy trains like one plain process, in float64, and that its collectives are exact.
 
     Args:
-        strategy: its name, or the strategy, which has to pickle.
+        strategy: its name, or the strategy, which must be picklable.
         world_size: number of ranks.
         **options: of :class:`fabric.Fabric`.
 
@@ -67,14 +67,14 @@ def assert_equivalent(
 ) -> None:
     """Run a training step under several strategies and numbers of ranks, and compare all results with the first.
 
-    ``step_fn(fabric, *args)`` builds its model from a fixed seed, sets it up, takes its rank's share of a global batch,
-    and returns what should not depend on who computed it: a loss that was reduced over ranks, a gradient norm, a whole
-    state dict.
+    ``step_fn(fabric, *args)`` builds its model from a fixed seed, sets it up, takes its rank's part of a global batch,
+    and returns values that should not depend on the strategy or number of ranks: a loss reduced over ranks, a gradient
+    norm, a full state dict.
 
     Args:
-        step_fn: the step; it is sent to the ranks as by :meth:`fabric.testing.RankPool.run`.
-        *args: what it is called with after the fabric.
-        strategies: names or strategies. Those of a single process run on one rank only.
+        step_fn: the step; sent to the ranks as by :meth:`fabric.testing.RankPool.run`.
+        *args: its arguments after the fabric.
+        strategies: names or strategies. Strategies of a single process run on one rank only.
         world_sizes: numbers of ranks.
         rtol: relative tolerance; the order of summation differs between numbers of ranks.
         atol: absolute tolerance.
@@ -84,7 +84,7 @@ def assert_equivalent(
     Raises:
         AssertionError: some results differ from those of the first strategy on the first number of ranks; the text
             names strategy, rank and leaf, with both values.
-        ConfigurationError: fewer than two runs to compare.
+        ConfigurationError: there are fewer than two runs to compare.
         RankFailedError: the step failed.
     """
     connected = {s for s in strategies if (parsed := parse_strategy(s)) is None or parsed.connects_processes}
@@ -134,7 +134,7 @@ def _check_oracles(communicator: Communicator) -> None:
 
 
 def _check_one_rank(communicator: Communicator) -> None:
-    """broadcast and scatter write into the buffer what any one rank has; gather collects on any one rank alone."""
+    """broadcast and scatter write the values of the source rank into the buffer; gather returns only on one rank."""
     size, rank = communicator.size, communicator.rank
     for other, shape in product(range(size), _SHAPES):
         values = _values(size, torch.float32, shape)
@@ -148,7 +148,7 @@ def _check_one_rank(communicator: Communicator) -> None:
 
 
 def _check_messages(communicator: Communicator) -> None:
-    """Messages between two ranks arrive in the order in which they were sent."""
+    """Messages between two ranks arrive in the order they were sent."""
     values = [torch.full((2,), float(number)) for number in range(3)]
     for src, dst in permutations(range(communicator.size), 2):
         if communicator.rank == src:
@@ -159,7 +159,7 @@ def _check_messages(communicator: Communicator) -> None:
 
 
 def _check_objects(communicator: Communicator) -> None:
-    """Objects are sent by value, in the order of ranks; one that does not pickle is an error on every rank."""
+    """Objects are sent by value, in rank order; an unpicklable object is an error on every rank."""
     size, rank = communicator.size, communicator.rank
     for src in range(size):
         assert_same(communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src), {"from": src, "at": [1, "x"]})
@@ -174,7 +174,7 @@ def _check_objects(communicator: Communicator) -> None:
 
 
 def _check_groups(communicator: Communicator) -> None:
-    """Groups number their members in ascending order, each computes for itself, and impossible ones are refused."""
+    """Groups number their members in ascending order and are independent; invalid groups are refused."""
     everyone = list(range(communicator.size))
     for members in filter(None, [everyone[::-1], *([rank] for rank in everyone), everyone[::2], everyone[1::2]]):
         group = communicator.new_group(members)
@@ -211,7 +211,7 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
 
 
 def _check_training(fabric: Fabric) -> None:
-    """Steps of one and two micro-batches train as a plain loop does; the state has its names, and can be loaded."""
+    """Steps of one and two micro-batches train like a plain loop; the state has the same names, and can be loaded."""
     size, rank = fabric.world_size, fabric.global_rank
     generator = torch.Generator().manual_seed(2)
     (plain, plain_optimizer), (module, optimizer) = _model(), fabric.setup(*_model())
@@ -239,6 +239,6 @@ def _model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _values(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[Tensor]:
-    """Small whole numbers, different on every rank, whose sums and products are exact in every dtype."""
+    """Small integers, different on every rank, whose sums and products are exact in every dtype."""
     count = torch.Size(shape).numel()
     return [((torch.arange(count) + 3 * rank) % 5).reshape(shape).to(dtype) for rank in range(size)]

@@ -1,11 +1,11 @@
-"""Hypothesis strategies for what collectives take: sizes, groups, dtypes, shapes, layouts, collections, values by rank.
+"""Hypothesis strategies for inputs of collectives: sizes, groups, dtypes, shapes, layouts, collections, PerRank values.
 
-Everything is drawn once, in the process that runs the test, and passed to the ranks: a strategy that each rank drew
-from would let them disagree by accident. Needs hypothesis: ``pip install "torch-fabric[testing]"``.
+Everything is drawn once, in the process that runs the test, and passed to the ranks: ranks that drew for themselves
+could differ by accident. Needs hypothesis: ``pip install "torch-fabric[testing]"``.
 
-Values are *exact* unless asked otherwise: every partial sum of up to eight of them, in any order, is a value of the
-dtype, also of a 16-bit float, so that a law may ask for equality bit for bit. Floats are quarters from -4 to 4,
-integers cover an eighth of their range.
+Values are *exact* by default: every partial sum of up to eight of them, in any order, can be represented in the dtype,
+even a 16-bit float, so a test can compare bit for bit. Floats are multiples of 0.25 from -4 to 4; integers cover an
+eighth of their range.
 """
 
 import functools
@@ -43,7 +43,7 @@ _OF_OP = {
     **dict.fromkeys(("band", "bor", "bxor"), (*_INTEGERS, torch.bool)),
 }
 REDUCE_OPS = tuple(_OF_OP)
-_NUMBERS = (torch.float64, torch.int64, torch.bool)  # what Python's are
+_NUMBERS = (torch.float64, torch.int64, torch.bool)  # the dtypes of Python numbers
 
 
 def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
@@ -52,13 +52,13 @@ def world_sizes(max_size: int = 4, min_size: int = 1) -> st.SearchStrategy[int]:
 
 
 def groups(world_size: int, min_size: int = 1) -> st.SearchStrategy[list[int]]:
-    """Different ranks of a world, in ascending order."""
+    """Distinct ranks of a world, in ascending order."""
     ranks = st.integers(0, world_size - 1)
     return st.lists(ranks, min_size=min_size, max_size=world_size, unique=True).map(sorted)
 
 
 def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
-    """Groups that share the ranks of a world among them, none left out."""
+    """Disjoint groups that together have all ranks of a world."""
 
     def grouped(labels: list[int]) -> list[list[int]]:
         return [[rank for rank, own in enumerate(labels) if own == label] for label in sorted(set(labels))]
@@ -67,19 +67,19 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 def dtypes(reduce_op: str | None = None) -> st.SearchStrategy[torch.dtype]:
-    """Dtypes that collectives carry; with a reduction those that it has a meaning for."""
+    """Dtypes that collectives support; with a reduction, those that it is defined for."""
     return st.sampled_from(DTYPES if reduce_op is None else _OF_OP[reduce_op])
 
 
 def reduce_ops(dtype: torch.dtype | None = None) -> st.SearchStrategy[str]:
-    """Names of reductions; with a dtype those that have a meaning for it."""
+    """Names of reductions; with a dtype, those that are defined for it."""
     return st.sampled_from([op for op in REDUCE_OPS if dtype is None or dtype in _OF_OP[op]])
 
 
 def shapes(
     max_dims: int = 3, max_side: int = 3, *, min_dims: int = 0, min_side: int = 0
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors, among them ``()`` and those without elements."""
+    """Shapes of tensors, including ``()`` and shapes without elements."""
     return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
 
 
@@ -92,7 +92,7 @@ def tensors(
         dtype: the dtype, or a strategy for it.
         shape: the shape, or a strategy for it; None for :func:`shapes`.
         layout: one of ``LAYOUTS``, or a strategy for it; None for any; see :func:`lay_out`.
-        exact: whether sums are exact, see the note at the top; else any finite floats of up to 1,000.
+        exact: whether sums are exact, see the top of the module; otherwise any floats from -1,000 to 1,000.
     """
     return _leaves(dtype, shape, layout, exact).flatmap(lambda values: values)
 
@@ -103,7 +103,7 @@ def numbers() -> st.SearchStrategy[Any]:
 
 
 def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrategy[Any]:
-    """Collections of leaves: dicts, lists, tuples, namedtuples and dataclasses, nested, a lone leaf, empty ones."""
+    """Nested dicts, lists, tuples, namedtuples and dataclasses of leaves, including empty ones, or a single leaf."""
     keys = st.sampled_from(["a", "b", "c", 0, 1])
 
     def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -114,7 +114,7 @@ def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrat
 
 
 def per_rank(values: st.SearchStrategy[Any], size: int) -> st.SearchStrategy[PerRank]:
-    """A value for each rank, drawn independently."""
+    """One value per rank, drawn independently."""
     return st.lists(values, min_size=size, max_size=size).map(PerRank)
 
 
@@ -128,15 +128,15 @@ def per_rank_tensors(
     exact: bool = True,
     ragged: bool = False,
 ) -> PerRank:
-    """Tensors of one dtype and shape, with values and a layout of its own for each rank.
+    """Tensors of one dtype and shape, with different values and layouts on each rank.
 
     Args:
-        draw: hypothesis's.
+        draw: passed by hypothesis.
         size: number of ranks.
-        dtype: as for :func:`tensors`, and so are the next two.
-        shape: the shape.
-        exact: whether sums are exact.
-        ragged: whether the length along dim 0 may differ between ranks; the shape needs one dimension at least.
+        dtype: as for :func:`tensors`.
+        shape: as for :func:`tensors`.
+        exact: as for :func:`tensors`.
+        ragged: whether the length along dim 0 may differ between ranks; the shape then needs at least one dimension.
     """
     common = draw(_strategy(shape, _SHAPES[ragged]))
     kind = draw(_strategy(dtype))
@@ -148,15 +148,15 @@ def per_rank_tensors(
 def per_rank_trees(
     size: int, reduce_op: str | None = None, *, with_numbers: bool = True, max_leaves: int = 5
 ) -> st.SearchStrategy[PerRank]:
-    """Collections of one structure, with shapes and dtypes in common, and values of its own for each rank.
+    """Collections of one structure, shapes and dtypes, with different values on each rank.
 
-    The ranks fill their dicts in different orders.
+    The insertion order of dicts differs between ranks.
 
     Args:
         size: number of ranks.
-        reduce_op: leave out dtypes that this reduction has no meaning for.
+        reduce_op: only dtypes that this reduction is defined for.
         with_numbers: whether some leaves are Python numbers.
-        max_leaves: about how many leaves.
+        max_leaves: the approximate maximum number of leaves.
     """
     leaves: st.SearchStrategy[Any] = _leaves(dtypes(reduce_op), None, None, exact=True)
     kinds = [dtype for dtype in _NUMBERS if reduce_op is None or dtype in _OF_OP[reduce_op]]
@@ -167,22 +167,22 @@ def per_rank_trees(
 
 
 def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
-    """The tensor of these values, as many as the shape has elements, in one of ``LAYOUTS``; see :func:`lay_out`."""
+    """A tensor of these values, one per element of the shape, in one of ``LAYOUTS``; see :func:`lay_out`."""
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
 
 
-_SHAPES = shapes(), shapes(min_dims=1)  # any; with a dim 0 that may differ
+_SHAPES = shapes(), shapes(min_dims=1)  # any shape; shapes with a dim 0, which may differ
 _ANY_LAYOUT, _LENGTHS = st.sampled_from(LAYOUTS), st.integers(0, 3)
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:
-    """The same values in another place in memory, where that can be; elements between them hold a fill value.
+    """The same values in another memory layout, where possible; unused elements of the storage have a fill value.
 
     Args:
         tensor: any tensor.
-        layout: ``"contiguous"``; ``"strided"``, every second element; ``"transposed"``, first and last dimension
-            swapped in memory; ``"offset"``, one element into the storage; ``"expanded"``, one row repeated with a
-            stride of 0, which takes the values of the first row.
+        layout: ``"contiguous"``; ``"strided"``, every second element of the storage; ``"transposed"``, first and last
+            dimension swapped in memory; ``"offset"``, a storage offset of one; ``"expanded"``, the first row repeated
+            with a stride of 0.
     """
     if layout == "strided":
         return _fill_value((*tensor.shape, 2), tensor)[..., 0].copy_(tensor)
@@ -195,23 +195,23 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
     return tensor
 
 
-# Kept: hypothesis spends more time on making a strategy than on drawing from it.
+# Cached: hypothesis spends more time on creating a strategy than on drawing from it.
 @functools.lru_cache(maxsize=4096)
 def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool) -> st.SearchStrategy[Tensor]:
     count = torch.Size(shape).numel()
     values = st.lists(_elements(dtype, exact), min_size=count, max_size=count)
-    # Built by a call of a public function, which is what hypothesis prints of a failing example.
+    # Built by a public function, since hypothesis prints this call for a failing example.
     return st.builds(tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout))
 
 
 def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
-    """What a tensor has but values, drawn: the strategy for its values."""
+    """Draw dtype, shape and layout; the result is a strategy for tensors that have them."""
     parts = st.tuples(_strategy(dtype), _strategy(shape, _SHAPES[0]), _strategy(layout, _ANY_LAYOUT))
     return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 
 def _of_rank(tree: Any, rank: int) -> Any:
-    """What a rank has of a collection of values by rank; each rank begins its dicts with another key."""
+    """The collection of one rank; each rank starts its dicts with a different key."""
 
     def of(part: Any) -> Any:
         if isinstance(part, PerRank):

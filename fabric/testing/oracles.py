@@ -1,12 +1,12 @@
-"""Oracles: the semantics of every collective, in plain Python and torch, on a list of what each rank passes.
+"""Oracles: the semantics of every collective in plain Python and torch, as functions of the values of all ranks.
 
-Each oracle takes the values of all ranks, in rank order, and returns what each rank gets, in rank order: what
-``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))`` should return is
-``oracles.all_reduce(values, "sum")``. There are no processes here and nothing of :mod:`fabric.collectives`, so that the
-two have no mistake in common.
+Each oracle takes the values of all ranks, in rank order, and returns the results of all ranks, in rank order:
+``world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank(values))`` should equal
+``oracles.all_reduce(values, "sum")``. The oracles start no processes and use nothing of :mod:`fabric.collectives`, so
+the two share no bugs.
 
-A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of such values; other leaves come
-back as the rank passed them. Integers wrap around as they do in their dtype. Tensors may require gradients, see
+A value is a tensor, a Python number, or a dict, list, tuple, namedtuple or dataclass of such values; other leaves are
+returned as the rank passed them. Integers overflow as in their dtype. Tensors may require gradients, see
 :func:`gradients`.
 """
 
@@ -38,10 +38,10 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def all_reduce(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
-    """The reduction over ranks, of each leaf for itself, on every rank.
+    """The reduction of each leaf over ranks, on every rank.
 
     Args:
-        values: what each rank passes, of equal structure, shapes and dtypes.
+        values: one per rank, of equal structure, shapes and dtypes.
         reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
             ``"bxor"``. Sums and means of 16-bit floats are computed in float32 and rounded once.
     """
@@ -52,9 +52,9 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
     """The values of all ranks: tensors of shape ``s`` as ``(size, *s)``, numbers as a list.
 
     Args:
-        values: what each rank passes.
-        ragged: tensors as a list by rank, whose lengths along dim 0 may differ.
-        concat: tensors as one, along dim 0; a 0-dim tensor counts as one of length 1.
+        values: one per rank.
+        ragged: return tensors as a list by rank; their lengths along dim 0 may differ.
+        concat: concatenate tensors along dim 0; a 0-dim tensor counts as one of length 1.
     """
 
     def collected(rank: int, leaves: tuple[Any, ...]) -> Any:
@@ -66,12 +66,12 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
 
 
 def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
-    """Row ``r`` of the reduction on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
+    """Row ``r`` of the reduction, on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
     return _on_each_rank(values, lambda rank, leaves: _reduced([leaf[rank] for leaf in leaves], reduce_op))
 
 
 def all_to_all(values: Sequence[Any]) -> list[Any]:
-    """On rank ``r`` row ``r`` of every rank: tensors of shape ``(size, *s)`` keep it."""
+    """Row ``r`` of every rank, on rank ``r``: tensors of shape ``(size, *s)`` keep their shape."""
     return _on_each_rank(values, lambda rank, leaves: torch.stack([leaf[rank] for leaf in leaves]))
 
 
@@ -81,19 +81,19 @@ def broadcast(values: Sequence[Any], src: int = 0) -> list[Any]:
 
 
 def scatter(values: Sequence[Any], src: int = 0) -> list[Any]:
-    """Part ``r`` of what rank ``src`` passes, a sequence of one part for each rank, on rank ``r``."""
+    """Part ``r`` of the sequence that rank ``src`` passes, on rank ``r``."""
     return [values[src][rank] for rank in range(len(values))]
 
 
 def gather(values: Sequence[Any], dst: int = 0) -> list[Any]:
-    """The list of all values on rank ``dst``, None elsewhere."""
+    """The list of all values on rank ``dst``, None on the others."""
     return [list(values) if rank == dst else None for rank in range(len(values))]
 
 
 def in_groups(
     oracle: Callable[..., list[Any]], values: Sequence[Any], groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """An oracle in each of several groups of different ranks; None on a rank that is in none of them."""
+    """The results of an oracle within each of several disjoint groups; None for a rank in no group."""
     results: list[Any] = [None for _ in values]
     for group in groups:
         members = sorted(group)
@@ -103,11 +103,12 @@ def in_groups(
 
 
 def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """The gradient that reaches the input of each rank: that of the sum over ranks of each rank's loss.
+    """The gradient for each rank's input: that of the sum of all ranks' losses.
 
     Args:
-        losses: from the inputs of all ranks the loss of each rank, shape ``()``, with the oracles for collectives.
-        inputs: one for each rank; left as they are.
+        losses: takes the inputs of all ranks and returns the loss of each rank, shape ``()``; uses the oracles in place
+            of collectives.
+        inputs: one per rank; not changed.
     """
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
     total = torch.stack([loss.reshape(()) for loss in losses(leaves)]).sum()
@@ -116,7 +117,7 @@ def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequen
 
 
 def _on_each_rank(values: Sequence[Any], function: Callable[[int, tuple[Any, ...]], Any]) -> list[Any]:
-    """The values with ``function(rank, the leaves of all ranks there)`` in place of each tensor and number."""
+    """The values with each tensor and number replaced by ``function(rank, that leaf on all ranks)``."""
     flat = [flatten(value) for value in values]
     rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
 

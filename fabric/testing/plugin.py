@@ -17,9 +17,9 @@ __all__ = ["rank_pool"]
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[Callable[[int], RankPool]]:
-    """A function from a number of ranks to the pool of that size, which the whole session shares.
+    """A function that returns the pool of a given number of ranks, shared by the whole session.
 
-    A pool starts its processes when it is first asked to run something, and they end with the session.
+    A pool starts its processes at its first call of ``run``; they end with the session.
     """
     with ExitStack() as stack:
 

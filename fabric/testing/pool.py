@@ -1,8 +1,8 @@
-"""A pool of ranks: real processes with a real process group, kept for thousands of short calls.
+"""A pool of ranks: real processes with a real process group, reused for thousands of short calls.
 
-[Note: The processes of a pool] After a failed call, messages between the ranks may still be on their way, so all
-processes are ended and the next call starts new ones. Forking one from the warm server takes about a tenth of a second,
-little enough for every step of hypothesis' shrinking.
+[Note: The processes of a pool] After a failed call, messages between the ranks may still be in flight, so all processes
+are ended and the next call starts new ones. Forking one from the warm server takes about a tenth of a second, fast
+enough for every step of hypothesis' shrinking.
 """
 
 import faulthandler
@@ -29,27 +29,27 @@ from fabric.testing.base import Report, check_arguments, failure, for_rank, name
 
 __all__ = ["RankPool"]
 
-# Seconds: for the ranks to connect; for the other ranks to answer once one has failed; to exit by themselves; for a
-# rank that hangs to write its stack.
+# Seconds for the ranks to connect; for the other ranks to answer after one has failed; for ranks to exit by
+# themselves; for a hanging rank to write its stack.
 _START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
-_FITS = 1 << 16  # bytes that are sent also where nobody reads
-# In the innermost frame of a rank that waits for others; the last is checked mode.
+_FITS = 1 << 16  # bytes that can be sent without a reader
+# Paths in the innermost frame of a rank that waits for others; the last is for checked mode.
 _WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
 
 
 class RankPool:
     """A world of processes on this machine, connected by gloo on loopback; see ``[Note: Worlds]``.
 
-    The processes are forked from a warm one at the first call and kept. Functions are sent by value with
-    ``cloudpickle``, closures, lambdas and those of a test module included. Every call begins with the same random state
-    on all ranks, in the same folder and environment. Between calls a rank keeps only what its modules keep, and its
-    fabric.
+    The processes are forked from a warm server at the first call and reused. Functions are sent by value with
+    ``cloudpickle``, including closures, lambdas and functions of a test module. Every call begins with the same random
+    state on all ranks, in the same folder and environment. Between calls a rank keeps only the state of its modules and
+    its fabric.
 
     Args:
         world_size: number of ranks, one process each.
-        timeout: seconds that a call may take, unless ``run`` is given another.
-        **options: of :class:`fabric.Fabric`, for every rank: ``strategy``, which is ``"ddp"`` by default,
-            ``precision``, ``accelerator``, which is ``"cpu"`` by default.
+        timeout: seconds that a call may take, unless ``run`` gets another timeout.
+        **options: of :class:`fabric.Fabric`, for every rank: ``strategy``, by default ``"ddp"``, ``precision``,
+            ``accelerator``, by default ``"cpu"``.
 
     Raises:
         ConfigurationError: a value or a combination that cannot work; no process has been started.
@@ -72,22 +72,22 @@ class RankPool:
 
         Args:
             fn: any function.
-            *args: what it is handed; a :class:`PerRank` is a value of its own for each rank.
-            timeout: seconds that this call may take; None for those of the pool.
-            **kwargs: likewise by name.
+            *args: its arguments; a :class:`PerRank` has a different value for each rank.
+            timeout: seconds that this call may take; None for the timeout of the pool.
+            **kwargs: keyword arguments, like ``args``.
 
         Returns:
             The results in rank order; tensors detached and on the CPU.
 
         Raises:
             RankFailedError: a rank raised, died or did not return in time. The text says what each rank did;
-                ``__cause__`` is what the rank raised. The next call finds new processes.
+                ``__cause__`` is the exception of the rank. The next call uses new processes.
             ArgumentTypeError: a part of the call cannot be pickled.
-            ConfigurationError: a :class:`PerRank` of another number of values.
+            ConfigurationError: a :class:`PerRank` has another number of values.
             UsageError: the pool has been closed.
         """
         check_arguments(fn, [*args, *kwargs.values()], self.size)
-        # With the module path of this moment, which test runners extend as they go.
+        # With the current module path, since test runners extend it while they run.
         message = pickle.dumps((sys.path, _dump(Call(fn, args, kwargs))))
         with self._lock:
             if self._closed:
@@ -100,7 +100,7 @@ class RankPool:
                     if len(message) < _FITS:
                         rank.send("call", message)
                         continue
-                    # Beside this thread, which has a time limit: a rank that has been stopped reads nothing.
+                    # In another thread, since this one has a time limit: a stopped rank does not read.
                     self._senders.append(threading.Thread(target=rank.send, args=("call", message)))
                     self._senders[-1].start()
                 return _results(job, name_of(fn), self.timeout if timeout is None else timeout)
@@ -121,12 +121,12 @@ class RankPool:
         self.close()
 
     def _started(self) -> Supervisor:
-        # That the server is gone, and the ranks with it, is no failure of a call.
+        # If the server has exited, and its ranks with it, new ones are started: no call has failed.
         if self._job is not None and any(rank.poll() and rank.exit_code == 255 for rank in self._job.ranks):
             self._end(0.0)
         if self._job is None:
             self._job = job = Supervisor()
-            # A pool that is dropped, or still open when the interpreter exits, ends its processes too.
+            # Ends the processes of a pool that is garbage-collected or still open when the interpreter exits.
             self._close = weakref.finalize(self, _close, os.getpid(), job)
             payload = pickled_call(Call(_serve, (self._fabric,), {}))
             job.start(fork_server(os.getpid()).start_rank, node_worlds(self.size), payload)
@@ -147,13 +147,13 @@ class RankPool:
 
 
 def _close(owner: int, job: Supervisor) -> None:
-    """End the processes; does nothing in a forked copy of the owner."""
+    """End the processes; does nothing in a fork of the owner."""
     if os.getpid() == owner:
         job.close()
 
 
 def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
-    """What the ranks have answered by the time limit, or shortly after one has failed."""
+    """The results of the ranks; raises if one fails, or does not answer within the time limit."""
 
     def all_answered() -> bool:
         return all("reply" in rank.messages or rank.poll() for rank in job.ranks)
@@ -170,10 +170,10 @@ def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
 
 
 def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> Report:
-    """How the call went on this rank, where another one has ``failed`` or none has."""
+    """The report of a rank; ``failed`` tells whether any rank has failed."""
     if "reply" in rank.messages:
         report, payload = rank.messages["reply"]
-        with suppress(Exception):  # a class whose pickle cannot be read back; its text is sent separately
+        with suppress(Exception):  # its pickle cannot be loaded; its text is sent separately
             report = replace(report, error=load(payload) if report.failed and payload else None)
         return report
     if rank.exit_code is not None:
@@ -190,23 +190,23 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
 
 
 def _stack(job: Supervisor, rank: RankProcess) -> str:
-    """Where a rank is just now, the innermost frame first."""
+    """The current stack of a rank, innermost frame first."""
     if "serving" not in rank.messages:
         return ""
     rank.kill(signal.SIGUSR1)
-    # It is written line by line, from the innermost frame to those of the pool, which tell nothing.
+    # It is written line by line, from the innermost frame to those of the pool, which are left out.
     job.collect_until(_STACK, lambda: __file__ in rank.read_stack())
     return rank.read_stack().partition(__file__)[0].rpartition("\n")[0]
 
 
 def _serve(fabric: Fabric) -> None:
-    """Be a rank of a pool: connect, then make one call after another until the pool is closed."""
+    """Run a rank of a pool: connect, then make one call after another until the pool is closed."""
     control = ControlThread.of_this_process()
     assert control is not None, "a pool starts ranks"
     world = control.config.world
-    # Ctrl-C is for the owner alone, whose run() ends the ranks.
+    # Only the owner handles Ctrl-C; its run() ends the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The handler is faulthandler's, in C, and so works when the main thread waits in a collective. The file stays open.
+    # faulthandler's handler is in C, so it works while the main thread waits in a collective. The file stays open.
     stacks = open(control.config.stack_file, "ab", buffering=0)  # noqa: SIM115
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
     control.send("serving")
@@ -215,7 +215,7 @@ def _serve(fabric: Fabric) -> None:
     directory, environment = os.open(".", os.O_RDONLY), dict(os.environ)
     while (message := control.calls.get()) is not None:
         answer = _answer(fabric, world.rank, message)
-        os.fchdir(directory)  # by its number, since its path may be gone
+        os.fchdir(directory)  # by file descriptor, since its path may no longer exist
         if os.environ != environment:
             os.environ.clear()
             os.environ.update(environment)
@@ -223,26 +223,26 @@ def _serve(fabric: Fabric) -> None:
 
 
 def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
-    """How a call went on this rank, and the pickled result or error; empty for an error that cannot be pickled."""
+    """The report of a call on this rank, and the pickled result or error; empty if the error cannot be pickled."""
     try:
         sys.path[:], call = load(message)
         fn, args, kwargs = load(call)
-        # Whatever was called before, a call draws the same numbers; a failing example could not be repeated otherwise.
+        # A call draws the same numbers whatever ran before; otherwise a failing example could not be repeated.
         seed_everything(0)
         result = fn(fabric, *(for_rank(arg, rank) for arg in args), **{k: for_rank(v, rank) for k, v in kwargs.items()})
         return Report(rank=rank), dump_result(result)
     except (SystemExit, KeyboardInterrupt):
         raise
-    except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
+    except BaseException as error:  # noqa: BLE001 (run() raises it in the caller)
         report, payload = raised(rank, error), b""
-        with suppress(Exception):  # an error that cannot be pickled is sent as its text alone
+        with suppress(Exception):  # an error that cannot be pickled is sent as text only
             payload = dump_result(report.error)
         return replace(report, error=None), payload
 
 
 def _dump(call: Call) -> bytes:
-    """Pickle a call; functions of test code by value, since a rank need not import it, and a test runner may have
-    loaded it in a way of its own.
+    """Pickle a call; functions of test code by value, since ranks may be unable to import modules that a test runner
+    has loaded in its own way.
     """
     function = getattr(call.fn, "func", call.fn)  # functools.partial
     module = sys.modules.get(getattr(function, "__module__", ""))

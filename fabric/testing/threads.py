@@ -1,8 +1,8 @@
-"""Ranks as threads of this process: no transport, milliseconds to start, for code that only needs the semantics.
+"""Ranks as threads of this process, for code that needs only the semantics: no transport, starts in milliseconds.
 
 [Note: The mailbox] For each collective, a rank puts its value into a queue of the mailbox for every member of the
-group, then takes the values of the others from its own queues. There is no process group, every reduction runs in the
-order of ranks, and a rank that has returned is known at once to those that wait for it.
+group, then takes the values of the others from its own queues. There is no process group, reductions run in rank order,
+and ranks that wait for a rank that has returned raise at once.
 """
 
 import copy
@@ -30,19 +30,19 @@ from fabric.world import World
 
 __all__ = ["ThreadCommunicator", "ThreadedStrategy", "ThreadedWorld"]
 
-_EXIT = 0.2  # seconds for threads to notice that the call is over
+_EXIT = 0.2  # seconds for threads to end after the call
 
 
 class ThreadedWorld:
     """A world of threads; see ``[Note: Worlds]``.
 
-    What runs here runs in :class:`fabric.testing.RankPool`, but for modules, which threads do not set up. Arguments are
-    copied for each rank, while what the function closes over, and torch's random state, is the same object for all
-    ranks. A rank that never returns cannot be ended: its thread stays.
+    It runs the same functions as :class:`fabric.testing.RankPool`, except that threads cannot set up modules. Arguments
+    are copied for each rank; objects that the function closes over, and torch's random state, are shared by all ranks.
+    A rank that never returns cannot be ended: its thread stays.
 
     Args:
         world_size: number of ranks.
-        timeout: seconds that a call may take, unless ``run`` is given another.
+        timeout: seconds that a call may take, unless ``run`` gets another timeout.
         **options: of :class:`fabric.Fabric`, for every rank.
     """
 
@@ -55,7 +55,7 @@ class ThreadedWorld:
         return f"ThreadedWorld({self.size})"
 
     def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
-        """Call ``fn(fabric, *args, **kwargs)`` on every rank; as :meth:`fabric.testing.RankPool.run`."""
+        """Call ``fn(fabric, *args, **kwargs)`` on every rank, like :meth:`fabric.testing.RankPool.run`."""
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         limit = self.timeout if timeout is None else timeout
         mailbox, store = _Mailbox(), dist.HashStore()
@@ -68,11 +68,11 @@ class ThreadedWorld:
                 own, names = copy.deepcopy(([for_rank(value, rank) for value in args], names))
                 with self._fabric(rank, mailbox, store) as fabric:
                     results[rank] = fn(fabric, *own, **names)
-            except BaseException as error:  # noqa: BLE001 (whatever it is, the caller of run() gets it)
+            except BaseException as error:  # noqa: BLE001 (run() raises it in the caller)
                 reports[rank] = raised(rank, error)
             mailbox.leave(rank, reports[rank].did)
 
-        # Daemons, so that a rank that hangs does not keep the interpreter.
+        # Daemon threads, so that a hanging rank does not keep the interpreter alive.
         threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -92,13 +92,13 @@ class ThreadedWorld:
         return results
 
     def close(self) -> None:
-        """Does nothing: the threads end with each call."""
+        """Do nothing: the threads end with each call."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """As :meth:`close`."""
+        """Same as :meth:`close`."""
 
     def _fabric(self, rank: int, mailbox: "_Mailbox", store: dist.Store) -> Fabric:
         strategy = ThreadedStrategy(ThreadCommunicator(mailbox, rank, range(self.size)), store)
@@ -122,7 +122,7 @@ class ThreadedStrategy(Strategy):
 
     Args:
         communicator: connects this rank to the others.
-        store: through which the ranks share values.
+        store: the store of the ranks.
     """
 
     name = "threads"
@@ -139,7 +139,7 @@ class ThreadedStrategy(Strategy):
 
     @override
     def setup_module(self, module: nn.Module) -> NoReturn:
-        """Refuse: the threads of a process would share the module.
+        """Raise, since the threads of a process would share the module.
 
         Raises:
             UsageError: always.
@@ -151,7 +151,7 @@ class ThreadedStrategy(Strategy):
 
 
 class _Mailbox:
-    """The queues between the ranks of one call; see the note at the top."""
+    """The queues between the ranks of one call; see ``[Note: The mailbox]``."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -159,25 +159,25 @@ class _Mailbox:
         self._left: dict[int, str] = {}
 
     def put(self, queue: Hashable, author: int, readers: Sequence[int], value: Any) -> None:
-        """Append a value to the queue of that name from ``author`` to each reader."""
+        """Append a value to the named queue from ``author`` to each reader."""
         with self._changed:
             for reader in readers:
                 self._queues[queue, author, reader].append(value)
             self._changed.notify_all()
 
     def take(self, queue: Hashable, author: int, reader: int, request: str) -> Any:
-        """Wait for the next value in the queue of that name from ``author`` to ``reader``."""
+        """Wait for the next value in the named queue from ``author`` to ``reader``."""
         with self._changed:
             values = self._queues[queue, author, reader]
             self._changed.wait_for(lambda: values or author in self._left)
             if values:
                 return values.popleft()
-            # Of this class, so that it is not taken for the root cause.
+            # A ConnectionError, so that it is not taken for the root cause.
             missing = f"rank {author} {self._left[author]} and did not call it"
             raise ConnectionError(f"{request} on rank {reader}: {missing}; look for a branch on the rank before it")
 
     def leave(self, rank: int, did: str) -> None:
-        """Record that a rank makes no more calls; ranks that wait for it raise."""
+        """Record that a rank makes no more calls, so that ranks that wait for it raise."""
         with self._changed:
             self._left[rank] = did
             self._changed.notify_all()
@@ -190,10 +190,10 @@ class ThreadCommunicator(Communicator):
     :class:`fabric.errors.CollectiveMismatchError`.
 
     Args:
-        mailbox: through which they exchange values.
+        mailbox: the queues through which they exchange values.
         rank: rank of this thread in the world.
         ranks: ranks of the members in the world, ascending.
-        name: the same on all members, and of no other group.
+        name: equal on all members, and different from that of any other group.
     """
 
     def __init__(self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world") -> None:
@@ -209,7 +209,7 @@ class ThreadCommunicator(Communicator):
             if self._own == src:
                 return self._mailbox.put((self._name, "messages"), src, [dst], buffer.clone())
             return buffer.copy_(self._mailbox.take((self._name, "messages"), src, dst, f"recv(src={peer})"))
-        # What names a group is the first rank's object: the same on all members, and of no other group.
+        # The name of a group is its first rank's object: the same on all members, and unique.
         passed = {Operation.SCATTER: collective.rows, Operation.NEW_GROUP: object()}.get(collective.operation, buffer)
         call = (collective.call and collective.call.text) or ", ".join(collective.facts.values())
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
@@ -233,7 +233,7 @@ class ThreadCommunicator(Communicator):
                 return values if peer is None else values[peer]
 
     def _exchange(self, call: str, value: Any) -> list[Any]:
-        """What every rank passes to this call, in rank order."""
+        """The values that all ranks pass to this call, in rank order."""
         self._mailbox.put(self._name, self._own, self._ranks, (call, value))
         received = [self._mailbox.take(self._name, rank, self._own, call) for rank in self._ranks]
         calls, values = zip(*received, strict=True)
