@@ -1,10 +1,10 @@
-"""Collections of tensors: walking, flattening, moving between devices; and what in them can be sent.
+"""Collections of tensors: traversal, flattening, moving between devices, and checks of what can be sent.
 
 [Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
-registered with torch's pytree; everything else is a *leaf*. A result has the same type as what was passed in. Entries
-of a dict are visited in the order of (name of the key's type, key), whatever the order of insertion, so that two ranks
-that filled a dict differently still agree about which leaf is which; the result keeps the order of insertion. Only
-between keys that nothing but their identity tells apart (functions, tensors) does the order of insertion decide.
+registered with torch's pytree; everything else is a *leaf*. A result has the same type as the input. Entries of a dict
+are visited in the order of (name of the key's type, key), not of insertion, so that leaves match on ranks that filled a
+dict in different orders; the result keeps the order of insertion. Keys that differ only by identity (functions,
+tensors) are visited in the order of insertion.
 """
 
 import copy
@@ -37,14 +37,14 @@ _LEAF_TYPES = PLAIN | {torch.Size, float, int, bool, str, bytes, type(None), com
 
 
 class _Node(NamedTuple):
-    """One collection: how one would write the way to each child, their structure, and how to build it again.
+    """One collection: the path to each child, the structure of the children, and a function that rebuilds it.
 
-    Where all children are leaves, ``children`` is their number: collections of a thousand metrics are walked in few
+    If all children are leaves, ``children`` is their number: collections of a thousand metrics are traversed in few
     steps.
     """
 
     form: str
-    keys: Sequence[Any]  # which fill the form, in visiting order
+    keys: Sequence[Any]  # formatted into form, in visiting order
     children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Any]
 
@@ -67,7 +67,7 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """Build a collection again from as many leaves as :func:`flatten` returned for it, in the same order."""
+    """Rebuild a collection from as many leaves as :func:`flatten` returned for it, in the same order."""
     leaves = iter(leaves)
     if structure is None:
         return next(leaves)
@@ -78,7 +78,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
-    """The way to each leaf as one would write it, for error texts: ``['losses'][0]``; a lone leaf is ``root``."""
+    """The path to each leaf for error texts, as in code: ``['losses'][0]``; a single leaf is ``root``."""
     if structure is None:
         return [root]
     children = structure.children
@@ -87,7 +87,7 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
 
 
 def outline(structure: Structure) -> str:
-    """The names in a structure, the same on every rank that has it; in few steps where all are strings."""
+    """The keys of a structure as text, equal on all ranks with this structure; fast if all keys are strings."""
     if structure is None:
         return ""
     keys, inner = structure.keys, structure.children
@@ -97,7 +97,7 @@ def outline(structure: Structure) -> str:
 
 
 def children(tree: Any) -> dict[str, Any]:
-    """The values of a collection by the way to each, one level deep; empty for a leaf."""
+    """The values of a collection by path, one level deep; empty for a leaf."""
     form, keys, values, _ = _open(tree) or ("", (), (), list)
     return dict(zip(map(form.format, keys), values, strict=True))
 
@@ -105,13 +105,13 @@ def children(tree: Any) -> dict[str, Any]:
 def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
     """Apply ``function`` to every leaf of a collection.
 
-    A collection of which nothing changes is returned itself, no copy: a list or a cache that is passed to a forward
-    pass to be filled stays the caller's own.
+    If no leaf changes, the collection itself is returned, not a copy: a forward pass can fill the caller's own list or
+    cache.
 
     Args:
-        function: returns what takes the leaf's place.
+        function: returns the replacement of a leaf.
         tree: any collection, or a single leaf.
-        is_leaf: whether a collection is to be taken for a leaf.
+        is_leaf: whether to treat a collection as a leaf.
     """
     opened = None if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)) else _open(tree)
     if opened is None:
@@ -122,12 +122,12 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply ``function`` to every tensor of a collection, as :func:`map_leaves`; other leaves are left as they are."""
+    """Apply ``function`` to every tensor of a collection, like :func:`map_leaves`; other leaves are unchanged."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters of an optimizer, of all its groups."""
+    """The parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -135,13 +135,13 @@ def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> An
     """Move every tensor of a collection, and every object that has a ``to`` method, to a device.
 
     Args:
-        tree: any collection. An object with a method ``to`` (a batch of another library) is asked to move itself;
-            where its ``to`` returns ``None`` it is taken to have moved in place.
-        device: where to.
+        tree: any collection. On an object with a method ``to`` (such as another library's batch), this is called;
+            if it returns ``None``, the object is assumed to have moved in place.
+        device: the target device.
         non_blocking: let copies from pinned host memory overlap with computation.
 
     Returns:
-        As of :func:`map_leaves`; tensors that are on it already are returned themselves.
+        As :func:`map_leaves`; tensors that are already on the device are not copied.
     """
 
     def move(leaf: Any) -> Any:
@@ -174,7 +174,7 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
 
 
 def _open(tree: Any) -> _Opened | None:
-    """Form, keys, values and the way back of one collection, one level deep; None for a leaf."""
+    """Form, keys, values and rebuild function of one collection, one level deep; None for a leaf."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return None
@@ -184,11 +184,11 @@ def _open(tree: Any) -> _Opened | None:
         return _open_sequence(tree, kind)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
-    # A state dict has an attribute, which torch's registry knows nothing of.
+    # A state dict has an attribute, _metadata, which torch's registry would lose.
     one_level = None if kind is OrderedDict else flatten_one_level(tree)
     if one_level is not None:
         values, rebuild = one_level
-        # A registered mapping may announce other children than its entries.
+        # A registered mapping may declare children other than its entries.
         if isinstance(tree, Mapping) and len(tree) == len(values) and _same(tree.values(), values):
             return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
         return _open_sequence(values, rebuild)
@@ -212,7 +212,7 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
     keys = sorted(tree) if _STRINGS.issuperset(map(type, tree)) else sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Any]) -> Any:
-        items = dict(tree)  # for the order of insertion
+        items = dict(tree)  # keeps the order of insertion
         items.update(zip(keys, values, strict=True))
         return build(items)
 
@@ -220,11 +220,11 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
-    """What puts a key in its place on every rank; equal for keys that only their identity tells apart."""
+    """The sort key of a dict key, the same on every rank; equal for keys that differ only by identity."""
     kind = type(key).__name__
     if isinstance(key, str | bytes | int | float):
         return kind, key
-    if isinstance(key, tuple | frozenset):  # whose order, "is a subset of", sorts nothing
+    if isinstance(key, tuple | frozenset):  # frozensets compare by inclusion, which does not sort
         parts = list(map(_sort_key, key))
         return kind, parts if isinstance(key, tuple) else sorted(parts)
     # The text of a tensor holds its values, and that of a function its address: neither is the same on every rank.
@@ -233,18 +233,18 @@ def _sort_key(key: Any) -> tuple[str, Any]:
 
 
 def _copy_with(tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]) -> Any:
-    """A copy with other values, which keeps what ``__init__`` does not take."""
+    """A copy with other values, which keeps attributes that ``__init__`` does not take."""
     result = copy.copy(tree)
     for name, value in zip(names, values, strict=True):
         assign(result, name, value)
     return result
 
 
-# -- what of a collection can be sent ---------------------------------------------------------------------------------
+# -- checks of what can be sent ---------------------------------------------------------------------------------------
 
 
 def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
-    """Raise a ConfigurationError, which names the leaf, for a tensor that has no dense values of its own here."""
+    """Raise a ConfigurationError that names the leaf, for a tensor without dense local values."""
     if tensor.is_meta:
         problem, suggestion = "on the meta device and has no values", "module.to_empty(device=fabric.device)"
     elif tensor.is_nested or tensor.is_quantized:
@@ -260,7 +260,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     else:
         return
     raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # not its shape: nested ones have none
+        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # no shape: nested tensors have none
         f"it is {problem}",
         "dense tensors on a device",
         suggestion,
@@ -268,7 +268,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
 
 
 def check_opaque(leaf: Any, structure: Structure, place: int) -> None:
-    """Raise for another library's array or number, a container that is not taken apart, or what holds tensors."""
+    """Raise for another library's array or number, an unknown container, or an object that holds tensors."""
     held = (value for each in getattr(leaf, "__dict__", {}).values() for value in (each, *children(each).values()))
     if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
