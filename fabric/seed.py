@@ -1,7 +1,7 @@
-"""Seeds of the random streams of python, numpy and torch, and their state.
+"""Seeds and states of the random streams of python, numpy and torch.
 
-numpy is optional: its stream takes part when numpy is in the process (torch imports it where it is installed), and is
-never imported for its own sake.
+numpy is optional: its stream is included if numpy has been imported (torch does so if it is installed); fabric never
+imports it for this.
 """
 
 import hashlib
@@ -19,20 +19,20 @@ from fabric.errors import ConfigurationError
 
 __all__ = ["Streams", "WorkerSeeding", "rng_state", "sample_generator", "seed_everything", "set_rng_state"]
 
-_SEEDS = 2**32  # numpy's legacy generator takes no more than 32 bits
+_SEEDS = 2**32  # numpy's legacy generator takes at most 32 bits
 
 
 def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = False) -> int:
-    """Seed python's ``random``, numpy (when it is in the process) and torch on all devices.
+    """Seed python's ``random``, numpy (if it has been imported) and torch on all devices.
 
     Args:
-        seed: ``0 <= seed < 2**32``; ``None`` takes a fresh one from the operating system.
-        rank: global rank of this process; read only with ``per_rank``.
-        per_rank: give each rank streams of its own, derived from ``seed`` and ``rank`` by a hash, so that neighboring
-            seeds and ranks are unrelated. Rank 0 keeps the plain seed. By default all ranks get the same streams.
+        seed: ``0 <= seed < 2**32``; ``None`` takes a random one from the operating system.
+        rank: global rank of this process; used only with ``per_rank``.
+        per_rank: give each rank different streams, derived from ``seed`` and ``rank`` by a hash, so that neighboring
+            seeds and ranks are unrelated. Rank 0 uses the seed itself. By default all ranks get the same streams.
 
     Returns:
-        The seed, before the rank was mixed in.
+        The seed, without the rank.
 
     Raises:
         ConfigurationError: ``seed`` is out of range.
@@ -45,40 +45,40 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
 
 
 def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
-    """A generator for one sample, whose stream depends on these numbers alone.
+    """A generator for one sample, whose stream depends only on these numbers.
 
-    For ``Dataset.__getitem__``: what it draws is then the same on any number of processes and workers, and in a run
-    that was resumed. On the CPU torch uses 32 bits of a seed, so that one pair in four billion shares a stream.
+    For ``Dataset.__getitem__``: random numbers are then the same on any number of processes and workers, and in a
+    resumed run. On the CPU torch uses 32 bits of a seed, so one pair of samples in four billion shares a stream.
 
     Args:
-        seed: any integer; another one for each augmentation that is to be independent.
-        epoch: that of the dataset, which it learns by a method ``set_epoch``.
-        index: of the sample.
+        seed: any integer; use different ones for independent augmentations.
+        epoch: the epoch, which a dataset gets through its method ``set_epoch``.
+        index: the index of the sample.
 
     Returns:
-        A generator on the CPU. Its ``initial_seed()``, of 64 bits, is one for ``numpy.random.default_rng``.
+        A generator on the CPU. Its 64-bit ``initial_seed()`` can seed ``numpy.random.default_rng``.
     """
     return torch.Generator().manual_seed(_mixed("sample", *map(operator.index, (seed, epoch, index))))
 
 
 @dataclass(frozen=True)
 class WorkerSeeding:
-    """A ``worker_init_fn`` that gives the DataLoader workers of a rank streams of their own, then calls the user's.
+    """A ``worker_init_fn`` that seeds the DataLoader workers of each rank differently, then calls the user's.
 
-    torch seeds each worker from a base seed that the ranks share, so that without this worker 0 of every rank would
-    augment with the same random numbers. On rank 0 nothing is reseeded. ``torch.initial_seed()`` in the worker is the
-    new seed; ``get_worker_info().seed`` stays torch's. Can be pickled if ``then`` can, as spawned workers need.
+    torch seeds each worker from a base seed that the ranks share. Without this class, worker 0 of every rank would
+    augment with the same random numbers. Rank 0 is not reseeded. ``torch.initial_seed()`` in the worker is the
+    new seed; ``get_worker_info().seed`` stays torch's. Picklable if ``then`` is, as spawned workers need.
 
     Attributes:
         rank: global rank of the process that owns the workers.
-        then: the user's own ``worker_init_fn``, called last; ``None`` when there is none.
+        then: the user's own ``worker_init_fn``, called last, or ``None``.
     """
 
     rank: int
     then: Callable[[int], None] | None = None
 
     def __call__(self, worker_id: int) -> None:
-        """Seed this worker process; called by torch in it."""
+        """Seed this worker process; torch calls it in the worker."""
         if self.rank > 0:
             _seed_streams(torch.initial_seed(), self.rank)
         if self.then is not None:
@@ -87,12 +87,11 @@ class WorkerSeeding:
 
 @dataclass(frozen=True)
 class Streams:
-    """A selection of random streams of this process that are read and set together.
+    """Random streams of this process that are read and set together.
 
     Attributes:
-        shared: which of the streams that everything in the process shares: ``"python"``, ``"numpy"``, ``"torch"`` (the
-            generator of the CPU).
-        generators: generators made for a purpose, such as that of a sampler.
+        shared: which global streams of the process: ``"python"``, ``"numpy"``, ``"torch"`` (the CPU generator).
+        generators: separate generators, such as that of a sampler.
     """
 
     shared: tuple[str, ...] = ()
@@ -109,13 +108,13 @@ class Streams:
         return {name: value for name, value in state.items() if value is not None}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the streams to a snapshot of the same choice; what the snapshot lacks stays as it is."""
+        """Set the streams to a snapshot of the same streams; those that it lacks are unchanged."""
         self.restore_shared(state, {})
         for generator, saved in zip(self.generators, state.get("generators", ()), strict=False):
             generator.set_state(saved)
 
     def restore_shared(self, state: Mapping[str, Any], unless: Mapping[str, Any]) -> None:
-        """Set the shared streams alone, but those whose entry in ``unless`` is the same."""
+        """Set only the shared streams, except those whose entry in ``unless`` is the same."""
         for name in self.shared:
             if name in state and not _same(state[name], unless.get(name)):
                 _WRITE[name](state[name])
@@ -134,14 +133,14 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the streams back to what :func:`rng_state` returned.
+    """Restore the streams to the result of :func:`rng_state`.
 
-    The state of the CUDA device that was current goes to the one that is current now, since a resumed rank may sit on
-    another one; the others go by number. Entries for what this process lacks (numpy, CUDA) are left out:
-    nothing here can draw from them.
+    The current CUDA device gets the state of the device that was current, since a resumed rank may use another device;
+    the others are restored by index. Entries for what this process lacks (numpy, CUDA) are ignored: nothing here can
+    draw from them.
 
     Raises:
-        KeyError: ``state`` is not what :func:`rng_state` returns; nothing was changed.
+        KeyError: ``state`` is not a result of :func:`rng_state`; nothing was changed.
     """
     torch.set_rng_state(state["torch"])
     Streams(("python", "numpy")).restore(state)
@@ -153,7 +152,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _seed_streams(seed: int, rank: int) -> None:
-    """Seed the streams of every library; those of rank 0 by the seed itself."""
+    """Seed the streams of every library; on rank 0 with the seed itself."""
     random.seed(_mixed("python", seed, rank) if rank else seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(divmod(_mixed("numpy", seed, rank), _SEEDS) if rank else seed)
@@ -167,7 +166,7 @@ def _mixed(*parts: str | int) -> int:
 
 
 def _read_numpy() -> list[Any] | None:
-    # numpy loads its random module when it is first named: while nobody has, there is no stream to save.
+    # numpy imports its random module on first access: before that, there is no stream to save.
     if (module := sys.modules.get("numpy.random")) is None:
         return None
     kind, key, *rest = module.get_state()
