@@ -1,8 +1,8 @@
-"""Metrics of torchmetrics: computed over all ranks in one exchange, and what each rank holds of them in a checkpoint.
+"""Metrics of torchmetrics: computed over all ranks in one exchange, with per-rank states in checkpoints.
 
-[Note: metrics] A metric adds up the samples of its own rank: its states differ between ranks and belong together. So a
-checkpoint holds those of all ranks, and each rank goes on with its own, exactly. What a metric holds is the states that
-it declares, other tensors among its attributes, and how often it was updated.
+[Note: metrics] A metric accumulates the samples of its own rank, so its states differ between ranks. A checkpoint holds
+the states of all ranks, and each rank resumes exactly from its own. The state of a metric is its declared states, other
+tensors among its attributes, and its number of updates.
 """
 
 import sys
@@ -44,12 +44,12 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
             metric.dist_sync_fn = partial(_replay, request, zip(own, zip(*parts, strict=True), strict=True))
             metric.distributed_available_fn = lambda: True
             metric._to_sync = True  # also with sync_on_compute=False
-            metric._computed = None  # other ranks may have been updated since
+            metric._computed = None  # other ranks may have been updated since it was cached
         return metrics.compute()
 
 
 def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank's metrics hold, copied to the CPU, by entry and path; see ``[Note: metrics]``."""
+    """The states of this rank's metrics, copied to the CPU, by entry and path; see ``[Note: metrics]``."""
     found = {name: _metrics_in(value) for name, value in state.items()}
     return {name: {path: _held(each) for path, each in metrics.items()} for name, metrics in found.items() if metrics}
 
@@ -57,16 +57,16 @@ def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
 def load_rank_states(
     state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], sizes: tuple[int, int], strict: bool
 ) -> None:
-    """Have the metrics of this rank go on with what they held.
+    """Restore the states of this rank's metrics.
 
     Args:
-        state: names and objects.
-        saved: what :func:`rank_states` gave on this rank; of another number of ranks on some, which look for samples.
-        sizes: how many ranks saved, and how many there are.
-        strict: whether what cannot be restored is an error; if not, such a metric is left as it is.
+        state: objects by name.
+        saved: the :func:`rank_states` of this rank; with another number of ranks, those of some, checked for samples.
+        sizes: the numbers of ranks at the save and now.
+        strict: whether a metric that cannot be restored is an error; if not, it is unchanged.
 
     Raises:
-        CheckpointError: states of another number of ranks, or of other metrics.
+        CheckpointError: the states are of another number of ranks, or of other metrics.
     """
     for name in state.keys() & saved[0].keys():
         if not (metrics := _metrics_in(state[name])):
@@ -89,13 +89,13 @@ def load_rank_states(
 
 
 def _metrics_in(value: Any) -> dict[str, Any]:
-    """The metrics of torchmetrics in a module, itself included, by path."""
-    torchmetrics: Any = sys.modules.get("torchmetrics")  # optional, and imported where there is a metric
+    """The torchmetrics metrics in a module, including itself, by path."""
+    torchmetrics: Any = sys.modules.get("torchmetrics")  # optional; imported if there is a metric
     modules: Any = nn.Module.named_modules(value) if torchmetrics and isinstance(value, nn.Module) else ()
     found = {}
     for path, each in modules:
         if isinstance(each, torchmetrics.MetricCollection):
-            each.values(copy_state=False)  # only the first of a group is updated, until the others are looked at
+            each.values(copy_state=False)  # until then only the first metric of a group is updated
         elif isinstance(each, torchmetrics.Metric):
             found[path] = each
     return found
@@ -108,7 +108,7 @@ def _held(metric: Any) -> dict[str, Any]:
         name
         for name, value in vars(metric).items()
         if name in (*metric._defaults, "_update_count", "_num_vals_seen")
-        or (isinstance(value, Tensor) and name not in ("_computed", "_forward_cache"))  # which are results
+        or (isinstance(value, Tensor) and name not in ("_computed", "_forward_cache"))  # these are results
     ]
     return {name: map_tensors(_copied, vars(metric)[name]) for name in names}
 
@@ -118,7 +118,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _recorded(metric: Any) -> list[Tensor]:
-    """What a metric would gather, in its order."""
+    """The tensors that a metric would gather, in its order."""
     sent: list[Tensor] = []
 
     def record(tensor: Tensor, group: Any = None) -> list[Tensor]:
@@ -133,9 +133,9 @@ def _recorded(metric: Any) -> list[Tensor]:
 
 
 def _replay(request: str, states: Iterator[tuple[Tensor, Any]], tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """What was gathered in the place of a state."""
+    """The gathered tensors in place of a state of this rank."""
     sent, of_ranks = next(states)
     if not torch.equal(tensor.cpu().nan_to_num(), sent.nan_to_num()):
         raise UsageError(request, "a metric computes from other states than it holds", suggestion="metrics.compute()")
-    # A rank without samples holds nothing, and that in no dtype.
+    # A rank without samples has empty states, whose dtype may differ.
     return [each.to(tensor.device) for each in of_ranks if each.numel()] or [tensor]
