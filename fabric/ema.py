@@ -1,4 +1,4 @@
-"""Averages of a model's weights over its training, sharded as the model is."""
+"""Averages of a model's weights over training, sharded like the model."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,23 +20,23 @@ class ExponentialMovingAverage(nn.Module):
     """The exponential moving average of a model's weights (Polyak averaging), under any strategy.
 
     The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``: the first :meth:`update`
-    takes the weights as they are, each later one adds ``(1 - decay) * (weight - average)`` to each average. Averages of
-    weights in bfloat16 and float16, in which so small a change would be rounded away, are float32.
+    copies the weights; each later one adds ``(1 - decay) * (weight - average)`` to each average. Averages of bfloat16
+    and float16 weights are float32, since such small changes would be rounded away.
 
-    Each process averages what it holds of the model: no call is a collective, and each has to be made by all processes.
-    To ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names of the model's weights, sharded
-    as these are; the number of updates belongs to it. It loads into any strategy and number of processes.
+    Each process averages its part of the model: no call is a collective, but all processes must make it. For
+    ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names and sharding of the model's
+    weights; the number of updates is saved too. It loads under any strategy and number of processes.
 
     Args:
         model: the set-up module.
-        decay: how much of an average stays in an update, in ``[0, 1]``; or a function of the number of updates so far,
-            at least 1, that returns it.
-        buffers: whether buffers are averaged, too; those that are not floating point have the latest value. If not,
-            they are the model's own, also within :meth:`applied`.
+        decay: the weight of the old average in an update, in ``[0, 1]``; or a function of the number of updates
+            so far (at least 1) that returns it.
+        buffers: whether to average buffers too; those that are not floating point keep the latest value. If not,
+            the model's own buffers are used, also within :meth:`applied`.
 
     Raises:
         ConfigurationError: the decay is not in ``[0, 1]``.
-        UsageError: the module is a copy of one that was set up.
+        UsageError: the module is a copy of a set-up module.
     """
 
     def __init__(self, model: FabricModule, decay: float | Callable[[int], float], buffers: bool) -> None:
@@ -47,7 +47,7 @@ class ExponentialMovingAverage(nn.Module):
         self._decay = decay if callable(decay) else _checked(decay)
         self._updates, self._is_applied, self._reshard = 0, False, contract.reshard
         self._current: Callable[[], dict[str, Tensor]] = partial(_weights, contract, buffers)
-        # By name, the dict of buffers and the key there of each average: a conversion of this module replaces them.
+        # By name, the dict and key of each average, not the tensor: a conversion of this module replaces it.
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         for path, weight in self._current().items():
             *owners, name = path.split(".")
@@ -55,18 +55,18 @@ class ExponentialMovingAverage(nn.Module):
             for owner in owners:
                 part = part._modules.setdefault(owner, nn.Module())  # pyright: ignore[reportAssignmentType]  # no None
             dtype = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
-            # Not by register_buffer, which refuses what is an attribute of this class.
+            # Not by register_buffer, which refuses names of attributes of this class.
             part._buffers[name] = weight.detach().to(dtype, copy=True)
             self._places[path] = part._buffers, name
         if contract.is_sharded:
-            from fabric.strategies.fsdp_state import take_shards  # takes a second to import; here it has been
+            from fabric.strategies.fsdp_state import take_shards  # takes a second to import; already imported here
 
             for part in self.modules():
                 part.register_load_state_dict_pre_hook(partial(take_shards, part._buffers))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages toward the weights, after a step of the optimizer. Not a collective."""
+        """Update the averages with the weights, after an optimizer step. Not a collective."""
         if self._is_applied:
             raise UsageError("ema.update() within ema.applied()", "the weights are the averages themselves")
         first = self._updates == 0
@@ -79,7 +79,7 @@ class ExponentialMovingAverage(nn.Module):
             elif average.dtype == weight.dtype:
                 same[0].append(average)
                 same[1].append(weight)
-            else:  # one at a time: all in float32 would take memory for another model
+            else:  # one at a time: all at once would need memory for another model in float32
                 average_all([average], [weight.to(average.dtype)], self._updates)
         if same[0]:
             average_all(*same, self._updates)
@@ -87,14 +87,14 @@ class ExponentialMovingAverage(nn.Module):
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the model has the averages as its weights, for a validation or an export.
+        """A context in which the averages are the model's weights, for validation or export.
 
-        At the end, also after an exception, it has its own weights again, bit for bit; what changed them within is
-        undone. Within, no gradients are recorded, since those of averages would train nothing;
-        ``torch.enable_grad()`` is for gradients of inputs. Not to be entered between a forward pass and its backward
-        pass. Takes memory for another copy of what this process holds of the weights. Not a collective.
+        At the end, also after an exception, the model's own weights are restored bit for bit; changes made within are
+        lost. Within, no gradients are recorded, since gradients of averages would train nothing; use
+        ``torch.enable_grad()`` for gradients of inputs. Do not enter it between a forward pass and its backward pass.
+        Needs memory for another copy of this process's part of the weights. Not a collective.
         """
-        # The tensors themselves: a forward pass within may register buffers, or put others in the places of some.
+        # Keeps the tensors themselves: a forward pass within may add or replace buffers.
         before = [(weight.detach().clone(), weight) for _, weight in self._pairs()]
         was_applied, self._is_applied = self._is_applied, True
         try:
@@ -114,7 +114,7 @@ class ExponentialMovingAverage(nn.Module):
         self._updates = state
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """What this process holds of the averages, each with the weight that it belongs to."""
+        """The local averages of this process, each with its weight."""
         weights = self._current()
         if changed := sorted(weights.keys() ^ self._places.keys()):
             problem = f"these were added to the model or removed from it since: {', '.join(changed)}"
@@ -124,7 +124,7 @@ class ExponentialMovingAverage(nn.Module):
 
     @torch.no_grad()
     def _write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # What is gathered already would stay as it is in the next forward pass, and so would what autocast has cast.
+        # Otherwise the next forward pass would use parameters that are already gathered, or cast by autocast.
         self._reshard()
         torch.clear_autocast_cache()
         for value, weight in pairs:
