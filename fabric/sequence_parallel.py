@@ -1,10 +1,10 @@
-"""Sequences that are split over ranks, and attention over all of their tokens.
+"""Sequence parallelism: sequences split over ranks, with attention over all tokens.
 
-[Note: Sequence parallelism] Each rank of the mesh's dimension ``sequence`` has a part of the tokens of each sequence,
-in their order; the first parts have one more where lengths do not divide. What a model does to each token it does to a
-part. Attention needs all tokens: where the heads can be divided by the ranks, an all-to-all gives each rank some heads
-of all tokens, and another brings their outputs back (Ulysses); else each gathers keys and values for its own queries.
-The gradients are those of the sum over ranks of each rank's loss, of which the strategy makes the mean.
+[Note: Sequence parallelism] Each rank of the mesh dimension ``sequence`` has a contiguous part of the tokens of each
+sequence; if the length is not divisible, the first parts have one token more. Operations on single tokens need no
+change. Attention needs all tokens: if the number of heads is divisible by the number of ranks, an all-to-all gives
+each rank some heads of all tokens, and another returns the outputs (Ulysses); otherwise each rank gathers keys and
+values for its own queries. The gradients are those of the sum of all ranks' losses, which the strategy averages.
 """
 
 from collections.abc import Iterator
@@ -31,12 +31,12 @@ _BLOCK = "fabric.sequence_parallel(batch)"
 
 @contextmanager
 def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iterator[Any]:
-    """A context for the forward and the backward pass of a batch, whose sequences are split over ranks.
+    """A context for the forward and backward pass of a batch whose sequences are split over ranks.
 
-    Collective over the ranks that have parts of the same sequences, see ``[Note: Sequence parallelism]``; all of them
-    pass the same batch, as set-up loaders give it. Within, each call of ``scaled_dot_product_attention`` is that over
-    the tokens of all of them, and random numbers differ from part to part. Without such ranks the batch is yielded as
-    it is, and nothing changes::
+    Collective over the ranks that have parts of the same sequences, see ``[Note: Sequence parallelism]``. All of them
+    pass the same batch, as set-up loaders yield it. Within, ``scaled_dot_product_attention`` attends to the tokens of
+    all these ranks, and random numbers differ between parts. Without a ``sequence`` dimension in the mesh, the batch is
+    yielded unchanged::
 
         for batch in loader:  # a dict with "tokens", "labels" and "positions", of shape (batch, tokens)
             with fabric.sequence_parallel(batch) as part:
@@ -47,20 +47,20 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
             optimizer.zero_grad()
 
     Args:
-        runtime: of this process.
-        mesh: the mesh of the processes, if there is one.
-        batch: any collection. Whatever depends on a token's position is a part of it, and labels are shifted already.
-        dim: along which the tensors that have this dimension are split; the others are kept.
+        runtime: the runtime of this process.
+        mesh: the mesh of the processes, or None.
+        batch: any collection. It contains everything that depends on a token's position; labels are already shifted.
+        dim: the dimension along which tensors are split; tensors without it are unchanged.
 
     Yields:
         The same collection with this rank's tokens.
 
     Raises:
         CollectiveMismatchError: the ranks pass different batches.
-        ConfigurationError: tensors of different lengths, or of fewer tokens than ranks; within, attention to anything
+        ConfigurationError: tensors have different lengths, or fewer tokens than ranks; within, attention to anything
             but the tokens of the batch, or with a mask that is neither ``(..., tokens of this rank, all tokens)`` nor
-            of keys: ``(..., 1, all tokens)`` or ``(..., 1, tokens of this rank)``.
-        UsageError: no such attention was computed; or by ``nn.MultiheadAttention``, which computes it by itself.
+            a key mask, ``(..., 1, all tokens)`` or ``(..., 1, tokens of this rank)``.
+        UsageError: no such attention was computed; or by ``nn.MultiheadAttention``, which is not supported.
     """
     if "sequence" not in (getattr(mesh, "mesh_dim_names", None) or ()):
         yield batch
@@ -74,7 +74,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     if length < ranks.size or {*found.values()} != {length}:
         expected = f"one length of all tensors that have that dimension, of at least {ranks.size} tokens"
         raise ConfigurationError(f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others")
-    # Parts of different batches would be taken for one.
+    # Otherwise parts of different batches would be combined into one.
     sums = [int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu]
     name, own = f"{_BLOCK} of {found}", torch.tensor(sums or [0], device=ranks.device)
     seen = all_gather(ranks, {name: own})[name]
@@ -94,7 +94,7 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
 
 
 class _Attention(TorchFunctionMode):
-    """Within, ``scaled_dot_product_attention`` is that over all tokens; the ranks have parts of these ``lengths``."""
+    """A mode in which ``scaled_dot_product_attention`` covers all tokens; ``lengths`` are those of the ranks' parts."""
 
     def __init__(self, ranks: Communicator, lengths: list[int]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Attention(TorchFunctionMode):
         if func is multi_head_attention_forward:
             raise UsageError(_BLOCK, "nn.MultiheadAttention would compute attention over the tokens of this rank alone")
         if func is Tensor.backward:
-            # Checkpointed modules compute again in it. Of an edge in the place of the loss, torch does not ask here.
+            # Checkpointed modules recompute in it. Given an edge instead of the loss, torch does not call this mode.
             with self:
                 return torch.autograd.backward(get_gradient_edge(args[0]), kwargs.pop("gradient"), **kwargs)
         return (self._call if func is scaled_dot_product_attention else func)(*args, **(kwargs or {}))
@@ -140,7 +140,7 @@ class _Attention(TorchFunctionMode):
         return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options)
 
     def _pad(self, part: Tensor) -> Tensor:
-        return pad(part, (0, 0, 0, self._lengths[0] - part.shape[-2]))  # as long as the longest
+        return pad(part, (0, 0, 0, self._lengths[0] - part.shape[-2]))  # to the longest part
 
     def _join(self, parts: Tensor) -> Tensor:
         return torch.cat([part[..., :n, :] for part, n in zip(parts, self._lengths, strict=True)], -2)
