@@ -1,15 +1,15 @@
 """Weighted backward passes: gradients of the sum of all losses over the sum of all weights.
 
-[Note: Loss weights] A loss that is a sum has a *weight*, the number of its terms. The *window* of an optimizer holds
-the weighted backward passes since its last step, or since its gradients were found cleared. Strategies average
-gradients over ranks: at the step, or in ``clip_gradients`` before it, they are multiplied once by the number of ranks
-over the sum of the weights of all ranks in the window, which takes one message. Until then each loss is divided by a
-power of two near the mean of the weights over ranks, so that its gradients are about those of a mean loss, as a loss
-scale and float16 gradients need them: a division that rounds nothing. It is the power of the optimizer's last step;
-before the first step it is that of the first backward pass, which takes another message, once.
+[Note: Loss weights] A loss that is a sum has a *weight*, its number of terms. The *window* of an optimizer is its
+weighted backward passes since its last step, or since its gradients were found cleared. Strategies average gradients
+over ranks. At the step, or in ``clip_gradients`` before it, gradients are multiplied once by the number of ranks over
+the sum of all ranks' weights in the window, in one message. Before that, each loss is divided by a power of two
+near the mean weight over ranks. This division is exact and gives gradients of about the size of a mean loss's, which a
+loss scale and float16 gradients need. The power is that of the optimizer's last step; before the first step it is that
+of the first backward pass, which takes another message, once.
 
-Optimizers of the same losses have the same window. Whether gradients were cleared is read off one of them, which is
-compared after each backward pass and before the next without waiting for a device; all are read only where it changed.
+Optimizers of the same losses have the same window. To detect cleared gradients, one gradient is compared after each
+backward pass and before the next, without waiting for a device; all are read only if that one has changed.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,15 +37,15 @@ __all__ = ["LossWeights"]
 
 @dataclass(eq=False)
 class _Window:
-    divisor: Any = None  # of the losses
-    weight: Any = 0  # on this rank
+    divisor: Any = None  # of each loss
+    weight: Any = 0  # the sum on this rank
     result: Any = None  # at the step: the factor of the gradients, and the divisor of the next window
 
 
-_DIVIDED = _Window()  # that of an optimizer whose gradients have been multiplied, until its step
-_OF_OTHERS = _Window()  # that of one with gradients of losses for others, until they are cleared
+_DIVIDED = _Window()  # for an optimizer whose gradients have been multiplied, until its step
+_OF_OTHERS = _Window()  # for one with gradients of other optimizers' losses, until cleared
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
-# What to write.
+# Suggestions in errors.
 _CLEAR, _WHOSE = "optimizer.zero_grad() after step()", "optimizer=... if the loss is not for all that are set up"
 _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
@@ -54,14 +54,14 @@ class LossWeights:
     """The windows of all set-up optimizers; see ``[Note: Loss weights]``.
 
     Args:
-        runtime: of this process; gradients are averaged over its ranks.
-        scaler: of the loss, where there is one.
-        optimizers, contracts: those that are set up, and those of the modules.
+        runtime: the runtime of this process; gradients are averaged over its ranks.
+        scaler: the loss scaler, if there is one.
+        optimizers, contracts: the set-up optimizers, and the contracts of the set-up modules.
         cleanup: removes the hooks around the steps of all optimizers.
 
     Attributes:
-        reads: whether weights are read, since that does not wait for a device; else a sum that is zero or not finite
-            makes the gradients zero, and is an error at the next step or save.
+        reads: whether weights are read at once, as reading does not wait for a device. Otherwise a sum that is zero or
+            not finite makes the gradients zero, and is an error at the next step or save.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class LossWeights:
     ) -> None:  # fmt: skip
         self._ranks, self._device, self._scaler = runtime.communicator, runtime.device, scaler
         self._optimizers, self._contracts = optimizers, contracts
-        # Before the hooks of each optimizer, so that those of users see divided gradients.
+        # These run before each optimizer's own hooks, so that users' hooks see divided gradients.
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.reads = runtime.device.type != "cuda"
-        self._is_good: Tensor | bool = True  # the last sum, once it has been copied
+        self._is_good: Tensor | bool = True  # whether the last sum is valid, once it has been copied
         self._copied = torch.cpu.Event() if self.reads else torch.cuda.Event()
-        # By optimizer, of those that have had weighted losses: the divisor of the next window, and gradients seen last.
+        # For optimizers that have had weighted losses: windows, divisors of the next windows, and last seen gradients.
         self._windows: WeakKeyDictionary[Optimizer, _Window | None] = WeakKeyDictionary()
         self._divisors: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._probes: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
         self._pass: tuple[Sequence[Optimizer], _Window | None, dict[Optimizer, object]] = (), None, {}
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
-        """The loss divided, and times the loss scale, at the start of each backward pass; see ``Fabric.backward``."""
+        """Divide the loss and apply the loss scale, at the start of each backward pass; see ``Fabric.backward``."""
         weight = None if weight is None else self._checked(weight)
         targets = as_list(optimizer) or list(self._optimizers)
         if not targets or any(each not in self._optimizers for each in targets):
@@ -111,7 +111,7 @@ class LossWeights:
         return loss if self._scaler is None else self._scaler.scale_loss(loss)
 
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Note that a backward pass is over."""
+        """Record the end of a backward pass."""
         (targets, new, others), self._pass = self._pass, ((), None, {})
         for each in (each for each, before in others.items() if error is None and _probe(each) != before):
             if self._windows.get(each) not in (None, _OF_OTHERS):
@@ -124,7 +124,7 @@ class LossWeights:
 
     @torch.no_grad()
     def divide(self, optimizer: Optimizer) -> None:
-        """Divide an optimizer's gradients by the weights of its window, once. Collective where it has one."""
+        """Divide an optimizer's gradients by the weights of its window, once. Collective if it has a window."""
         window = self._windows.get(optimizer)
         if window is None or window is _DIVIDED:
             return
@@ -143,14 +143,14 @@ class LossWeights:
         for grads in gradients(optimizer):
             factor = factor.to(grads[0].device)
             if grads[0].dtype in (torch.float16, torch.bfloat16):
-                # In float32: as one of these the factor would be rounded first.
+                # In float32, since the factor would be rounded in a 16-bit dtype.
                 unscale_and_check(grads, torch.zeros_like(factor.float()), factor.float())
             else:
                 foreach_multiply(grads, factor.to(grads[0].dtype))
         self._windows[optimizer] = _DIVIDED
 
     def check(self) -> None:
-        """Raise a UsageError if the weights of the last step had no sum to divide by."""
+        """Raise a UsageError if the weights of the last step have a sum that is zero or not finite."""
         self._copied.synchronize()
         is_good, self._is_good = self._is_good, True
         if not is_good:
@@ -158,7 +158,7 @@ class LossWeights:
             self._refuse(problem, "optimizer.zero_grad() in place of such a step", "an optimizer")
 
     def _checked(self, weight: Any) -> Any:
-        """A weight as a number, or as a float64 tensor on a device that is not to be waited for."""
+        """The weight as a number, or as a float64 tensor if reading it would wait for the device."""
         is_scalar = getattr(weight, "shape", None) == ()
         is_there = isinstance(weight, Tensor) and weight.device.type == self._device.type
         if is_there and is_scalar and not self.reads and weight.dtype is not torch.bool:
@@ -170,7 +170,7 @@ class LossWeights:
         return number if self.reads else torch.full((), number, dtype=torch.float64, device=self._device)
 
     def _first_divisor(self, targets: Sequence[Optimizer], weight: Any) -> Tensor:
-        """The divisor of a window that is opened; raises where that cannot be."""
+        """The divisor of a new window; raises if there cannot be one."""
         if any(each.gradients_differ and not each.is_sharded for each in self._contracts):
             problem = "with model_averaging_period each rank steps by its own gradients"
             self._refuse(problem, "DDPStrategy() without it; or fabric.backward(loss / n)")
@@ -184,7 +184,7 @@ class LossWeights:
         return known[0] if known else self._mean_over_ranks(weight)[1]
 
     def _mean_over_ranks(self, weight: Any) -> tuple[Tensor, Tensor]:
-        """The mean, and the power of two above it: 1 if the mean is zero or not finite."""
+        """The mean, and the next power of two above it, or 1 if the mean is zero or not finite."""
         total = all_reduce(self._ranks, weight, Reduce.SUM) if self._ranks.size > 1 else weight
         mean = torch.as_tensor(total, dtype=torch.float64) / self._ranks.size
         return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
@@ -205,7 +205,7 @@ class LossWeights:
 
 
 def _probe(optimizer: Optimizer) -> object:
-    """What differs once gradients were cleared or changed: the first one, and how often that was changed."""
+    """A value that changes when gradients are cleared or changed: the first gradient's id and versions."""
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
     grad = next((each for each in grads if each is not None), None)
     # FSDP adds to the local part of a DTensor, and zero_grad(set_to_none=False) changes the DTensor.
