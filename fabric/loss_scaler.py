@@ -1,8 +1,8 @@
 """Scaling of the loss, so that float16 gradients do not underflow.
 
-[Note: Loss scale] The scale changes only at the start of a backward pass, and only when no optimizer holds scaled
-gradients that it has neither stepped on nor cleared: never inside an accumulation, never between two optimizers that
-share a backward pass. Gradients that were unscaled and then stay for another backward pass are scaled again first,
+[Note: Loss scale] The scale changes only at the start of a backward pass, and only if no optimizer holds scaled
+gradients that were neither used in a step nor cleared. It never changes during accumulation or between two optimizers
+that share a backward pass. Gradients that were unscaled and are kept for another backward pass are first scaled again,
 which is exact, since scales are powers of two.
 """
 
@@ -27,28 +27,28 @@ __all__ = ["LossScaler", "gradients", "holds_gradients"]
 @dataclass
 class _OptimizerState:
     found_inf: Tensor
-    is_scaled: bool = False  # gradients, where there are any
+    is_scaled: bool = False  # the gradients, if there are any
     held: Sequence[tuple[Any, Tensor]] = ()  # parameters and their gradients while a step is skipped
-    skipped: bool = False  # the last step
+    skipped: bool = False  # whether the last step was
 
 
 class LossScaler:
     """Dynamic loss scaling for any number of optimizers that may share backward passes.
 
-    The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision Training", 2018): the
-    scale is halved after a step whose gradients overflowed, which is skipped, and doubled after ``growth_interval``
-    good ones. What differs is when it changes, see ``[Note: Loss scale]``, and that the optimizers' own ``step`` is
-    called: hooks on it unscale, and take the gradients out of the way when a step has to be skipped.
+    The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision Training", 2018): a step
+    whose gradients overflowed is skipped and the scale halved; after ``growth_interval`` good steps it is doubled. Two
+    things differ: when the scale changes, see ``[Note: Loss scale]``, and that users call the optimizers' own ``step``,
+    whose hooks unscale the gradients and remove them during a skipped step.
 
     Args:
-        device: where the loss is.
-        settings: the first scale, and when it grows.
-        max_over_ranks: collective that takes the maximum of a float32 tensor over ranks; None in a single process.
+        device: the device of the loss.
+        settings: the initial scale, and the growth interval.
+        max_over_ranks: a collective for the maximum of a float32 tensor over ranks; None in a single process.
 
     Attributes:
-        gradients_differ: whether ranks step with different gradients, so that an overflow on one of them skips the
-            step on all.
-        accumulates: whether some backward passes leave gradients that are not synchronized yet.
+        gradients_differ: whether ranks step with different gradients; an overflow on one of them then skips the step on
+            all.
+        accumulates: whether some backward passes leave gradients that are not yet synchronized.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class LossScaler:
         return float(self._scale)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Watch an optimizer: from now on its ``step`` unscales first, and does nothing after an overflow."""
+        """Register hooks: from now on the optimizer's ``step`` unscales first, and does nothing after an overflow."""
         self._states[optimizer] = _OptimizerState(torch.zeros_like(self._scale))
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
 
     def close(self) -> None:
-        """Remove the hooks: the optimizers step as if they had never been watched."""
+        """Remove the hooks: the optimizers step as if never registered."""
         self._hooks.close()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, to be called once at the start of each backward pass, on its tensor.
+        """Multiply the loss by the scale; to be called once at the start of each backward pass.
 
-        A float16 loss is returned as float32, which has room for the scale. Collective where ranks hold different
+        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks hold different
         gradients.
         """
         if self._pending is not None and not self._any_holds_scaled():
@@ -96,12 +96,12 @@ class LossScaler:
         return loss * self._scale.to(loss.device, loss.dtype)
 
     def unscale(self, optimizer: Optimizer) -> bool:
-        """Take the scale off an optimizer's gradients, once a step; further calls change nothing.
+        """Unscale an optimizer's gradients, once per step; further calls change nothing.
 
-        Collective where ranks hold different gradients.
+        Collective if ranks hold different gradients.
 
         Returns:
-            Whether any gradient is infinite or not a number, in which case the next step will be skipped.
+            Whether any gradient is infinite or NaN, in which case the next step will be skipped.
         """
         state = self._states[optimizer]
         if not state.is_scaled:
@@ -127,16 +127,16 @@ class LossScaler:
         return bool(state.found_inf)
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the last step of an optimizer did nothing, since gradients had overflowed."""
+        """Whether the last step of an optimizer was skipped because gradients overflowed."""
         return self._states[optimizer].skipped
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """What :meth:`load_state_dict` needs to go on exactly."""
+        """The state from which :meth:`load_state_dict` resumes exactly."""
         pending = None if self._pending is None else float(self._pending)
         return {"scale": float(self._scale), "growth_tracker": int(self._growth_tracker), "pending": pending}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state of another scaler. A KeyError for what it lacks; nothing was changed."""
+        """Restore the state of another scaler. Raises a KeyError for a missing entry, with nothing changed."""
         scale, growth_tracker, pending = (state[name] for name in ("scale", "growth_tracker", "pending"))
         self._scale.fill_(scale)
         self._growth_tracker.fill_(growth_tracker)
@@ -168,19 +168,19 @@ class LossScaler:
     def _any_holds_scaled(self) -> bool:
         """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.
 
-        ``zero_grad(set_to_none=False)`` clears gradients, too. Those of an optimizer that did not step are looked at,
+        ``zero_grad(set_to_none=False)`` also clears gradients. Those of an optimizer that has not stepped are read,
         which waits for the device.
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds = any(map(holds_gradients, waiting))
         if not waiting or self._max_over_ranks is None or not (self.gradients_differ or self.accumulates):
             return holds
-        # Gradients of which this rank's part is zero may not be zero elsewhere.
+        # Gradients that are zero on this rank may not be zero on others.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
 
 
 def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
-    """The local, dense values of all gradients of an optimizer, sharing their memory; by device and dtype."""
+    """The local, dense values of an optimizer's gradients, sharing their memory, grouped by device and dtype."""
     grads: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -188,7 +188,7 @@ def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
             if grad is None:
                 continue
             if grad.is_sparse:
-                # Values of repeated indices may overflow only once they are added.
+                # Values of repeated indices may overflow when they are added.
                 parameter.grad = grad = grad.coalesce()
                 grad = grad._values()
             grads[grad.device, grad.dtype].append(local_tensor(grad))
@@ -196,5 +196,5 @@ def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
 
 
 def holds_gradients(optimizer: Optimizer) -> bool:
-    """Whether any gradient of an optimizer on this rank is not zero; waits for the device where there are gradients."""
+    """Whether an optimizer has nonzero gradients on this rank; waits for the device if it has gradients."""
     return any(bool(grad.any()) for grads in gradients(optimizer) for grad in grads)
