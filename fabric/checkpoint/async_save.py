@@ -1,14 +1,14 @@
 """Saves that run in the background of the training loop, one at a time.
 
-[Note: Thread] A thread writes, not a process: torch lets other threads run while it sums, writes and flushes a tensor,
-so the loop loses what the writing takes of the processor and little more, while a process would have to import torch,
-hold the copy in shared memory and join a process group of its own first. Its collectives run on a group that nothing
-else uses, so that they cannot be taken for those of the loop.
+[Note: Thread] A thread writes, not a process. torch releases the GIL while it checksums, writes and flushes a tensor,
+so the loop loses little more than the CPU time of the writing. A process would first have to import torch, hold the
+copy in shared memory and join a process group of its own. The thread's collectives run on a group that nothing else
+uses, so that they cannot be confused with those of the loop.
 
-[Note: Staging buffers] The state is copied into memory that stays as it is while training goes on. Of tensors each
-*storage* is copied once and whole, as ``torch.save`` writes it: what shared memory shares it in the copy, and the file
-is the one that a save without a copy would have written. Memory that the system hands out anew costs several times the
-copy itself, so it is kept for the next save.
+[Note: Staging buffers] The state is copied into memory that does not change while training goes on. Each tensor
+*storage* is copied once and whole, as ``torch.save`` writes it: tensors that shared memory share it in the copy, and
+the file is the same as without a copy. Newly allocated memory costs several times the copy itself, so the buffers are
+kept for the next save.
 """
 
 import copy
@@ -29,28 +29,28 @@ __all__ = ["AsyncSaver", "PendingSave", "StagingBuffers"]
 
 
 class PendingSave:
-    """A save that runs while training does; ``fabric.save(..., async_=True)`` returns it.
+    """A save that runs in the background; ``fabric.save(..., async_=True)`` returns it.
 
-    What goes wrong in it is raised, on every process, by the first of these calls: :meth:`wait`, the next ``save``,
-    ``load`` or ``load_raw``, or the end of the job. The checkpoint that was there before is untouched then.
+    If it fails, the first of these calls raises its error on every process: :meth:`wait`, the next ``save``, ``load``
+    or ``load_raw``, or the end of the job. The previous checkpoint is untouched then.
 
     Attributes:
-        path: where it is saved to; a ``Path``, or what stands for one with a scheme.
-        is_raised: whether it has ended, and somebody has learned how.
+        path: where it is saved to; a ``Path``, or a ``RemotePath`` for a path with a scheme.
+        is_raised: whether it has ended and a caller has received its result.
     """
 
     def __init__(self, path: Any, write: Callable[[], None]) -> None:
         self.path = path
         self.is_raised = False
-        # A process that ends waits for its thread.
+        # The interpreter waits for this thread at exit.
         self._future = ThreadPoolExecutor(1, "fabric-save").submit(write)
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Not a collective."""
+        """Whether it has ended, successfully or not. Not a collective."""
         return self._future.done()
 
     def exception(self) -> BaseException | None:
-        """What went wrong, or None; waits for the end. Not a collective, and it is not raised again afterward."""
+        """Wait for the end; return the error, or None. Not a collective; the error is not raised again afterward."""
         error = self._future.exception()
         self.is_raised = True
         return error
@@ -69,12 +69,12 @@ class StagingBuffers:
     """Copies of one state at a time: the next copy overwrites it. See ``[Note: Staging buffers]``."""
 
     def __init__(self) -> None:
-        # By size, and whether it is pinned.
+        # By size, and whether they are pinned.
         self._free: defaultdict[tuple[int, bool], list[Tensor]] = defaultdict(list)
         self._used: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A copy of ``state``, on the CPU; of a DTensor the part that this rank holds. Not a collective."""
+        """A copy of ``state`` on the CPU, with the local shards of DTensors. Not a collective."""
         with torch.no_grad():
             copies: Any = {id(each): self._copy(each) for each in flatten(state)[0] if isinstance(each, Tensor)}
         copied = copy.deepcopy(state, copies)
@@ -101,7 +101,7 @@ class StagingBuffers:
             size, pinned = storage.nbytes(), local.is_cuda
             free = self._free[size, pinned]
             buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            # Word by word where that is possible: byte by byte takes torch a third longer.
+            # As 64-bit words where possible: torch takes a third longer to copy bytes.
             word = torch.uint8 if size % 8 else torch.int64
             source = torch.empty(0, dtype=torch.uint8, device=local.device).set_(storage)
             buffer.view(word).copy_(source.view(word))
@@ -117,7 +117,7 @@ class AsyncSaver:
         group: all ranks, in a group of their own; collective when first called.
 
     Attributes:
-        buffers: what a save in the background is copied to.
+        buffers: what background saves are copied into.
         pending: the save that may be running.
         files: closed after the last save.
     """
@@ -129,10 +129,10 @@ class AsyncSaver:
         self.files = ExitStack()
 
     def join(self) -> None:
-        """Return when no save is running. Not a collective.
+        """Wait until no save is running. Not a collective.
 
         Raises:
-            CheckpointError: the save that was running failed, and nothing has raised that on this rank.
+            CheckpointError: the save that was running failed, and nothing has raised its error on this rank yet.
         """
         pending, self.pending = self.pending, None
         if pending is not None and not pending.is_raised and (error := pending.exception()) is not None:

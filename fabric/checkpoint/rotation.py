@@ -1,11 +1,11 @@
-"""Keeps the newest checkpoints of a run, and the best one, in a folder; and restores the newest that is whole.
+"""Keeps the newest checkpoints of a run, and the best one, in a folder; restores the newest intact one.
 
-[Note: files of a run] A checkpoint has a name of its own, ``00000017-step-3000``: that of the 17th save. So no save
-overwrites anything, the names are in the order of the saves, also where a run goes on from an earlier step, and a
-checkpoint counts from the moment in which :meth:`Fabric.save <fabric.Fabric.save>` commits it. Its metrics are written
-before, to a file of that name and ``.json``. Then ``latest`` and ``best``, text files, get the names of these two, and
-only after that are older checkpoints removed, each one before its metrics. Whatever moment a job dies in, these two
-files name checkpoints that are there, and the next job tells from the names alone what has to be removed.
+[Note: files of a run] Each checkpoint has a unique name: ``00000017-step-3000`` is the 17th save. So no save overwrites
+another, the names sort in the order of the saves even if a run goes back to an earlier step, and a checkpoint is valid
+once :meth:`Fabric.save <fabric.Fabric.save>` has committed it. Its metrics are written before, to a file of the same
+name with ``.json``. After the commit the text files ``latest`` and ``best`` get the names of these two checkpoints, and
+only then are older checkpoints removed, each one before its metrics. Whenever a job dies, these two files name
+checkpoints that exist, and the next job knows from the names alone what to remove.
 """
 
 import fcntl
@@ -47,25 +47,25 @@ _FILE = re.compile(rf"\.?{_NAME}(?:\.json)?(?:\.[0-9a-f]{{12}}\.tmp)?")
 
 @final
 class Checkpoints:
-    """The checkpoints of a run in one folder: the newest ``keep``, and the best one; ``fabric.checkpoints`` makes it.
+    """The newest ``keep`` checkpoints of a run, and the best one, in one folder; made by ``fabric.checkpoints``.
 
     A checkpoint is removed only after a newer one has been committed. A job that is killed at any moment leaves at
-    least one that loads, if there was one, and at most ``keep + 2``; what else it leaves is removed by the next one.
-    Nothing else in the folder is touched. Of several checkpoints of the same step the newest is kept. *Newest* is what
-    was saved last, also where a run has gone back to an earlier step.
+    least one that loads, if there was one, and at most ``keep + 2``; the next job removes everything else it leaves.
+    Other files in the folder are not touched. Of several checkpoints of the same step the newest is kept. *Newest*
+    means saved last, even if a run has gone back to an earlier step.
 
-    The folder has two text files for shells, with the names of two of its checkpoints: ``latest`` and ``best``.
+    The folder has two text files for shell scripts, ``latest`` and ``best``, with the names of these checkpoints.
 
     Collective, as are :meth:`save` and :meth:`restore`: every process must call them.
 
     Args:
-        session: gives the session of the job, for a call of that name.
-        folder: the folder, which is created; of this run alone. Also as ``s3://...`` and the like.
-        keep: how many, besides the best one.
+        session: returns the session of the job, for a call of that name.
+        folder: a folder for this run alone, which is created. May be a URL such as ``s3://...``.
+        keep: how many to keep, besides the best one.
         best: the name of a metric, and whether the best value is the least (``"min"``) or the largest (``"max"``).
 
     Raises:
-        ConfigurationError: ``keep`` or ``best`` cannot be.
+        ConfigurationError: ``keep`` or ``best`` is not valid.
         CheckpointError: another job saves into the folder, or it cannot be written.
     """
 
@@ -73,7 +73,7 @@ class Checkpoints:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._session, self._keep, self._best = session, keep, best
         self._pending: PendingSave | None = None
-        self._written, self._stale = dict[str, str](), list[str]()  # the text files; and what is to be removed
+        self._written, self._stale = dict[str, str](), list[str]()  # text files by name; checkpoints to remove
 
         def check() -> Location:
             is_metric = best is None or (type(best) is tuple and len(best) == 2 and best[1] in ("min", "max"))
@@ -84,25 +84,25 @@ class Checkpoints:
             return file.locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
-            checkpoints.join_pending()  # it may be one into this folder
+            checkpoints.join_pending()  # it may write to this folder
             self._communicator, self._io, files = checkpoints.communicator, checkpoints.io, checkpoints.saver.files
         self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
         self._folder = agreed(self._communicator, self._request, check)
         is_first = self._communicator.rank == 0
         found = agreed(self._communicator, self._request, lambda: self._open(files) if is_first else {})
-        # By name, the oldest first; the same on all ranks.
+        # By checkpoint, the oldest first; the same on all ranks.
         self._metrics: dict[str, dict[str, float]] = self._communicator.broadcast_object(found, 0)
         self._number = int(max(self._metrics, default="0").partition("-")[0])
         self._publish(self._communicator)
 
     @property
     def latest(self) -> Location | None:
-        """The path of the newest checkpoint, None without any. Waits for a save in the background, as its ``wait``."""
+        """The path of the newest checkpoint, or None. Waits for a background save, like :meth:`PendingSave.wait`."""
         return self._path("latest")
 
     @property
     def best(self) -> Location | None:
-        """The path of the one with the best metric, of equal ones the newest; None without any. Waits likewise."""
+        """The path of the one with the best metric (the newest of equal ones), or None. Waits likewise."""
         return self._path("best")
 
     def save(
@@ -115,16 +115,16 @@ class Checkpoints:
 
         Args:
             step: a number of at least 0, the same on every process; :meth:`restore` returns it.
-            state: names and objects, as for ``Fabric.save``. What the loop needs to go on, such as its loaders, is
-                among them; random states and the loss scale are added.
-            metrics: names, and numbers or tensors of one element: those of the first process are kept. The one that
-                ``best`` names has to be among them, and the same on every process. None for a save without any, which
-                is not the best one.
+            state: names and objects, as for ``Fabric.save``. Include what the loop needs to resume, such as its
+                loaders; random states and the loss scale are added.
+            metrics: names, and numbers or tensors of one element; those of rank 0 are kept. The metric that ``best``
+                names is required, and must be the same on every process. None for a save without metrics, which is
+                never the best one.
             async_: return as soon as everything has been copied in memory.
 
         Raises:
             ConfigurationError: the step or a metric is not as described; nothing has been written.
-            CheckpointError: this save or the last one failed on a process; what was there before is untouched.
+            CheckpointError: this save or the last one failed on a process; earlier checkpoints are untouched.
         """
         request = f"checkpoints.save({step!r}, ...) on rank {self._communicator.rank}"
         best = None if metrics is None or self._best is None else self._best[0]
@@ -154,16 +154,16 @@ class Checkpoints:
         return self._pending
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
-        """Restore ``state`` from the newest checkpoint that is whole, as :meth:`Fabric.load <fabric.Fabric.load>` does.
+        """Restore ``state`` from the newest intact checkpoint, as :meth:`Fabric.load <fabric.Fabric.load>` does.
 
-        Collective; all processes restore the same one. One that is damaged is passed over, with a warning on the first
-        process; the one that is restored counts as the newest from then on.
+        Collective; all processes restore the same one. Damaged ones are skipped, with a warning on rank 0; the restored
+        one counts as the newest from then on.
 
         Returns:
-            Its step; None if there is no checkpoint, for a fresh start.
+            Its step; None if there is no checkpoint.
 
         Raises:
-            CheckpointError: none is whole; or the newest that is does not fit ``state``. Nothing has been changed.
+            CheckpointError: none is intact, or the newest intact one does not fit ``state``. Nothing has been changed.
         """
         passed: list[str] = []
         with self._session("load").checkpoints("load") as checkpoints:
@@ -201,10 +201,10 @@ class Checkpoints:
 
     @contextmanager
     def _commit(self, name: str, metrics: dict[str, float], communicator: Communicator) -> Iterator[None]:
-        """What happens around a save, maybe in the background. Collective."""
-        # Also now: a job that was killed may have left one more than is kept.
+        """Rotation before and after a save, maybe in the background. Collective."""
+        # Before the save too: a killed job may have left one checkpoint too many.
         self._rotate(communicator, {f"{name}.json": json.dumps(metrics)} if metrics else None)
-        self._stale.append(name)  # should it fail
+        self._stale.append(name)  # in case it fails
         yield
         agreed(communicator, self._request, self._io.wait)
         self._stale.remove(name)
@@ -221,7 +221,7 @@ class Checkpoints:
         self._publish(communicator, texts)
 
     def _publish(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
-        """Write text files, those that name checkpoints among them, and then remove what is stale. Collective."""
+        """Write the text files, ``latest`` and ``best`` among them, and then remove stale checkpoints. Collective."""
 
         def publish() -> None:
             if isinstance(self._folder, RemotePath) and (self._folder / _LOCK).read_bytes() != self._owner:
@@ -238,7 +238,7 @@ class Checkpoints:
         self._stale.clear()
 
     def _open(self, files: ExitStack) -> dict[str, dict[str, float]]:
-        """Take the folder, remove what killed jobs have left in it, and return the metrics by checkpoint."""
+        """Lock the folder, remove what killed jobs left in it, and return the metrics by checkpoint."""
         with file.write_errors(self._request):
             self._owner = _claim(self._request, self._folder, files)
             file.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
@@ -246,17 +246,17 @@ class Checkpoints:
             return {name: self._read(name) for name in sorted(found) if self._is_whole(name) or self._remove(name)}
 
     def _is_whole(self, name: str) -> bool:
-        """Whether it was committed; what is left of a save into it is brought to its end."""
+        """Whether it was committed; finishes the cleanup of an interrupted save."""
         path = self._folder / name
         if not (self._is_own and path.is_dir()):
             return path.exists()
         file.clear_temporaries(path, re.escape(INDEX))
-        with suppress(errors.DamagedCheckpointError):  # its index, which a load will say
+        with suppress(errors.DamagedCheckpointError):  # a damaged index, which a load reports
             clean(path)
         return (path / INDEX).is_file()
 
     def _remove(self, name: str) -> None:
-        """Delete a checkpoint, or what there is of it, and then its metrics."""
+        """Delete a checkpoint, complete or not, and then its metrics."""
         path: Any = self._folder / name
         remove = remove_folder if path.is_dir() else file.FullCheckpoint().remove
         with suppress(FileNotFoundError):
@@ -271,16 +271,16 @@ class Checkpoints:
 
 
 def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
-    """Take a folder for this process; returns what is in its lock file then."""
+    """Lock a folder for this process; returns the new content of its lock file."""
     owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
-    if isinstance(folder, RemotePath):  # has no locks: the last job has it, and others notice that
+    if isinstance(folder, RemotePath):  # no locks here: the last job owns it, and earlier ones notice
         with file.atomic_write(folder / _LOCK) as target:
             target.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)
     lock = files.enter_context(open(folder / _LOCK, "a+b", 0))  # noqa: SIM115 - until the job ends
     try:
-        # Not flock, whose locks live on in what this process forks, such as the workers of a loader.
+        # Not flock, whose locks forked processes, such as the workers of a loader, keep.
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)
@@ -293,9 +293,9 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
 
 
 def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) -> None:
-    """Report a checkpoint and its metrics where a worker of Ray Train runs, whose ``Result`` then names it. Collective.
+    """Report a checkpoint and its metrics to Ray Train, if this is one of its workers. Collective.
 
-    The checkpoint stays where it is: what Ray stores is a folder with a file ``checkpoint.json`` that has its path.
+    The checkpoint stays where it is: Ray's ``Result`` has a folder with a ``checkpoint.json`` that contains its path.
     """
     if RayEnvironment().detect(os.environ) is not None:
         suggestion = 'pip install "torch-fabric[ray]", or unset RAY_JOB_ID'

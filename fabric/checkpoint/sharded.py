@@ -1,23 +1,23 @@
-"""A checkpoint in a folder, which all ranks write at once and any number of ranks can read.
+"""A checkpoint in a folder, which all ranks write in parallel and any number of ranks can read.
 
 [Note: files of a sharded checkpoint]
 Each rank writes its shards to a *safetensors* file, with the metadata of torch's own format in its header, so that
-``torch.distributed.checkpoint.HuggingFaceStorageReader`` and the safetensors library read it as well; a second shard of
-the same tensor, for which such a file has no place, goes to a second file. A dtype that safetensors cannot name is
-written as bytes, one more dimension. What is no tensor is in the index, which is JSON, and what belongs to one rank
-alone, such as the states of its random generators, in a JSON file of that rank. Nothing in the folder can name code.
+``torch.distributed.checkpoint.HuggingFaceStorageReader`` and the safetensors library can read it too. The file has room
+for one shard of each tensor; a second shard goes to a second file. A dtype that safetensors does not support is written
+as bytes, with one more dimension. Non-tensor state is in the index, which is JSON. State of a single rank, such as its
+random states, is in a JSON file of that rank. Nothing in the folder can name code.
 
 [Note: commit of a folder]
-A folder that is not empty cannot be replaced in one step, a file can. So the *index* names the save whose data counts.
-A save writes data files with the save's own number in their names and one more suffix, ``.tmp``, which torch's readers
-pass over, flushes them, and replaces the index: that is the commit. Only then are the older data files removed, and the
-new ones renamed. Until that is done, fabric finds them with the suffix, so that a process that dies at any point leaves
-the old checkpoint or the new one. What the next save finds of a save that the index does not name, and whose temporary
-index is gone, it removes.
+A non-empty folder cannot be replaced atomically, but a file can. So the *index* names the save whose data is valid.
+A save writes data files with its own ID in their names and the additional suffix ``.tmp``, which torch's readers skip,
+flushes them, and replaces the index: that is the commit. Only then are the older data files removed, and the new ones
+renamed. Until then fabric finds the new ones by the suffix, so that a process that dies at any point leaves the old
+checkpoint or the new one. The next save removes the files of saves that the index does not name and whose temporary
+index is gone.
 
-[Note: bounded memory] To make one file of a folder, tensors are assembled in scratch files that are mapped into memory
-and have no names, so that the system can move them to the disk and nothing is left of them, however the process ends.
-What has to be in memory at once is one part of one tensor. The price is room on the disk for the checkpoint twice.
+[Note: bounded memory] To convert a folder to one file, tensors are assembled in unnamed scratch files that are mapped
+into memory: the system can page them out to the disk, and they vanish however the process ends. Only one part of one
+tensor has to be in memory at a time. The cost is disk space for a second copy of the checkpoint.
 """
 
 import json
@@ -60,11 +60,11 @@ _ALONE = LocalCommunicator(torch.device("cpu"))
 
 
 class ShardedCheckpoint:
-    """A format of one folder per checkpoint, in which each rank writes the shards that it holds.
+    """The sharded format: one folder per checkpoint, in which each rank writes its own shards.
 
     See ``[Note: files of a sharded checkpoint]``. The folder is replaced as a whole: a crash at any moment leaves the
-    old content or the new one, see ``[Note: commit of a folder]``. Any number of ranks can read it, each only what it
-    needs, into tensors sharded in any way or into full ones. With one process this is a
+    old content or the new one, see ``[Note: commit of a folder]``. Any number of ranks can read it, into full tensors
+    or tensors sharded in any way; each rank reads only what it needs. With one process this is a
     :class:`fabric.checkpoint.CheckpointIO` like any other.
     """
 
@@ -74,19 +74,19 @@ class ShardedCheckpoint:
         """Write ``state`` to the folder ``path`` and return when it is on the disk.
 
         Collective: every rank of ``communicator`` must call it. Sharded tensors (DTensors) are written shard by shard;
-        of full tensors, and of everything else, rank 0's values count. Tensors that are the same memory are written
-        once. Parameters are loaded as plain tensors.
+        full tensors and everything else are saved from rank 0. Tensors that share the same memory are written once.
+        Parameters are loaded as plain tensors.
 
         Args:
-            state: what :func:`fabric.checkpoint.state.collect` gives, or such a state with sharded tensors in it; of
-                the same structure on every rank.
-            path: the folder, on a file system that all ranks share. Missing folders on the way to it are created.
+            state: the result of :func:`fabric.checkpoint.state.collect`, possibly with sharded tensors; of the same
+                structure on every rank.
+            path: the folder, on a file system that all ranks share. Missing parent folders are created.
             communicator: the ranks; by default this process alone.
-            per_rank: plain values that are kept for each rank; a load has them as lists in fabric's metadata.
+            per_rank: plain values that are kept for each rank; a load returns them as lists in fabric's metadata.
 
         Raises:
-            CheckpointError: ``path`` is a file, holds an ``index.json`` that is not of fabric, or cannot be written, or
-                ranks disagree; on every rank, when it fails on one. What was at ``path`` is untouched.
+            CheckpointError: ``path`` is a file, holds an ``index.json`` that is not fabric's, or cannot be written, or
+                ranks disagree; on every rank, if it fails on one. What was at ``path`` is untouched.
             ArgumentTypeError: something in ``state`` is not plain, or is of a class that only code can rebuild.
         """
         request = f"save a sharded checkpoint to {str(path)!r}"
@@ -140,10 +140,10 @@ class ShardedCheckpoint:
         return stored.load(stored.content)
 
     def open(self, path: Location, communicator: Communicator = _ALONE) -> StoredCheckpoint:
-        """What the folder ``path`` holds, without its tensors. Collective with a communicator.
+        """The content of the folder ``path``, without reading tensors. Collective with a communicator.
 
         Raises:
-            CheckpointError: as for :meth:`load`, but for tensors, which nobody has looked at.
+            CheckpointError: as for :meth:`load`, except for damaged tensors, which are not checked yet.
         """
         request = f"load the sharded checkpoint {str(path)!r}"
         index = raise_on_any_rank_error(
@@ -156,7 +156,7 @@ class ShardedCheckpoint:
 
         Raises:
             CheckpointNotFoundError: there is none.
-            CheckpointError: ``path`` is a file, or its ``index.json`` is not of fabric.
+            CheckpointError: ``path`` is a file, or its ``index.json`` is not fabric's.
         """
         read_index(f"remove the checkpoint {str(path)!r}", path)
         remove_folder(path)
@@ -175,12 +175,12 @@ def consolidate(
 
     Args:
         directory: the sharded checkpoint; it stays as it is.
-        output: the file, which is replaced if it exists; None for ``directory`` with ``.pt`` behind it. With the suffix
-            ``.safetensors`` the weights of one model are written, else all entries, as
+        output: the file, which is replaced if it exists; None for ``directory`` with ``.pt`` appended. With the suffix
+            ``.safetensors`` the weights of one model are written, otherwise all entries, as
             :class:`fabric.checkpoint.FullCheckpoint` writes them.
-        key: for weights, which entry is the model; None for the only one that can be.
-        max_shard_gb: write weights to a folder ``output`` (None for ``directory`` with ``-weights`` behind it), as
-            Hugging Face's libraries read them: files of at most so many GB, or one tensor, and their index.
+        key: for weights, the entry that is the model; None for the only possible one.
+        max_shard_gb: write weights to a folder ``output`` (None for ``directory`` with ``-weights`` appended), as
+            Hugging Face's libraries read them: files of at most this many GB, or of one tensor, and their index.
 
     Returns:
         The file or folder that was written.
@@ -189,8 +189,8 @@ def consolidate(
         CheckpointNotFoundError: there is no sharded checkpoint at ``directory``.
         CheckpointError: it is damaged, or the file cannot be written, or the folder of weights exists; what was there
             before is untouched.
-        ConfigurationError: ``key`` is not an entry that is a model, is missing where there are several, or is given for
-            a file that holds all entries.
+        ConfigurationError: ``key`` does not name a model, is missing although there are several, or is given for a
+            file that holds all entries.
     """
     source = locate(directory)
     base = os.path.abspath(source if isinstance(source, Path) else source.name)
@@ -208,7 +208,7 @@ def consolidate(
     if key is None:
         FullCheckpoint().save(loaded, output)
         return output
-    # The format knows no shared memory; what is one tensor here is two there.
+    # The format has no shared memory: tied tensors are written twice.
     tensors = {name: each for name, each in loaded[key].items() if isinstance(each, Tensor)}
     if "__metadata__" in tensors:
         raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
@@ -224,7 +224,7 @@ def consolidate(
 
 
 def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> dict[Path, dict[str, Tensor]]:
-    """The files of a folder of weights, under the names that Hugging Face's libraries know, and what is in each."""
+    """The files of a folder of weights, named as Hugging Face's libraries expect, and the tensors in each."""
     parts: list[dict[str, Tensor]] = [{}]
     for name, each in tensors.items():
         if parts[-1] and sum(one.nbytes for one in parts[-1].values()) + each.nbytes > limit:
@@ -234,19 +234,19 @@ def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> 
 
 
 def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
-    """A tensor of the shape and dtype of a meta tensor, in a mapped file without a name."""
-    if like.nbytes < 1 << 16:  # what is smaller is assembled in memory
+    """A tensor of the shape and dtype of a meta tensor, in a memory-mapped file without a name."""
+    if like.nbytes < 1 << 16:  # small tensors are assembled in memory
         return torch.empty_like(like, device="cpu")
     with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
-            # Without room, writing to the mapping would end this process.
+            # On a full disk, writing to the mapping would kill this process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
         name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
         return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
 
 def _model_entry(request: str, content: State, key: str | None) -> str:
-    """The name of the entry that is a model's state: names of tensors and, beside them, extra values that are plain."""
+    """The name of the entry that is a model's state: a mapping of names to tensors and plain extra values."""
     models = []
     for name, entry in content.items():
         kinds = {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
@@ -294,9 +294,9 @@ def _data_file(folder: Location, name: str) -> Iterator[BinaryIO]:
 
 
 def _is_writer(tensor: Any, rank: int) -> bool:
-    """Whether this rank writes what it holds of a tensor: of replicas one does, of full tensors rank 0.
+    """Whether this rank writes its part of a tensor: one replica is written, and full tensors by rank 0.
 
-    A tensor on a part of a mesh has a replica on each of the others like it.
+    A tensor on a submesh has a replica on each parallel submesh.
     """
     if not hasattr(tensor, "device_mesh"):
         return rank == 0
@@ -308,19 +308,19 @@ def _is_writer(tensor: Any, rank: int) -> bool:
 
 @contextmanager
 def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, str, BinaryIO]]:
-    """Yield a folder to fill, the number of the save, and the index to write then; see ``[Note: commit of a folder]``.
+    """Yield a folder to fill, the save's ID, and the index file to write last; see ``[Note: commit of a folder]``.
 
-    Of several processes that fill it, one calls this. When the block raises, nothing has changed.
+    If several processes fill the folder, one of them calls this. When the block raises, the checkpoint is unchanged.
 
     Raises:
-        CheckpointError: ``path`` is a file, or its index is not of fabric, or the file system refuses.
+        CheckpointError: ``path`` is a file, its index is not fabric's, or the file system refuses.
     """
     target = path if isinstance(path, RemotePath) else Path(os.path.realpath(path))
     is_new = not target.exists()
     if not is_new and not target.is_dir():
         raise CheckpointError(request, "there is a file of that name", "the path of a folder")
     if (target / INDEX).is_file():
-        read_index(request, target)  # what somebody else wrote is not replaced
+        read_index(request, target)  # an index that is not fabric's is not replaced
     try:
         with atomic_write(target / INDEX) as index:
             if not is_new:
@@ -330,17 +330,17 @@ def _replace_folder(request: str, path: Location) -> Iterator[tuple[Location, st
             yield target, index.name.split(".")[-2], index
         is_new = False
     finally:
-        # What cannot be removed or renamed now is found as it is, and by the next save.
+        # Files that cannot be removed or renamed now are still found, and the next save tries again.
         with suppress(OSError):
             clean(target)
             if is_new:
-                target.rmdir()  # unless somebody has put something else into it
+                target.rmdir()  # fails if it holds anything else
 
 
 def remove_folder(folder: Location) -> None:
-    """Delete what saves have written into a folder or left there, and the folder unless it holds anything else."""
+    """Delete the files of all saves in a folder, and the folder unless it holds anything else."""
     with suppress(FileNotFoundError):
-        # First, so that what remains of an interrupted removal is no checkpoint.
+        # First, so that an interrupted removal leaves no checkpoint.
         (folder / INDEX).unlink()
     clean(folder)
     with suppress(OSError):
@@ -348,17 +348,17 @@ def remove_folder(folder: Location) -> None:
 
 
 def clean(folder: Location) -> None:
-    """Finish the last commit, and remove what is left of other saves, but what a living process is writing."""
+    """Finish the last commit, and remove the files of other saves, except those that a process is writing."""
     ended: list[tuple[Location, str]] = []
     for entry in folder.iterdir():
         found = DATA_NAME.fullmatch(entry.name)
         writer = folder / f".{INDEX}.{found[1]}.tmp" if found else folder
         if found and (isinstance(writer, RemotePath) or (entry.is_file() and not writer.exists())):
             ended.append((entry, found[1]))
-    # Read last: a save that another process has committed meanwhile is the current one by now.
+    # Read last: another process may have committed a save in the meantime.
     current = read_index("save a sharded checkpoint", folder)[0] if (folder / INDEX).is_file() else ""
     for entry, save in ended:
-        with suppress(FileNotFoundError):  # another process has just done it
+        with suppress(FileNotFoundError):  # another process has done it
             if save != current:
                 entry.unlink()
             elif isinstance(entry, Path) and entry.suffix == ".tmp":
@@ -366,7 +366,7 @@ def clean(folder: Location) -> None:
 
 
 def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
-    """Write the index, which is JSON with its own checksum. Its first line has what is not in the checksum."""
+    """Write the index as JSON with a checksum. The first line has the format, version, save ID and checksum."""
     body = json.dumps(content, allow_nan=False)[1:].encode()
     header = {"format": FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": zlib.crc32(save.encode() + body)}
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)

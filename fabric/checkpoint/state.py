@@ -1,15 +1,15 @@
 """The user's objects as plain state, and plain state as JSON. Knows nothing of files, processes or strategies.
 
 [Note: plain state]
-State is *plain* when ``torch.load(weights_only=True)`` can read it again: tensors, numbers, strings, bytes, ``None``,
+State is *plain* when ``torch.load(weights_only=True)`` can read it back: tensors, numbers, strings, bytes, ``None``,
 dtypes, devices, and dicts, lists, tuples and sets of these; by exact type, since a subclass is rebuilt by running its
-code. Anything else is refused when it is saved, not when it is loaded, when the run is over.
+code. Anything else is refused when it is saved rather than when it is loaded, after the run.
 
 [Note: JSON with type tags]
-What JSON has no type for is an object with one key that begins with ``$``, the *tag*, which is the name of the type:
-``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in hexadecimal, ``{"$tensor": "model.weight"}`` for a tensor that is kept
-elsewhere under that name. Every plain value is restored with its type and every bit. A dict, whose keys may be of any
-type, is a list of pairs behind its tag.
+A value whose type JSON lacks is an object with one key, the *tag*, which is ``$`` and the name of the type:
+``{"$tuple": [1, 2]}``, ``{"$bytes": "..."}`` in hexadecimal, ``{"$tensor": "model.weight"}`` for a tensor that is
+stored elsewhere under that name. Every plain value is restored with its exact type and bits. A dict, whose keys may be
+of any type, is a tagged list of pairs.
 
 A *place* is the tuple of keys and indices that leads from a state to one of its values, such as
 ``("model", "layer.weight")``.
@@ -64,15 +64,15 @@ _SPARSE = {
 
 @dataclass(frozen=True)
 class Access:
-    """How the states of modules and optimizers are read and restored. Collective are :attr:`full` and what uses it.
+    """How the states of modules and optimizers are read and restored. :attr:`full` and its users are collective.
 
     Attributes:
-        module_state: names and values of a module as they stand in a checkpoint, but with shards as DTensors. The
-            tensors are the module's own, so that it is loaded by writing into them.
-        load_module: ``load_module(module, content, strict)`` puts such a state, or a full one, into a module.
-        load_optimizer: ``load_optimizer(optimizer, content)`` puts the state of an optimizer into it, likewise.
-        full: a state with full tensors in the place of its shards. Runs no code of the user's, so that it does not fail
-            on one rank alone.
+        module_state: names and values of a module as in a checkpoint, but with shards as DTensors. The tensors are the
+            module's own, so that writing into them loads it.
+        load_module: ``load_module(module, content, strict)`` loads such a state, or a full one, into a module.
+        load_optimizer: ``load_optimizer(optimizer, content)`` does the same for an optimizer.
+        full: replaces the shards in a state by full tensors. Runs no code of the user's, so that it does not fail on
+            one rank alone.
     """
 
     module_state: ModuleState
@@ -98,11 +98,11 @@ class Access:
         return contents
 
     def full_copy(self, state: State, is_first: bool) -> dict[str, Any]:
-        """Full tensors of a module's state, copied to the CPU of the first rank; nothing on others. Collective."""
+        """Full tensors of a module's state, copied to the CPU on rank 0; an empty dict on others. Collective."""
         copies: dict[Any, Any] = {}
         result: Any = copy.copy(state) if is_first else {}
         for name, value in state.items():
-            full, key = self.full({name: value})[name], _memory_key(value) or name  # one at a time is on the device
+            full, key = self.full({name: value})[name], _memory_key(value) or name  # one full tensor at a time
             if is_first:  # tied weights stay tied
                 if key not in copies:
                     copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), full)
@@ -110,7 +110,7 @@ class Access:
         return result
 
     def back_up(self, state: MutableMapping[str, Any], names: Iterable[str], undo: ExitStack) -> None:
-        """Have ``undo`` bring entries back to what they are now; modules, if code of the user's may refuse a state."""
+        """Have ``undo`` restore entries to their present state; modules only if user code may refuse a state."""
         streams = rng_state()
         undo.callback(set_rng_state, streams)
         copies_modules = any(may_refuse_state(value) for value in state.values() if isinstance(value, nn.Module))
@@ -121,15 +121,15 @@ class Access:
                     own = map_tensors(lambda one: one if is_lazy(one) else one.clone(), self.module_state(value))
                     undo.callback(self.load_module, value, own, False)
             elif is_stateful(value):
-                before = value.state_dict()  # an optimizer gets other tensors, and leaves its own as they are
+                before = value.state_dict()  # loading gives an optimizer new tensors, and does not write into the old
                 undo.callback(value.load_state_dict, before if isinstance(value, Optimizer) else copy.deepcopy(before))
             elif name in state:
                 undo.callback(operator.setitem, state, name, value)
-        set_rng_state(streams)  # an object that is asked for its state may draw a number
+        set_rng_state(streams)  # state_dict() may draw random numbers
 
 
 def collect(state: State, contents: State, filter: Filter | None, trainable_only: bool, checks: bool) -> dict[str, Any]:
-    """The part of the contents that is to be saved, in full or as shards. Not a collective; no tensor is copied.
+    """The part of the contents to save, in full or as shards. Not a collective; no tensor is copied.
 
     Args:
         state: names and objects; not changed.
@@ -140,7 +140,7 @@ def collect(state: State, contents: State, filter: Filter | None, trainable_only
 
     Raises:
         ArgumentTypeError: an entry could not be loaded again without running code.
-        ConfigurationError: ``filter`` names an entry that is missing or no dict.
+        ConfigurationError: ``filter`` names an entry that is missing or not a dict.
     """
     keep = filter or {}
     if wrong := [name for name in keep if not isinstance(contents.get(name), dict)]:
@@ -165,7 +165,7 @@ def collect(state: State, contents: State, filter: Filter | None, trainable_only
 
 
 def check_entries(state: State) -> None:
-    """Raise unless a user's state is a mapping, of which every entry is an object with a state, or plain."""
+    """Raise unless a user's state is a mapping whose entries are all plain, or objects with a state."""
     if not isinstance(state, Mapping):
         request = f"a checkpoint whose state is of type {type(state).__name__}"
         raise ArgumentTypeError(request, expected="a path, then a dict", suggestion="(path, {'model': model})")
@@ -192,7 +192,7 @@ def is_stateful(value: Any) -> bool:
 
 
 def pop_metadata(loaded: dict[str, Any]) -> dict[str, Any]:
-    """Take out what fabric itself keeps in a checkpoint, if anything; a CheckpointError for that of a newer fabric."""
+    """Remove and return fabric's own metadata, if any; a CheckpointError if a newer release wrote it."""
     metadata = loaded.pop(METADATA_KEY, {})
     check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
     return dict(metadata)
@@ -213,12 +213,12 @@ def listed(names: Iterable[object]) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a parameter or a module without the modules of ``torch.compile`` on the way to it."""
+    """The name of a parameter or module without the wrapper modules of ``torch.compile`` in it."""
     return ".".join(part for part in str(name).split(".") if part != COMPILED_MODULE)
 
 
 def uncompiled_state(state: Any, like: Iterable[str] = ()) -> Any:
-    """A module's state under such names, or under those of ``like`` that are the same without such modules."""
+    """A module's state under plain names, or under the names in ``like`` with the same plain name."""
     own = {_plain_name(name): name for name in like}
     renamed = copy.copy(state)  # with the versions of layers that torch attaches to it
     renamed.clear()
@@ -235,15 +235,15 @@ def _refuse_loop(place: _Place, value: Any) -> None:
 def _check_plain(name: str, value: Any) -> None:
     """Raise an ArgumentTypeError unless an entry of a state is plain: see ``[Note: plain state]``.
 
-    Classes of ``torch.serialization.add_safe_globals`` are taken as they are.
+    Instances of classes in ``torch.serialization.add_safe_globals`` are accepted.
     """
-    # What a program has allowed, maybe under another name.
+    # Classes that the program has allowed, maybe under another name.
     own = [entry[0] if isinstance(entry, tuple) else entry for entry in get_safe_globals()]
     allowed = {Tensor, nn.Parameter, *own}
 
     def take(place: _Place, item: Any) -> None:
         is_tensor = isinstance(item, Tensor)
-        # torch itself allows DTensors, whose group no file can hold.
+        # torch itself allows DTensors, but a file cannot hold their process group.
         if type(item) not in allowed or (is_tensor and (item.is_meta or hasattr(item, "full_tensor"))):
             raise _refused(place, item)
         if is_tensor:
@@ -253,11 +253,11 @@ def _check_plain(name: str, value: Any) -> None:
 
 
 def flatten_state(state: State) -> tuple[Any, dict[str, str], dict[str, Tensor]]:
-    """Split a state into JSON and tensors. No tensor is copied, but sparse ones, which are kept in the JSON.
+    """Split a state into JSON and tensors. No tensor is copied, except sparse ones, which are stored in the JSON.
 
     Returns:
-        The entries as JSON, in pairs, with the names under which their tensors are kept; for the name of each tensor,
-        that of the first one that holds the same memory; and the tensors.
+        The entries as JSON pairs, with the names under which their tensors are stored; for the name of each tensor, the
+        name of the first one with the same memory; and the tensors by name.
 
     Raises:
         ArgumentTypeError: something in it has no place in a sharded checkpoint.
@@ -271,7 +271,7 @@ def flatten_state(state: State) -> tuple[Any, dict[str, str], dict[str, Tensor]]
         if not is_plain or ... in place or not _is_dense(item):
             return _inline(place, item)
         name = ".".join(map(str, place))
-        # {"a.b": x} and {"a": {"b": y}} would get the same one, and safetensors keeps one for itself.
+        # {"a.b": x} and {"a": {"b": y}} would get the same name, and safetensors reserves one.
         while name in tensors or name == "__metadata__":
             name = f"{name}#{len(tensors)}"
         tensors[name], kept[name] = item, owners.setdefault(_memory_key(item) or name, name)
@@ -285,14 +285,14 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
 
     Args:
         value: any.
-        take: what to write for tensors, for values that are not plain, and for collections that hold themselves, by
-            their place. None keeps the values of tensors in the JSON, and refuses the others.
-        place: where the value is; an ellipsis in it says that a load could not fill in a tensor there.
-        above: identities of the collections that it is in.
+        take: ``take(place, item)`` returns what to write for tensors, values that are not plain, and collections that
+            contain themselves. None stores the values of tensors in the JSON, and refuses the others.
+        place: where the value is; an ellipsis in it means that a load could not fill in a tensor there.
+        above: ids of the enclosing collections.
     """
     kind = type(value)
     tag = f"${kind.__name__}"
-    # JSON has no numbers that are not finite, and would decode a pair of surrogates as one character.
+    # JSON has no non-finite numbers, and would decode a pair of surrogates as one character.
     is_json = kind in (bool, int, type(None)) or (kind is str and value.isascii())
     if is_json or (kind is float and math.isfinite(value)):
         return value
@@ -315,12 +315,12 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
 
 
 def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = None, present: Any = None) -> Any:
-    """The value of :func:`flatten_state` or :func:`encode`. Runs no code.
+    """The inverse of :func:`flatten_state` or :func:`encode`. Runs no code from the input.
 
     Args:
         value: JSON.
-        tensors: ``tensors(name, present)`` for each tensor, with what ``present`` has in its place.
-        present: something of the structure of the value, or None. Tensors that its dicts lack are left out.
+        tensors: ``tensors(name, present)`` returns each tensor, given the value of ``present`` in its place.
+        present: a value of the same structure, or None. Tensors that are missing in its dicts are left out.
     """
     if isinstance(value, list):
         return [unflatten_state(item, tensors) for item in value]
@@ -346,32 +346,32 @@ def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = N
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, which live as long as the result; a copy unless it is contiguous and on the CPU."""
+    """The bytes of a tensor, kept alive by the result; a copy unless it is contiguous and on the CPU."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.nbytes == 0:
-        return memoryview(b"")  # zlib takes the address of nothing for the wish to start anew
-    # Neither torch nor Python lends them but through numpy, which is optional.
+        return memoryview(b"")  # zlib.crc32 restarts at a null pointer
+    # torch exposes a buffer only through numpy, which is optional.
     array: Any = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     array.owner = tensor
     return memoryview(array).cast("B")
 
 
 def local_chunks(tensor: Any) -> list[tuple[list[int], Tensor]]:
-    """The chunks of a tensor that this rank holds, each with the place in the full tensor where it begins.
+    """The chunks of a tensor that this rank holds, each with its offsets in the full tensor.
 
-    DTensors, and tensors of libraries that shard in other ways, have the methods with which torch's own checkpoints ask
-    them for that. Any other tensor is one chunk.
+    DTensors, and sharded tensors of other libraries, have the methods that torch.distributed.checkpoint uses for this.
+    Any other tensor is one chunk.
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return [([0] * tensor.dim(), tensor.detach())]
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second to import; here it has been
+    from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second to import; already imported here
 
     places = [chunk.offsets for chunk in tensor.__create_chunk_list__()]
     return [([*at], tensor.__get_tensor_shard__(MetadataIndex("", at)).detach()) for at in places]
 
 
 def _inline(place: _Place, value: Any) -> dict[str, Any]:
-    """A tensor with its values."""
+    """A tensor as JSON, with its values."""
     if type(value) in (Tensor, nn.Parameter):
         if value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
             parts = [getattr(value.detach(), part)() for part in _SPARSE[value.layout]]
@@ -399,7 +399,7 @@ def _read_sparse(content: Any) -> Tensor:
 
 
 _CONSTANTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype | torch.layout)}
-# By type: how it is written behind its tag, and how that is read.
+# By type: how the value is written under its tag, and how it is read back.
 _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     float: (lambda value: struct.pack("<d", value).hex(), lambda text: struct.unpack("<d", bytes.fromhex(text))[0]),
     complex: (lambda value: encode([value.real, value.imag]), lambda parts: complex(*unflatten_state(parts))),
@@ -419,7 +419,7 @@ _READERS |= {"$values": _read_values, "$sparse": _read_sparse}
 
 
 def _memory_key(tensor: Any) -> Any:
-    """What two tensors that are one have in common; None for one that holds nothing on this rank."""
+    """A key that is equal for tensors that are the same view of memory; None for one that is empty on this rank."""
     local = tensor.to_local() if hasattr(tensor, "full_tensor") else tensor
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
         return None

@@ -1,9 +1,9 @@
 """Checkpoints behind paths with a scheme, such as ``s3://bucket/run``, on the file systems of fsspec.
 
-[Note: objects] An object store has no renames and no locks, but an object appears in it at once and whole. So a file is
-written to the local folder for temporary files, and sent when it is complete: what fails before leaves nothing there,
-while a file that fsspec opens for writing may appear when it is closed after an error. It is read from a copy there,
-since checksums are compared, and tensors mapped, before anything is used.
+[Note: objects] An object store has no renames and no locks, but an upload is atomic. So a file is written to the local
+temporary folder and uploaded when it is complete: a failure before that leaves nothing in the store, whereas a file
+that fsspec opens for writing may appear when it is closed after an error. To read, the object is downloaded to the
+temporary folder, since checksums are verified, and tensors mapped, before anything is used.
 """
 
 import difflib
@@ -25,12 +25,12 @@ __all__ = ["Location", "RemotePath", "not_found", "remote"]
 
 @dataclass(frozen=True)
 class RemotePath:
-    """What :class:`pathlib.Path` has of use here, for a path with a scheme.
+    """The part of :class:`pathlib.Path`'s interface that is needed here, for a path with a scheme.
 
     Attributes:
         url: the path, with its scheme.
         files: its file system.
-        path: the path in that.
+        path: the path in that file system.
     """
 
     url: str
@@ -48,28 +48,28 @@ class RemotePath:
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.url.rpartition("/")[2]
 
     @property
     def parent(self) -> "RemotePath":
-        """The path without its last part."""
+        """The path without its last component."""
         return RemotePath(self.url.rpartition("/")[0], self.files, self.path.rpartition("/")[0])
 
     def is_file(self) -> bool:
-        """Whether there is an object."""
+        """Whether there is an object at this path."""
         return self._type() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there is something below it."""
+        """Whether there are objects below this path."""
         return self._type() == "directory"
 
     def exists(self) -> bool:
-        """Whether there is either."""
+        """Whether there is an object at or below this path."""
         return self._type() is not None
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """What is directly below it."""
+        """The paths directly below this one."""
         return (self / name.rstrip("/").rpartition("/")[2] for name in self.files.ls(self.path, detail=False))
 
     def unlink(self) -> None:
@@ -77,7 +77,7 @@ class RemotePath:
         self.files.rm_file(self.path)
 
     def rmdir(self) -> None:
-        """Nothing: what is called a folder in an object store is gone with its last object, or is the bucket."""
+        """Do nothing: a folder in an object store vanishes with its last object, or is the bucket."""
 
     def read_bytes(self) -> bytes:
         """The content of the object."""
@@ -93,7 +93,7 @@ class RemotePath:
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
-        """Yield a local file of the same content, for as long as the block; what is mapped of it stays."""
+        """Yield a local copy, removed after the block; memory mappings of it remain valid."""
         with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
             self.files.get_file(self.path, file.name)
             yield Path(file.name)
@@ -114,7 +114,7 @@ def remote(url: str) -> RemotePath:
         MissingDependencyError: the package for its scheme is not installed.
     """
     try:
-        import fsspec  # of use for such paths only; torch brings it
+        import fsspec  # only needed for such paths; torch depends on it
 
         return RemotePath(url, *fsspec.url_to_fs(url))
     except (ImportError, ValueError) as error:
@@ -122,7 +122,7 @@ def remote(url: str) -> RemotePath:
 
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
-    """The error for a checkpoint that is not there, with what the same folder has under similar names."""
+    """The error for a missing checkpoint, with similar names in the same folder."""
     folder, names = path.parent, list[str]()
     with suppress(OSError):
         names = [entry.name for entry in islice(folder.iterdir(), 1000)]
