@@ -1,8 +1,8 @@
 """DataLoaders: sharded over the ranks, their batches moved to the device, and resumed at the batch.
 
-``state`` defines the terms and puts together what all ranks computed from a batch, ``sharding`` says which samples a
-rank asks for, ``agreed`` what is known of the batches to come, ``copies`` moves batches, and ``loader`` is the loader
-of the user.
+``state`` defines the terms and gathers the results of all ranks for a batch, ``sharding`` selects the samples of a
+rank, ``agreed`` looks ahead and agrees on the end of a loop, ``copies`` moves batches, and ``loader`` is the loader
+that the user gets.
 """
 
 from fabric.data.agreed import Agreement, Windows, check_no_window, without_repeats

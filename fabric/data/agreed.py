@@ -1,13 +1,13 @@
-"""What is known of the batches to come while one is out: whether another follows, here and on the other ranks.
+"""Look-ahead in a loop over a loader: whether another batch follows, on this rank and on the others.
 
 [Note: Uneven ranks] Where fabric does not shard the data, ranks may have different numbers of batches. Under
-``uneven="shortest"`` all stop when the first one has none left. Under ``"longest"`` they stop when nobody has any: a
-rank without one gets its last one again, a *repeat*, or another rank's first if it never had one. All ranks exchange a
-*flag*, whether they have another batch, one batch ahead: in a thread and a group of its own, while the loop computes.
-Where all ranks know how many batches they have, the numbers are exchanged once and no flags follow.
+``uneven="shortest"`` all stop when the first rank runs out. Under ``"longest"`` they stop when every rank has run out:
+until then a rank without batches gets its last one again, a *repeat*, or another rank's first batch if it never had
+one. One batch ahead, all ranks exchange a *flag*, whether they have another batch, in a separate thread and group while
+the loop computes. If all ranks know how many batches they have, they exchange the numbers once, and no flags.
 
-A repeat is not part of the epoch. Its loss and weight count zero in ``fabric.backward``, it is in no position, and
-when the next batch is asked for, random streams and the buffers of modules are what they were before it.
+A repeat is not part of the epoch. Its loss and weight count as zero in ``fabric.backward``, it does not change the
+position, and random streams and module buffers are restored before the next batch.
 """
 
 import copy
@@ -35,20 +35,20 @@ _END = object()
 
 
 def number_of_batches(spec: LoaderSpec, state: EpochState, loader: DataLoader[Any]) -> int | None:
-    """How many batches an iteration of this rank has; None when that is not known."""
+    """The number of batches in an iteration on this rank; None if unknown."""
     entries = spec.shard_length(state)
     full, rest = divmod(entries or 0, spec.entries_per_batch)
     return None if entries is None else full + (rest > 0 and not loader.drop_last)
 
 
 class Upcoming:
-    """The batches that this rank still has. Where their number is not known, one is fetched ahead.
+    """The remaining batches of this rank. If their number is unknown, one is fetched ahead.
 
     Args:
-        batches: as the loader yields them.
-        left: how many there are; None when that is not known.
+        batches: the loader's iterator.
+        left: how many there are; None if unknown.
         state: of the iteration.
-        own_state: returns the own state of the loader or dataset, which is kept when it gets ahead of the user.
+        own_state: returns the loader's or dataset's own state, which is saved before a batch is fetched ahead.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Upcoming:
         return self.peek() is not _END if self.left is None else self.left > 0
 
     def peek(self) -> Any:
-        """The next one, which stays."""
+        """The next batch, without consuming it."""
         if not self._fetched:
             self.state.ahead = None
             self.state.ahead = None if self.left is not None else copy.deepcopy(self._own_state(self.state))
@@ -70,7 +70,7 @@ class Upcoming:
         return self._fetched[0]
 
     def take(self, is_end: bool = False) -> Any:
-        """The next one; with ``is_end`` none, for which the loader is asked all the same, so that its workers end."""
+        """The next batch. With ``is_end`` there must be none: asking the loader once more ends its workers."""
         if (self.peek() is _END) is not is_end:
             problem = f"its sampler yields {'more' if is_end else 'fewer'} batches than its length says"
             raise UsageError("a loop whose end is known ahead", problem, "a sampler with the right length, or none")
@@ -78,7 +78,7 @@ class Upcoming:
         return self._fetched.pop()
 
     def all(self) -> Iterator[Any]:
-        """All of them; while one is out, ``state.is_final`` says whether it is the last one."""
+        """Yield all of them; ``state.is_final`` says whether the current one is the last."""
         while self.has_next():
             batch = self.take()
             self.state.is_final = not self.has_next()
@@ -91,8 +91,8 @@ class Agreement:
 
     Args:
         size: number of ranks.
-        connect: the collectives of all ranks, over the CPU, in a group for what is named. Collective.
-        modules: those that are set up.
+        connect: returns the CPU communicator of all ranks, in a group for the given name. Collective.
+        modules: the modules that are set up.
     """
 
     def __init__(self, size: int = 1, connect: Callable[[str], Any] = str, modules: Iterable[nn.Module] = ()) -> None:
@@ -100,15 +100,15 @@ class Agreement:
         self._loops, self._thread = count(1), ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
-        """Raise a UsageError where a repeat would be in statistics that ranks make together."""
+        """Raise a UsageError if a repeat would enter statistics computed over all ranks."""
         if any(isinstance(part, nn.SyncBatchNorm) for model in self._modules for part in model.modules()):
             problem = "a repeated batch would count in the statistics that SyncBatchNorm takes over all ranks"
             raise UsageError('a loop under uneven="longest"', problem, 'uneven="shortest", or batch norms of each rank')
 
     def batches(self, upcoming: Upcoming, pick: Callable[[Iterable[int]], int], ends: bool) -> Iterator[Any]:
-        """As many batches on all ranks: ``min`` or ``max`` picks whose number counts.
+        """Yield equally many batches on all ranks: the least (``pick=min``) or largest (``max``) number of any rank.
 
-        With ``ends``, ``state.is_final`` says of each whether it is the last one.
+        With ``ends``, ``state.is_final`` says whether the current one is the last.
         """
         loop, number, batch = next(self._loops), 0, _END
         numbers = self._ask(loop, 0, upcoming.has_next(), -1 if upcoming.left is None else upcoming.left).result()
@@ -134,17 +134,17 @@ class Agreement:
             upcoming.take(is_end=True)
 
     def close(self) -> None:
-        """Wait until the other ranks have answered, or are gone."""
+        """Wait until the other ranks have answered or exited."""
         self._thread.shutdown()
 
     def _ask(self, *facts: int) -> Future[list[list[int]]]:
-        # In this thread, where the ranks make their groups in one order.
+        # Connects in this thread, so that all ranks create their groups in the same order.
         call = CallDescription("the next batch", place=user_call(sys._getframe(1)))
         return self._thread.submit(_exchange, self._connect("batches"), facts, call)
 
     @contextmanager
     def _repeating(self, state: EpochState) -> Iterator[None]:
-        """Within, a repeat is out; afterwards random streams and buffers are what they were."""
+        """Mark the batch as a repeat within, and restore random streams and buffers afterwards."""
         parts = [part for model in self._modules for part in model.modules()]
         kept = [(part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)]
         streams, state.is_repeat = rng_state(), True
@@ -159,7 +159,7 @@ class Agreement:
 
 
 def _exchange(group: Communicator, facts: tuple[int, ...], call: CallDescription) -> list[list[int]]:
-    """The flags of all ranks, which are at the same place."""
+    """The flags of all ranks; raises unless all ranks are at the same batch of the same loop."""
     rows = group.run(Collective(Operation.ALL_GATHER, torch.tensor(facts), call=call)).tolist()
     if any(row[:2] != rows[0][:2] for row in rows):
         places = [f"rank {rank} behind batch {row[1]} of loop {row[0]}" for rank, row in enumerate(rows[:8])]
@@ -169,7 +169,7 @@ def _exchange(group: Communicator, facts: tuple[int, ...], call: CallDescription
 
 
 def without_repeats(state: EpochState, loss: Tensor, weight: Any) -> tuple[Tensor, Any]:
-    """The loss and weight of a backward pass in a loop under ``"longest"``: zero while a repeat is out.
+    """The loss and weight of a backward pass in a loop under ``"longest"``: zero for a repeat.
 
     Raises:
         UsageError: there is no weight.
@@ -184,9 +184,9 @@ def without_repeats(state: EpochState, loss: Tensor, weight: Any) -> tuple[Tenso
 class Windows:
     """A loop over a set-up loader in windows of ``steps`` micro-batches; ``fabric.accumulate`` returns it.
 
-    Each iteration over it is one over the loader, and yields pairs ``(batch, last)``. ``last`` says that a window ends
-    with this micro-batch, and is the same on all processes. The last window of an epoch may be shorter; a position that
-    was loaded begins a new one::
+    Each iteration over it iterates the loader once, and yields pairs ``(batch, last)``. ``last`` is true for the last
+    micro-batch of a window, and the same on all processes. The last window of an epoch may be shorter; resuming from a
+    loaded position begins a new one::
 
         for batch, last in fabric.accumulate(loader, steps=4):
             with fabric.no_backward_sync(model, enabled=not last):
@@ -196,9 +196,9 @@ class Windows:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    Nothing is fetched earlier than in a loop over the loader where the number of batches is known. Elsewhere one batch
-    is fetched ahead, which the loader's ``state_dict`` does not count. ``fabric.save`` inside a window raises a
-    :class:`fabric.errors.CheckpointError`: accumulated gradients are in no checkpoint.
+    If the number of batches is known, nothing is fetched earlier than in a loop over the loader. Otherwise one batch is
+    fetched ahead, which the loader's ``state_dict`` does not count. ``fabric.save`` inside a window raises a
+    :class:`fabric.errors.CheckpointError`, since a checkpoint does not contain accumulated gradients.
 
     Args:
         loader: what ``setup_dataloaders`` returned.
@@ -207,7 +207,7 @@ class Windows:
     Raises:
         ArgumentTypeError: another kind of loader.
         ConfigurationError: ``steps`` is less than 1, or not an integer.
-        UsageError: processes may have different numbers of batches, and nothing says what happens then.
+        UsageError: processes may have different numbers of batches, and ``uneven`` does not say how that is handled.
     """
 
     def __init__(self, loader: Any, steps: int) -> None:
@@ -223,12 +223,12 @@ class Windows:
         self.loader, self.steps = loader, steps
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch."""
+        """The number of micro-batches in an epoch."""
         return len(self.loader)
 
     @property
     def resumed_at(self) -> int:
-        """As of the loader."""
+        """As ``resumed_at`` of the loader."""
         return self.loader.resumed_at
 
     def __iter__(self) -> Iterator[tuple[Any, bool]]:
@@ -244,7 +244,7 @@ class Windows:
 
 
 def check_no_window(active: Sequence[ActiveIterator]) -> None:
-    """Raise a CheckpointError inside a window of one of these iterations."""
+    """Raise a CheckpointError if a window of one of these iterations is open."""
     for _, state in active:
         if state.window is not None:
             place = "micro-batch {} of {} is out, at batch {} of epoch {}"

@@ -1,10 +1,10 @@
-"""How batches get to a device.
+"""Copies of batches to a device.
 
-[Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device still computes the step
-before. Issued on the *compute stream*, which is the current one at that moment, the copy would wait for that. It is
-issued on a *side stream* instead, the compute stream waits for it, and the use of the copies on the compute stream is
-recorded, since their memory must not serve for the next copy before that use is over. Nothing is asked of the loader
-earlier than in the plain loop.
+[Note: Overlapped copies] The CPU runs ahead of a GPU: when it asks for a batch, the device is still computing the step
+before. On the *compute stream*, the current one at that moment, the copy would wait for that step. So the copy runs on
+a *side stream*, and the compute stream waits for it. ``record_stream`` marks the copies as used on the compute stream,
+so that their memory is not reused for the next copy too early. Batches are fetched from the loader no earlier than in
+the plain loop.
 """
 
 from collections import deque
@@ -24,11 +24,11 @@ _AHEAD = 2  # steps that are not computed yet; each keeps its batch in the devic
 
 
 def mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:
-    """What moves a batch; pins the memory of a loader that has workers, whose results torch pins in a thread."""
+    """A function that moves a batch, or None; turns on ``pin_memory`` for a loader with workers."""
     if device is None or device.type == "cpu":
         return None
     if device.type == "cuda" and overlap_copies:
-        # Without workers torch would refuse to pin what a dataset has on a device already.
+        # Without workers, since torch would raise for dataset tensors that are on a device already.
         pins = not loader.pin_memory and loader.num_workers == 0
         loader.pin_memory = not pins
         return OverlappedCopies(device, pins=pins)
@@ -38,21 +38,21 @@ def mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: 
 class OverlappedCopies:
     """Moves batches to a CUDA device on a side stream; see ``[Note: Overlapped copies]``.
 
-    A batch holds the values that ``tensor.to(device)`` would give, and is ready on the compute stream. As with every
-    tensor of CUDA, who uses one on a third stream has to wait for the compute stream and to call ``record_stream``.
+    A batch has the same values as by ``tensor.to(device)``, and is ready on the compute stream. As with every CUDA
+    tensor, to use it on a third stream, wait for the compute stream and call ``record_stream``.
 
-    A batch of which one part is on a device already, requires gradients, is not strided, or is an object that moves
-    itself with ``to`` and has neither entries nor a ``record_stream``, is copied on the compute stream, since its
-    memory or its readiness cannot be followed. If we pin, and a part is pinned already, the CPU waits for the copy: it
-    may be a buffer that the next batch is put into.
+    A batch is copied on the compute stream if a part of it is on a device already, requires gradients, is not strided,
+    or is an object with a ``to`` but neither entries nor ``record_stream``: its memory or readiness cannot be tracked.
+    If we pin, and a part is pinned already, the CPU waits for the copy: the part may be a buffer that the next batch
+    overwrites.
 
-    The CPU waits where it is more than two steps ahead of the device, so that no more than three batches are in the
-    device's memory.
+    The CPU waits if it is more than two steps ahead of the device, so that at most three batches are in the device's
+    memory.
 
     Args:
         device: where batches go.
-        pins: whether tensors are put into pinned memory first, without which their copy is not asynchronous; a loader
-            may have done so already.
+        pins: whether to copy tensors to pinned memory first, since copies are asynchronous only from there; False if
+            the loader pins them.
         cuda: the module whose streams are used.
 
     Attributes:
@@ -81,7 +81,7 @@ class OverlappedCopies:
             moved = to_device(batch, self._device, non_blocking=True)
         compute.wait_stream(self.side)
         parts = _parts(moved)
-        if not all(hasattr(part, "record_stream") for part in parts):  # it has become something that hides its memory
+        if not all(hasattr(part, "record_stream") for part in parts):  # an object whose memory cannot be tracked
             return to_device(batch, self._device)
         for part in parts:
             if not isinstance(part, Tensor) or part.device.type == self._device.type:
@@ -90,7 +90,7 @@ class OverlappedCopies:
 
 
 def _parts(batch: Any) -> list[Any]:
-    """What holds memory in a batch: tensors and objects that move themselves, also in mappings that are leaves."""
+    """The parts of a batch that hold memory: tensors and objects with ``to``, also inside mappings that are leaves."""
     parts: list[Any] = []
     for leaf in flatten(batch)[0]:
         if isinstance(leaf, Mapping):

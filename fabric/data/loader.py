@@ -19,7 +19,7 @@ from fabric.seed import Streams, WorkerSeeding
 __all__ = ["FabricDataLoader", "LoaderOptions"]
 
 _ALONE = Agreement()
-# It passes for one where it is read, and functions that take a DataLoader take it.
+# For type checkers it is a DataLoader, so that functions that take one accept it.
 _Base = DataLoader[Any] if TYPE_CHECKING else object
 
 
@@ -33,21 +33,21 @@ class LoaderOptions(TypedDict, total=False):
 
 
 class FabricDataLoader(_Base):
-    """A DataLoader whose batches are this rank's, on this rank's device, and which knows its position.
+    """A DataLoader that yields this rank's batches on this rank's device, and that can save its position.
 
-    Made by ``fabric.setup_dataloaders``. It iterates as the user's own loader would, each ``iter()`` an epoch of its
-    own. Attributes are read from and written to the prepared copy. A loader with a ``state_dict`` of its own
-    (torchdata's ``StatefulDataLoader``) keeps it for an iterable dataset and, on one process, where the sampler or the
-    dataset has a state as well; such a position is one of as many processes. Elsewhere the position is fabric's.
+    Made by ``fabric.setup_dataloaders``. It iterates like the user's own loader; each ``iter()`` begins a new epoch.
+    Attributes are read from and written to the prepared copy. A loader with a ``state_dict`` of its own (torchdata's
+    ``StatefulDataLoader``) uses it for an iterable dataset and, on one process, if the sampler or the dataset has a
+    state too; such a position loads only on the same number of processes. Otherwise the position is fabric's.
 
-    Batches go to the device one by one as they are asked for. A CUDA device gets them from pinned memory while it
-    computes the step before, unless ``overlap_copies`` is false. On a CPU device they are handed out as the loader made
+    Batches are moved to the device one by one, on request. For a CUDA device they are copied from pinned memory while
+    it computes the step before, unless ``overlap_copies`` is false. On a CPU device they are yielded as the loader made
     them.
 
     Attributes:
         loader: the prepared copy, a DataLoader of the user's class.
         original: the user's own object, unchanged.
-        differs_by_rank: whether each of several ranks has a position of its own, in data that fabric does not shard.
+        differs_by_rank: whether positions may differ between ranks, since fabric does not shard the data.
     """
 
     loader: DataLoader[Any]
@@ -74,19 +74,19 @@ class FabricDataLoader(_Base):
     ) -> None:
         """Shard a loader's samples over the ranks and move its batches; the user's loader stays as it is.
 
-        The i-th batches of all ranks, of ``batch_size`` samples each, are together the i-th batch of ``batch_size *
-        num_replicas`` samples of the plain loop, with the user's own sampler. With one replica the loop is the plain
-        one, the random streams included.
+        The i-th batches of all ranks, of ``batch_size`` samples each, together are the i-th batch of ``batch_size *
+        num_replicas`` samples of the plain loop, with the user's own sampler. With one replica the loop equals the
+        plain one, random streams included.
 
         - A batch sampler that the user passed: whole batches are sharded.
         - A sampler that shards by itself (it has ``rank`` and ``num_replicas``, as torch's DistributedSampler): left
           alone.
         - An iterable dataset: sharded in rounds (:class:`~fabric.data.sharding.InterleavedIterable`), complete ones
-          unless ``uneven`` is ``"longest"``, or left alone when it has a true attribute ``shards_itself``. All ranks
-          have to iterate it in the same order. Its worker processes have the same streams on every rank, from a base
-          seed that is agreed on; without workers only what its ``__iter__`` draws before it returns is agreed on, so it
+          unless ``uneven`` is ``"longest"``, or left alone if it has a true attribute ``shards_itself``. All ranks
+          must iterate it in the same order. Its workers have the same random streams on every rank, from rank 0's base
+          seed. Without workers only the numbers that its ``__iter__`` draws before it returns are the same, so it
           should shuffle by epoch (``set_epoch``).
-        - Workers of map-style datasets have streams of their own on each rank, those of rank 0 exactly torch's, unless
+        - Workers of map-style datasets have different random streams on each rank, on rank 0 exactly torch's, unless
           ``seed_workers`` is false.
 
         Args:
@@ -96,24 +96,24 @@ class FabricDataLoader(_Base):
             device: where batches go; ``None`` leaves them as the loader made them.
             uneven: ``"pad"`` repeats samples from the start of the order until all ranks have equally many, as torch's
                 DistributedSampler does; ``"drop"`` leaves the incomplete last round out. A loader with ``drop_last``
-                leaves it out in any case, since the plain loop drops those samples. For what is not a map-style dataset
-                that is sharded here, ``"shortest"`` ends a loop on all ranks when the first has no batch, and
-                ``"longest"`` when none has: a rank without one gets its last one again, while :attr:`is_repeat` is
-                true. See ``[Note: Uneven ranks]``.
+                always leaves it out, since the plain loop drops those samples. For anything but a map-style dataset
+                that fabric shards, ``"shortest"`` ends the loop on all ranks when the first rank runs out, and
+                ``"longest"`` when all have: until then a rank without batches gets its last one again, with
+                :attr:`is_repeat` true. See ``[Note: Uneven ranks]``.
             shard: False gives every rank the whole data.
-            overlap_copies: whether a CUDA device gets its batches from pinned memory, on a stream of their own; see
-                ``[Note: Overlapped copies]``. False: in turn with the computation, from memory as the loader pins it.
+            overlap_copies: whether batches are copied to a CUDA device from pinned memory, on a separate stream; see
+                ``[Note: Overlapped copies]``. False: on the compute stream, from memory as the loader pins it.
             from_rank0: makes the ranks draw the same order although their random states differ: called at the start of
                 each epoch with a key and the state, in the same sequence on all ranks, it returns what rank 0 passed.
-                ``None``: the states are taken to be the same. Not called when nothing random is drawn.
-            name: identifies the loader in the keys; the same on all ranks, another for each loader of a job.
+                ``None``: the states are assumed to be equal. Not called if nothing random is drawn.
+            name: identifies the loader in the keys; the same on all ranks, and unique in a job.
             seed_workers: False leaves the streams of workers as torch seeds them, equal on ranks with equal random
                 states.
-            active: where the iterations over the loaders of a job that have begun and not ended are kept.
-            agreement: by which the ranks agree on the end of a loop.
+            active: the list of active iterations over the loaders of a job.
+            agreement: lets the ranks agree on the end of a loop.
             on_epoch: called in order at the start of each iteration, with the name, its state, its number of batches
-                (None when that is not known), and whether an order is drawn for all ranks.
-            around: called at the start of each iteration; what it returns is iterated over.
+                (None if unknown), and whether an order is drawn for all ranks.
+            around: wraps the iterator of batches at the start of each iteration.
 
         Raises:
             ArgumentTypeError: ``loader`` is not a DataLoader.
@@ -143,13 +143,13 @@ class FabricDataLoader(_Base):
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
         targets = [(target, 0) for target in candidates if callable(getattr(target, "set_epoch", None))]
         has_state = hasattr(spec.dataset, "state_dict") and hasattr(spec.dataset, "load_state_dict")
-        # Past __setattr__, which takes the names that are here for our own, and all others for the loader's.
+        # Bypasses our __setattr__: names set here are our own, all others are the loader's.
         vars(self).update(
             loader=prepared,
             original=loader,
             _spec=spec,
             differs_by_rank=num_replicas > 1 and spec.shards == 1,
-            # As torchdata's, which knows its own position, but not in an order that we shard.
+            # As torchdata's, whose position is of no use in an order that fabric shards.
             _has_own_state=hasattr(type(loader), "state_dict") and spec.indices is None,
             _keeps_dataset_state=spec.indices is None and loader.num_workers == 0 and has_state,
             _move=mover(prepared, device, overlap_copies),
@@ -159,16 +159,16 @@ class FabricDataLoader(_Base):
             _around=around,
             _name=name,
             _epoch=0,  # the number of the next one
-            _saved=None,  # what load_state_dict was given, until the next iteration begins
+            _saved=None,  # the argument of load_state_dict, until the next iteration begins
             _latest=None,  # the iteration that yielded a batch last, or began since
-            _targets=targets,  # what has a set_epoch, and the number that each was given
+            _targets=targets,  # objects with a set_epoch, and the epoch last passed to each
         )
 
     def __iter__(self) -> Any:
         return self._begin()[1]
 
     def _begin(self, ends: bool = False) -> tuple[EpochState, Iterator[Any]]:
-        """Begin an iteration; with ``ends`` its state says of each batch whether it is the last one."""
+        """Begin an iteration; with ``ends`` its ``is_final`` says whether the current batch is the last."""
         spec, agreement = self._spec, self._agreement
         agrees = spec.agrees and agreement.size > 1
         if spec.uneven == "longest":
@@ -184,14 +184,14 @@ class FabricDataLoader(_Base):
         if spec.indices is not None:
             spec.indices.epoch = state
         if self._on_epoch:
-            # Where it may differ between ranks; torch would warn when an iterable dataset has more than it says.
+            # None for iterable datasets: torch would warn if one yields more than its length.
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
             has_orders = spec.num_replicas > 1 and bool(spec.streams or self._targets)
             for call in self._on_epoch:
                 call(self._name, state, length if spec.base_seed is None and not agrees else 0, has_orders)
         if saved is not None:
-            # Leaves no trace in the streams that torch draws the workers' base seed from. Where the order is drawn
-            # again, that decides where the sampler's own generators go on.
+            # Restores the streams from which torch draws the workers' base seed. If the order is drawn again, the
+            # sampler's own generators continue from there instead.
             replayed = spec.streams.generators if state.replay else ()
             untouched = Streams(("torch",), tuple(each for each in spec.generators if each not in replayed))
             before = untouched.state()
@@ -224,12 +224,12 @@ class FabricDataLoader(_Base):
 
     @property
     def is_repeat(self) -> bool:
-        """Whether the batch that is out was handed out before, since this rank has no more; see ``uneven``."""
+        """Whether the current batch is a repeat, since this rank has no more; see ``uneven``."""
         return self._latest is not None and self._latest.is_repeat
 
     @property
     def resumed_at(self) -> int:
-        """How many batches of its epoch the latest iteration left out, since a loaded position was behind them."""
+        """How many batches the latest iteration skipped at its start because of a loaded position."""
         skip = 0 if self._latest is None else self._latest.skip
         return -(-skip // (self._spec.shards * self._spec.entries_per_batch))
 
@@ -239,8 +239,8 @@ class FabricDataLoader(_Base):
     def set_epoch(self, epoch: int) -> None:
         """Number the next epoch, and call ``set_epoch`` of the sampler, batch sampler and dataset that have one.
 
-        Not needed for numbers that just count up: each ``iter()`` does that, from 0 or from where a loaded state says.
-        A position inside another epoch, loaded or reached, is dropped.
+        Not needed for consecutive numbers: each ``iter()`` counts up, from 0 or from a loaded state. A position inside
+        another epoch, loaded or reached, is discarded.
 
         Args:
             epoch: 0 or more.
@@ -259,10 +259,10 @@ class FabricDataLoader(_Base):
     def state_dict(self) -> dict[str, Any]:
         """The position: the epoch, how much of it the user has received, and how to draw its order again.
 
-        Right at any time, in the loop's body too: batches that workers have prefetched do not count. After an epoch was
-        iterated to its end it is the start of the next one; after a ``break`` it is the place of the break (call
-        :meth:`set_epoch` to skip the rest of the epoch). Of several iterations at once it is the position of the one
-        that yielded the last batch.
+        Correct at any time, even in the loop's body: batches that workers have prefetched do not count. After the end
+        of an epoch it is the start of the next one; after a ``break`` it is the place of the break (call
+        :meth:`set_epoch` to skip the rest of the epoch). With several active iterations it is the position of the one
+        that yielded the latest batch.
 
         For an iterable dataset only the epoch can be resumed, unless the dataset has ``state_dict`` and
         ``load_state_dict`` and there are no worker processes: then its state is part of this.
@@ -281,21 +281,21 @@ class FabricDataLoader(_Base):
         return saved_state(self._spec, state, begun, self._own_state(state) if begun else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position: the next ``iter()`` goes on where :meth:`state_dict` was called.
+        """Continue at a saved position: the next ``iter()`` continues where :meth:`state_dict` was called.
 
-        Its order is drawn again from the saved states, and what was received is left out without being loaded. After
-        that ``iter()`` the streams that the process shares are what they were before it, so restore them separately
-        (:func:`fabric.seed.set_rng_state`). When the position is behind the last batch of an epoch whose end was not
-        reached (saved in the body of the loop), the next ``iter()`` yields nothing.
+        Its order is drawn again from the saved states, and received samples are skipped without being loaded. That
+        ``iter()`` leaves the process's shared random streams unchanged, so restore them separately
+        (:func:`fabric.seed.set_rng_state`). If the position is after the last batch of an epoch, but was saved in the
+        body of the loop, the next ``iter()`` yields nothing.
 
         Args:
             state: what :meth:`state_dict` returned, on any rank.
 
         Raises:
             CheckpointError: the state is of another kind of loader; the dataset, its length or the kind of sampler
-                differ, or the batch size of one that yields batches; the number of ranks of a sampler that shards by
-                itself differs and does not divide the cursor; or it is inside an epoch and the dataset is iterable
-                without a state of its own, or workers yield batches out of order.
+                differ, or the batch size of a sampler that yields batches; the number of ranks of a sampler that shards
+                by itself differs and does not divide the cursor; or the position is inside an epoch and the dataset is
+                iterable without a state of its own, or workers yield batches out of order.
         """
         if self._has_own_state:
             found = state if isinstance(state, Mapping) else {}
@@ -318,14 +318,14 @@ class FabricDataLoader(_Base):
         self._saved = state if inside else None
 
     def _own_state(self, state: EpochState) -> Any:
-        """What the loader or its dataset says of its position; None where fabric keeps it."""
+        """The position according to the loader or its dataset; None where fabric keeps it."""
         if state.ahead is not None or not (self._has_own_state or self._keeps_dataset_state):
             return state.ahead
         owner: Any = self.loader if self._has_own_state else self._spec.dataset
         return owner.state_dict()
 
     def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
-        # Past __setattr__, which would be a Python call for every batch.
+        # Bypasses __setattr__, a Python call for every batch.
         attributes, active, entry = vars(self), self._active, (self._spec, state)
         try:
             for batch in batches:
@@ -338,13 +338,13 @@ class FabricDataLoader(_Base):
                 yield batch
             state.finished = True
             if self._has_own_state and self._spec.agrees:
-                object.__setattr__(self.loader, "_iterator", None)  # else its own state may be inside the epoch
+                object.__setattr__(self.loader, "_iterator", None)  # otherwise its own state may be inside the epoch
         finally:
             if entry in active:
                 active.remove(entry)
 
     def _follow_user_epoch(self) -> None:
-        """Follow a user who called ``set_epoch`` on their own sampler or dataset, as raw loops do."""
+        """Adopt the epoch if the user called ``set_epoch`` on their own sampler or dataset, as in plain loops."""
         for target, known in self._targets:
             epoch = getattr(target, "epoch", None)
             if isinstance(epoch, int) and epoch >= 0 and epoch != known:

@@ -1,4 +1,4 @@
-"""Shards what a loader iterates over the ranks: the order of its sampler, or the samples of an iterable dataset."""
+"""Shards a loader over the ranks: the order of its sampler, or the samples of an iterable dataset."""
 
 import copy
 import inspect
@@ -34,8 +34,8 @@ def shard(
     """Make a loader, which is a copy of the user's, iterate one rank's shard.
 
     Args:
-        loader: it is changed.
-        place: whose shard it is to be, and the number of shards.
+        loader: changed in place.
+        place: the rank, and the number of shards.
         enabled: False gives every rank the whole data.
         uneven: how an incomplete last round is handled.
         from_rank0: returns what rank 0 passed.
@@ -69,7 +69,7 @@ def shard(
             suggestion = 'uneven="pad" or "drop"; or use_distributed_sampler=False for data that you shard'
             raise ConfigurationError(request, problem, suggestion=suggestion)
         shards = replicas if own_place is None else 1
-        # Such a loader saves what its sampler and its dataset say of themselves: more than how to draw the order again.
+        # Such a loader saves the states of its sampler and dataset: more than how to draw the order again.
         has_more = hasattr(order, "state_dict") or hasattr(dataset, "state_dict")
         if replicas > 1 or not (has_more and hasattr(type(loader), "state_dict")):
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
@@ -80,7 +80,7 @@ def shard(
                 object.__setattr__(loader, "sampler", indices.samples(EpochState(0)))
     generators = tuple(dict.fromkeys((*streams.generators, *own)))
     is_own = base_seed is None and getattr(dataset, "shards_itself", False)
-    if not enabled and uneven not in ("pad", "drop"):  # whoever needs that shards
+    if not enabled and uneven not in ("pad", "drop"):  # these are for data that ranks shard themselves
         replicas, is_own = place[1], _place_of(order) is None
     return LoaderSpec(
         dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed, uneven, is_own
@@ -88,7 +88,7 @@ def shard(
 
 
 def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
-    """What makes the order, what that yields, and the batch sampler that batches its samples, if one does."""
+    """The sampler that makes the order, the unit that it yields, and the batch sampler around it, if any."""
     batches: Any = loader.batch_sampler
     if batches is None:
         return loader.sampler, "batches" if isinstance(loader.sampler, BatchSampler) else "single samples", None
@@ -110,8 +110,8 @@ def _streams_of(sampler: Any, own: tuple[torch.Generator, ...]) -> Streams:
     """The random streams that a sampler may draw from.
 
     Args:
-        sampler: torch's own samplers are known exactly; any other may draw from every stream the process shares, from
-            the generators it holds, and from the loader's.
+        sampler: the streams of torch's own samplers are known exactly; any other may draw from all streams that the
+            process shares, from the generators that it holds, and from the loader's.
         own: the loader's generator, if it has one.
     """
     kind = type(sampler)
@@ -136,11 +136,11 @@ def _generators_in(sampler: Any) -> Iterator[torch.Generator]:
 class AgreedStreams:
     """Random streams from which all ranks draw the same numbers, although their own states may differ.
 
-    Rank 0's states are published under ``loader/<name>/epoch/<n>``, where ``n`` counts the drawings of this loader in
-    this process: one per epoch, and two for a sampler that draws when it is asked for an iterator.
+    Rank 0's states are published under ``loader/<name>/epoch/<n>``, where ``n`` counts the draws of this loader in
+    this process: one per epoch, and two for a sampler that draws in its ``__iter__``.
 
     Args:
-        streams: what is drawn from.
+        streams: the streams to draw from.
         from_rank0: called with a key and this rank's bytes, returns rank 0's; ``None``: every rank draws from its own.
         name: of the loader, distinct among those of a job.
     """
@@ -152,9 +152,9 @@ class AgreedStreams:
     def draw(self, action: Callable[[], _T], saved: State | None = None) -> tuple[State, _T]:
         """Run ``action`` from a saved state, or from rank 0's.
 
-        A shared stream that was in another state than rank 0's is put back, since a rank may want to differ; one that
-        was in the same state, and every generator, goes on from where ``action`` left it, as without agreement. After
-        drawing from a saved state all shared streams are put back.
+        A shared stream whose state differed from rank 0's is restored, since ranks may differ on purpose. One with the
+        same state, and every generator, continues from where ``action`` left it, as without agreement. After drawing
+        from a saved state all shared streams are restored.
 
         Returns:
             The states drawn from, and the result of ``action``.
@@ -174,20 +174,20 @@ class AgreedStreams:
 
 
 class ShardedSampler:
-    """This rank's shard of what a sampler yields, see ``[Note: Data]``: what torch's iterator takes its indices from.
+    """This rank's shard of a sampler's order, see ``[Note: Data]``; torch's iterator takes its indices from it.
 
-    With one replica everything is drawn when torch's own loop would draw it. With several, the order of a sampler that
-    has a length is drawn at once at the start of the epoch; one without a length is drawn round by round, from a
-    private copy of the streams. Attributes are those of the loader's own sampler or batch sampler:
+    With one replica everything is drawn when torch's own loop would draw it. With several, the order of a sampler with
+    a length is drawn at once at the start of the epoch; without a length it is drawn round by round, from a private
+    copy of the streams. Attributes are those of the loader's own sampler or batch sampler:
     ``loader.sampler.set_epoch(n)`` reaches it.
 
     Args:
         sampler: yields samples, or batches of them.
-        place: whose shard this is, and the number of shards.
+        place: the rank, and the number of shards.
         pads: whether entries from the start of the order are repeated until all shards are equally long; otherwise the
             incomplete last round is left out.
-        streams: what the sampler draws from.
-        batches: the loader's own batch sampler, which makes samples into batches; None when the entries of the shard
+        streams: the streams that the sampler draws from.
+        batches: the loader's own batch sampler, which groups samples into batches; None if the entries of the shard
             are fetched as they are.
 
     Attributes:
@@ -212,22 +212,22 @@ class ShardedSampler:
         return self.length(0)
 
     def length(self, skip: int) -> int:
-        """Entries of the shard of what is left of the order after ``skip``."""
+        """The length of the shard of the order from entry ``skip`` on."""
         whole: int = len(self.sampler)  # pyright: ignore[reportArgumentType]  # raises TypeError as torch's samplers do
         length = max(0, whole - skip)
         return -(-length // self.num_replicas) if self.pads else length // self.num_replicas
 
     def __iter__(self) -> Iterator[Any]:
-        # Bound here and not at the first item: by then another iteration may have begun. One that iterates this object
-        # without the loader, or twice, has no part in the loader's position.
+        # Bound here and not at the first item: by then another iteration may have begun. Iterating this object without
+        # the loader, or twice, does not change the loader's position.
         epoch = EpochState(self.epoch.epoch) if _DRAW in self.epoch.drawn else self.epoch
         if self._batches is not None:
             return iter(self._batched(epoch))
         shard, begin = self.samples(epoch), partial(iter, self.sampler)
-        # Some draw their random numbers when asked for their iterator; a generator function does nothing until then.
+        # Some samplers draw their random numbers in __iter__; a generator function draws at the first item.
         is_lazy = inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None))
         order = begin() if is_lazy else shard._draw("begin", begin)
-        # Drawn when the first item is asked for; chained, since a generator of ours would be resumed for every item.
+        # Drawn at the first item; chained, since a generator of ours would be resumed for every item.
         return chain.from_iterable(shard._draw(_DRAW, partial(shard._entries, order)) for _ in range(1))
 
     def __getattr__(self, name: str) -> Any:
@@ -247,7 +247,7 @@ class ShardedSampler:
     def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
         skip, replicas = self.epoch.skip, self.num_replicas
         if replicas == 1:
-            # The first entry at least, since it is what makes a lazy sampler draw.
+            # At least the first entry, which makes a lazy sampler draw.
             received = list(islice(order, max(skip, 1)))
             return chain(received[skip:], order)
         if length_of(self.sampler) is None:
@@ -295,14 +295,14 @@ class InterleavedIterable(IterableDataset[Any]):
         dataset: the user's dataset.
         rank: ``0 <= rank < num_replicas``.
         num_replicas: number of ranks that the samples are sharded over.
-        incomplete: whether the last round counts too, of which some ranks have a sample.
+        incomplete: whether a last round in which only some ranks have a sample counts too.
     """
 
     def __init__(self, dataset: IterableDataset[Any], rank: int, num_replicas: int, incomplete: bool = False) -> None:
         vars(self).update(_dataset=dataset, _rank=rank, _num_replicas=num_replicas, _incomplete=incomplete)
 
     def __iter__(self) -> Iterator[Any]:
-        # The dataset is asked for its iterator when torch asks: some draw their order there.
+        # iter(dataset) is called when torch calls iter: some datasets draw their order there.
         together = partial(zip_longest, fillvalue=_NO_SAMPLE) if self._incomplete else zip
         rounds = together(*[iter(self._dataset)] * self._num_replicas)
         return filter(partial(is_not, _NO_SAMPLE), map(itemgetter(self._rank), rounds))

@@ -1,11 +1,11 @@
-"""The spec of a loader, the state of an epoch, what of that is saved, and what the ranks received at the same step.
+"""The spec of a loader, the state of an epoch, its saved form, and gathering of all ranks' results for a batch.
 
 [Note: Data] The *order* is what the user's own sampler yields in one epoch, the same on every rank: single samples or,
 from a batch sampler, whole batches. It is *sharded*: this rank takes entries ``rank, rank + num_replicas, ...``. The
 *cursor* counts how many entries of the order all ranks together have received, in the *unit* of the order:
-``"samples"`` that make batches, ``"single samples"`` of a loader without automatic batching, or ``"batches"``. It is a
-position that depends neither on the number of ranks nor, in samples, on the batch size: what is left of the order is
-sharded anew.
+``"samples"`` that make batches, ``"single samples"`` of a loader without automatic batching, or ``"batches"``. This
+position does not depend on the number of ranks or, in samples, on the batch size: on load, the rest of the order is
+sharded again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,17 +39,17 @@ class EpochState:
 
     Attributes:
         epoch: its number.
-        skip: entries of the order, or of the part of it that the sampler gives this rank by itself, that were received
-            before it began; they are not loaded again.
+        skip: number of entries received before it began, which are not loaded again; of the order, or of this rank's
+            part of it if the sampler shards by itself.
         replay: states of the random streams to draw the order from again, by phase of the drawing.
         drawn: states of the random streams from which the order was drawn, by phase.
         received: batches that the user has received.
-        is_repeat: whether one is out that it had received before; see ``[Note: Uneven ranks]``.
+        is_repeat: whether the current batch is a repeat; see ``[Note: Uneven ranks]``.
         finished: whether the iteration has ended.
-        is_final: whether the batch that is out is known to be the last one.
-        window: while one of :class:`~fabric.data.agreed.Windows` is open, the number of the micro-batch that is out,
-            from 1, and how many there are.
-        ahead: the own state of the loader or dataset before a batch was fetched ahead of the user; None when none was.
+        is_final: whether the current batch is known to be the last one.
+        window: inside a window of :class:`~fabric.data.agreed.Windows`, the number of the current micro-batch, from 1,
+            and how many there are.
+        ahead: the loader's or dataset's own state from before a batch was fetched ahead; None if none was.
     """
 
     epoch: int
@@ -66,7 +66,7 @@ class EpochState:
 
 @dataclass(frozen=True, eq=False)
 class LoaderSpec:
-    """How the batches of a loader are made; settled when it is set up.
+    """How the batches of a loader are made; fixed at setup.
 
     Attributes:
         dataset: the user's own.
@@ -75,13 +75,13 @@ class LoaderSpec:
         unit: what the cursor counts; see ``[Note: Data]``.
         num_replicas: ranks that the order is sharded over, by fabric or by the sampler itself.
         streams: the random streams that the order is drawn from.
-        generators: those that belong to the loader and its sampler.
+        generators: the generators of the loader and its sampler.
         indices: the :class:`~fabric.data.sharding.ShardedSampler` in the loader; ``None`` where fabric does not follow
             the indices: an iterable dataset, a loader that keeps its own state.
         base_seed: the :class:`~fabric.data.sharding.AgreedStreams` that the base seed of the workers is drawn
             from, for an iterable dataset that fabric shards.
-        uneven: what happens where ranks cannot get equally many samples or batches.
-        is_own: whether the ranks shard the data themselves, in a way that is not known here.
+        uneven: what happens if ranks cannot get equally many samples or batches.
+        is_own: whether the ranks shard the data themselves, in a way unknown to fabric.
     """
 
     dataset: Any
@@ -103,11 +103,11 @@ class LoaderSpec:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks fabric shards the order; the sampler or the dataset itself, over the others."""
+        """The number of ranks over which fabric shards the order; any others are sharded by the sampler or dataset."""
         return self.num_replicas if self.base_seed is not None else getattr(self.indices, "num_replicas", 1)
 
     def shard_length(self, state: EpochState) -> int | None:
-        """Entries that this rank receives in an iteration; ``None`` when that is not known."""
+        """Entries that this rank receives in an iteration; ``None`` if unknown."""
         return None if self.indices is None or length_of(self.order) is None else self.indices.length(state.skip)
 
     @property
@@ -124,12 +124,12 @@ class LoaderSpec:
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
         entries, length = state.received * self.entries_per_batch, self.shard_length(state)
-        # The last batch may be short; what was repeated to fill the last round counts as received.
+        # The last batch may be short; entries repeated to fill the last round count as received.
         entries = entries if length is None else min(entries, length)
         return (state.skip + entries * self.shards) * (self.num_replicas // self.shards)
 
     def summary(self) -> State:
-        """What a loader has to have in common with one whose saved state it loads; see :func:`check_saved`."""
+        """The properties that must match to load a saved state; see :func:`check_saved`."""
         return {
             "unit": self.unit,
             "num_replicas": self.num_replicas,
@@ -156,7 +156,7 @@ def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any) 
     Args:
         spec: of the loader.
         state: of the epoch, the next one if the last has ended.
-        begun: whether an iteration over it has begun, be it without a batch.
+        begun: whether an iteration over it has begun, even if it has yielded no batch.
         dataset: the dataset's own state, when it has one and is iterated in this process.
     """
     return {
@@ -172,20 +172,20 @@ def saved_state(spec: LoaderSpec, state: EpochState, begun: bool, dataset: Any) 
 
 
 def check_saved(saved: Any, spec: LoaderSpec, in_order: bool, keeps_dataset_state: bool) -> bool:
-    """Refuse a saved state with which this loader would put other samples at the same places.
+    """Refuse a saved state under which this loader would yield different samples.
 
     Args:
-        saved: what may be a state.
+        saved: the state to check.
         spec: of the loader.
-        in_order: whether it yields batches in the order in which they were asked for.
+        in_order: whether it yields batches in the order in which they were requested.
         keeps_dataset_state: whether the position in an iterable dataset is part of its state.
 
     Returns:
         Whether the position is inside an epoch.
 
     Raises:
-        CheckpointError: it is something else; the loaders differ in something other than the number of ranks and, but
-            for an order of batches, the batch size; or the position cannot be found again.
+        CheckpointError: it is not a loader's state; the loaders differ in more than the number of ranks and (except for
+            an order of batches) the batch size; or the position cannot be restored.
     """
     needed = {"epoch", "begun", "cursor", "drawn", "generators", "dataset", *spec.summary()}
     if not isinstance(saved, Mapping) or saved.get("format") != _FORMAT or needed - set(saved):
@@ -218,15 +218,15 @@ def check_saved(saved: Any, spec: LoaderSpec, in_order: bool, keeps_dataset_stat
 
 
 def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
-    """:attr:`EpochState.skip` of an iteration that goes on at the saved position.
+    """:attr:`EpochState.skip` of an iteration that continues at the saved position.
 
     Raises:
         CheckpointError: the sampler shards by itself, the cursor is not a multiple of its number of ranks, and the
-            order is not at its end; or it is not known how ranks shard, and the number of them is another one.
+            order is not at its end; or ranks shard the data themselves, and their number differs.
     """
     cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
     entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
-    # Only in one stream that all ranks read is the position of one rank also that of another number of them.
+    # A position is valid for another number of ranks only if all ranks read the same stream.
     if spec.is_own:
         rest = cursor * (saved["num_replicas"] != spec.num_replicas)
     if not rest or (length is not None and entries >= length):
@@ -241,17 +241,17 @@ def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
 
 
 def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], data: Any) -> Any:
-    """What all ranks computed from this step's batches; see ``Fabric.gather_for_metrics``. Collective.
+    """Gather the results of all ranks for this step's batches; see ``Fabric.gather_for_metrics``. Collective.
 
     Args:
         communicator: all processes of the job.
-        active: the iterations over loaders that have begun and not ended; that of the innermost loop is the last.
+        active: the active iterations over loaders; the last is that of the innermost loop.
         data: any collection of tensors, computed from this process's batch.
 
     Raises:
-        UsageError: no loop over a set-up loader is active, fabric does not shard its data, or which entries were
-            repeated is not known.
-        ConfigurationError: a leaf does not say to which sample it belongs.
+        UsageError: no loop over a set-up loader is active, fabric does not shard its data, or it is unknown which
+            entries were repeated.
+        ConfigurationError: a leaf cannot be assigned to samples.
     """
     request, expected = "fabric.gather_for_metrics(...)", "the body of a loop over a loader that fabric shards"
     if not active:
@@ -280,7 +280,7 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
         if by_rank and isinstance(leaf, Tensor):
             leaves[place] = (leaf[None] if unit == "single samples" else leaf)[: 0 if state.is_repeat else None]
     by_rank |= unit == "batches"
-    # The ranks compare it: shares of the orders of different iterations are no batch.
+    # The ranks compare it: parts of different iterations must not be combined into a batch.
     title = f"of iteration {state.epoch}" if spec.streams else "of a fixed order"
     [gathered] = (all_gather_ragged if by_rank else all_gather)(communicator, {title: leaves}).values()
     for place, parts in enumerate(gathered):
@@ -291,19 +291,19 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
 
 
 def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | None]:
-    """What all ranks received last, in their order of places, of which each entry has one.
+    """The size of the latest batch over all ranks, in places: one for each entry of the order.
 
-    By unit. ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the batch of rank r is
-    at place r, as a whole. ``"single samples"``: likewise, and it is one sample, without a dim 0.
+    By unit. ``"samples"``: sample i of rank r has place ``i * num_replicas + r``. ``"batches"``: the whole batch of
+    rank r has place r. ``"single samples"``: likewise, but it is one sample, without a dim 0.
 
     Returns:
-        How many places hold no repetition, None for all; and the samples of this rank's batch, None when that is not
-        known.
+        The number of places without a repetition, None for all; and the number of samples in this rank's batch, None if
+        unknown.
     """
     if spec.num_replicas == 1 or spec.base_seed is not None:
         return None, None
     order: Any = spec.order
-    # Of those that shard the data themselves, torch's is known: rank r has entries r, r + num_replicas, ... as here.
+    # Of samplers that shard by themselves, torch's is known: rank r has entries r, r + num_replicas, ... as here.
     is_torchs, is_ours = getattr(type(order), "__iter__", None) is DistributedSampler.__iter__, spec.shards > 1
     total = length_of(order.dataset if is_torchs else order)
     if not (is_ours or is_torchs) or (total is None and spec.indices.pads):
