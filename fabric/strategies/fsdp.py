@@ -44,7 +44,7 @@ from fabric.tree import map_tensors
 __all__ = ["FSDPStrategy", "ShardedForward"]
 
 M = TypeVar("M", bound=nn.Module)
-# What the strategy itself decides when it shards.
+# Arguments of fully_shard that the strategy sets itself.
 _OWN_ARGUMENTS = {"module", "mesh", "mp_policy", "offload_policy", "dp_mesh_dims"}
 
 
@@ -52,43 +52,43 @@ class FSDPStrategy(ParallelStrategy):
     """Data parallelism with parameters, gradients and optimizer state sharded over the ranks, by ``fully_shard``.
 
     The numbers are those of DDP: every rank starts with rank 0's values, and gradients are the mean over ranks. Under a
-    ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, where autocast
+    ``*-mixed`` precision parameters are gathered in the low precision and whole modules compute in it, whereas autocast
     decides for each operation; gradients are reduced, and the outputs of the model returned, in float32. Buffers
-    and parameters without a dimension are not sharded, see ``[Note: Unsharded state]``, and buffers keep their dtype.
-    Not possible, and refused or explained, are sparse gradients, losses of gradients, and optimizers whose step needs
-    whole parameters: Adafactor, Rprop, and LBFGS where shards are uneven.
-    Parameters keep their attributes and hooks; those of ``register_hook`` get this rank's whole gradient, as under DDP.
+    and scalar parameters are not sharded, see ``[Note: Unsharded state]``, and buffers keep their dtype. Sparse
+    gradients, losses of gradients, and optimizers whose step needs full parameters (Adafactor, Rprop, and LBFGS with
+    uneven shards) are not possible; errors explain them.
+    Parameters keep their attributes and hooks; those of ``register_hook`` get this rank's full gradient, as under DDP.
 
     Args:
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision, process_group_backend, timeout:
             as for :class:`fabric.strategies.Strategy`, and so are ``start_method`` and ``num_nodes``.
         cpu_offload: keep shards, gradients and optimizer state on the CPU: True, or torch's ``CPUOffloadPolicy`` or
-            ``CPUOffload``. Means nothing, and warns, on a CPU.
+            ``CPUOffload``. Has no effect on a CPU, except a warning.
         backward_prefetch: how many FSDP modules are gathered ahead in the backward pass; or
             ``BackwardPrefetch.BACKWARD_PRE`` for one, ``BACKWARD_POST`` for none; None leaves it to torch.
         mixed_precision: torch's ``MixedPrecisionPolicy`` or ``MixedPrecision`` in place of what ``precision`` says;
             ``output_dtype`` is that of the whole model's outputs.
-        activation_checkpointing: a class of layers, a list of them or a function of a module: these compute their
-            activations again in the backward pass in place of keeping them.
-        auto_wrap_policy: what is an FSDP module: a set of classes, a number of parameters, or a function of a module;
+        activation_checkpointing: a class of layers, a list of them or a function of a module: these layers recompute
+            their activations in the backward pass.
+        auto_wrap_policy: selects the FSDP modules: a set of classes, a number of parameters, or a function of a module;
             None for the repeated blocks. See :func:`fabric.strategies.fsdp_options.find_fsdp_modules`.
-        sharding_strategy: ``"FULL_SHARD"`` frees whole parameters after the forward pass of each FSDP module,
-            ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` shards as the first within each
-            row of ``device_mesh`` and has replicas over its columns.
+        sharding_strategy: ``"FULL_SHARD"`` frees full parameters after the forward pass of each FSDP module,
+            ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` does ``"FULL_SHARD"`` within each
+            row of ``device_mesh`` and replicates over its columns.
         state_dict_type: what ``save`` writes: ``"sharded"``, a folder into which each rank writes its shards, or
-            ``"full"``, one file, for which rank 0 gathers the whole. ``checkpoint_io`` wins. Every strategy loads both.
-        device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, ``(shards,)`` else; a tuple of sizes
+            ``"full"``, one file, gathered on rank 0. ``checkpoint_io`` takes precedence. Every strategy loads both.
+        device_mesh: the processes as ``(replicas, shards)`` for ``HYBRID_SHARD``, else ``(shards,)``; a tuple of sizes
             or a ``DeviceMesh``. None shards over all processes, under ``HYBRID_SHARD`` over those of each node: one
-            replica for each node, as in torch, and a warning where there is one node.
-        broadcast_buffers: have all ranks use the running statistics of rank 0, as under DDP; one message for each
-            training step, and none for a model without such buffers.
-        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Of what
-            only torch's first FSDP had, ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states``,
-            ``forward_prefetch``, ``activation_checkpointing_policy`` and ``NO_SHARD`` are taken, with one warning that
-            says what they mean. ``precision_plugin`` is the older name of ``precision``.
+            replica per node, as in torch, and a warning if there is only one node.
+        broadcast_buffers: use rank 0's running statistics on all ranks, as under DDP: one broadcast per training step,
+            and none for a model without such buffers.
+        **fsdp_kwargs: passed to ``fully_shard`` for every FSDP module, such as ``reshard_after_forward=True``. Options
+            of torch's first FSDP, ``use_orig_params``, ``limit_all_gathers``, ``sync_module_states``,
+            ``forward_prefetch``, ``activation_checkpointing_policy`` and ``NO_SHARD``, are accepted, with one warning
+            that explains them. ``precision_plugin`` is the older name of ``precision``.
 
     Raises:
-        ArgumentTypeError: an option of a type that is not understood, or one that ``fully_shard`` does not take.
+        ArgumentTypeError: an option has an unsupported type, or ``fully_shard`` does not accept it.
         ConfigurationError: options that cannot work.
     """
 
@@ -154,7 +154,7 @@ class FSDPStrategy(ParallelStrategy):
         super().setup_environment(runtime)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
-        # A change in place of such a view is right, or a raw error that options.EXPLANATIONS has.
+        # An in-place change of such a view is correct, or raises an error that options.EXPLANATIONS explains.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor")
         if not self.is_global_zero:
             return
@@ -204,7 +204,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def module_to_device(self, module: M) -> M:
-        # What was built in init_module() gets to the device in setup_module, one FSDP module after another.
+        # setup_module moves what was built in init_module() to the device, one FSDP module after another.
         waits = any(each.is_meta or shards.is_mapped(each) for each in (*module.parameters(), *module.buffers()))
         return module if waits else super().module_to_device(module)
 
@@ -221,7 +221,7 @@ class FSDPStrategy(ParallelStrategy):
         check_same_model(self.runtime.communicator, root, error, plan)
 
     def _check_module(self, root: nn.Module) -> object:
-        """What will be made of which part, to be compared; raises for what cannot be sharded. No collective."""
+        """The plan that ranks compare, if any; raises for what cannot be sharded. Not a collective."""
         options.check_shardable(root, self.is_global_zero, self._prepared)
         options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
         options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)
@@ -235,14 +235,14 @@ class FSDPStrategy(ParallelStrategy):
         fsdp_modules = self._fsdp_modules(root)
         recomputed = self.activation_checkpointing
         for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
-            # Inside of the module's call, so that what gathers its parameters, and every name, stays as it is.
+            # Inside the module's call, so that the hooks that gather its parameters, and all names, stay.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
         mesh = self._mesh()
         replicated = shards.replicate_unsharded(communicator, root, self._ignored, mesh)
         for buffer in root.buffers():
             if self._buffer_dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(self._buffer_dtype)
-        # What torch does of itself is to free all FSDP modules but the root, which the backward pass needs first.
+        # By default torch frees all FSDP modules except the root, which the backward pass needs first.
         resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
         arguments: dict[str, Any] = {"mesh": mesh, **resharding, **self.fsdp_kwargs, "ignored_params": replicated}
         if self.cpu_offload is not None and self.root_device.type != "cpu":
@@ -275,7 +275,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dict; of full tensors every rank takes its shards."""
+        """Load a state dict; from full tensors every rank takes its shards."""
         optimizer.load_state_dict(shards.shard_state(optimizer, state_dict))
 
     @override
@@ -311,7 +311,7 @@ class FSDPStrategy(ParallelStrategy):
                 exception.add_note(note)
 
     def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
-        """The parts of a model that are sharded each by itself, inner before outer, without the root."""
+        """The FSDP modules of a model, inner before outer, without the root."""
         return options.find_fsdp_modules(root, self.auto_wrap_policy)
 
     def _shard(self, part: nn.Module, **arguments: Any) -> None:
@@ -342,14 +342,14 @@ class ShardedForward:
 
     def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState) -> None:
         self.root, self.unsharded, self._rank = root, state, rank
-        # Like FSDP's own hooks, no part of a compiled graph.
+        # Like FSDP's own hooks, not part of a compiled graph.
         around = (state.before_forward, state.after_forward) if state else ()
         self._around: list[Any] = [torch.compiler.disable(each) for each in around]
         self._sharded: list[Any] = [*fsdp_modules, root]
         self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
         self._version, held = 0, list[tuple[Any, ...]]()
         for part in root.modules():
-            # Those of now: a forward pass may leave gathered ones in their places.
+            # The present ones: a forward pass may leave gathered parameters in their places.
             own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
             held += [(part._parameters, name, shard) for name, shard in own.items()]
             part.register_load_state_dict_pre_hook(partial(shards.take_shards, own))
@@ -365,7 +365,7 @@ class ShardedForward:
 
     @contextmanager
     def without_sync(self) -> Iterator[None]:
-        """Within, backward passes leave unsharded gradients and do not reduce them."""
+        """A context in which backward passes keep unsharded gradients and do not reduce them."""
         before, self.unsharded.synchronizes = self.unsharded.synchronizes, False
         self.root.set_requires_gradient_sync(False)
         try:
@@ -375,7 +375,7 @@ class ShardedForward:
             self.root.set_requires_gradient_sync(before)
 
     def reshard(self, wait: bool = False) -> None:
-        """Free gathered parameters; ``wait`` until no shard is being copied from the host any more."""
+        """Free gathered parameters; with ``wait`` also wait for copies of shards from the host."""
         for part in self._sharded:
             part.reshard()
         if wait:

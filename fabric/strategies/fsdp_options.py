@@ -1,9 +1,9 @@
-"""The options of FSDPStrategy: their forms, the modules of a model that they choose, what they need of it, and errors.
+"""The options of FSDPStrategy: parsing, the modules that they select, checks of the model, and errors.
 
 [Note: FSDP modules] An *FSDP module* is a module to which ``fully_shard`` is applied: its parameters are gathered right
-before its forward pass, and freed after it. What lies outside of all others belongs to the root, which is gathered for
-the whole forward pass. FSDP modules that are the repeated blocks of a model make sharding pay: one block is unsharded
-at a time. A parameter that several modules share has to belong to one FSDP module, or to the root.
+before its forward pass, and freed after it. All other parameters belong to the root, which is gathered for the whole
+forward pass. Sharding saves most memory if the FSDP modules are the repeated blocks of a model: one block is unsharded
+at a time. A parameter that several modules share must belong to one FSDP module, or to the root.
 """
 
 import inspect
@@ -36,7 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 _ALWAYS_ON = "means nothing, it is always on"
-# What only torch's first FSDP had, and what it means here.
+# Options that only torch's first FSDP had, and their meaning here.
 OF_FIRST_FSDP = {
     "activation_checkpointing_policy": "is activation_checkpointing",
     **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params"), _ALWAYS_ON),
@@ -44,7 +44,7 @@ OF_FIRST_FSDP = {
 }
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
-# What to do about errors of torch, by what they say: the problem, and a suggestion.
+# Explanations of torch's errors, by their text: the problem, and a suggestion.
 EXPLANATIONS = {
     "got mixed torch.Tensor and DTensor": (
         "a weight is used where this rank has its shard only, outside of the forward pass of its FSDP module",
@@ -63,7 +63,7 @@ EXPLANATIONS = {
 
 
 def parse_name(option: str, value: Any, names: Sequence[str]) -> str:
-    """One of these names, from itself in any case or from a member of torch's enumeration that is called so."""
+    """One of these names, given as a string in any case or as the member of torch's enum with that name."""
     for name in names:
         if str(getattr(value, "name", value)).lower() == name.lower():
             return name
@@ -71,7 +71,7 @@ def parse_name(option: str, value: Any, names: Sequence[str]) -> str:
 
 
 def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tuple[list[str], Any]:
-    """The names of :data:`OF_FIRST_FSDP` among options, which lose them, and what activation checkpointing is for."""
+    """Remove the options in :data:`OF_FIRST_FSDP`; returns their names, and the activation checkpointing option."""
     older = {name: fsdp_kwargs.pop(name) for name in OF_FIRST_FSDP if name in fsdp_kwargs}
     policy = older.get("activation_checkpointing_policy")
     if policy is not None and activation_checkpointing is not None:
@@ -81,7 +81,7 @@ def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tup
 
 
 def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int) -> None:
-    """Raise a ConfigurationError unless a mesh has the strategy's dimensions, and a place for each process."""
+    """Raise a ConfigurationError unless a mesh has the strategy's dimensions and covers all processes."""
     sizes = [(world_size, 1)] if sharding_strategy == "NO_SHARD" else [(world_size,)]
     if sharding_strategy == "HYBRID_SHARD":
         sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
@@ -91,7 +91,7 @@ def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str
 
 
 def mesh_sizes(given: tuple[int, ...] | None, sharding_strategy: str, world: World) -> dict[str, int]:
-    """The dimensions of a mesh of the given sizes, or of those that a strategy has by itself."""
+    """The dimensions of a mesh with the given sizes, or with the strategy's default sizes."""
     own = (world.world_size, 1) if sharding_strategy == "NO_SHARD" else (world.world_size,)
     if sharding_strategy == "HYBRID_SHARD":
         own = world.num_nodes, world.local_world_size
@@ -100,7 +100,7 @@ def mesh_sizes(given: tuple[int, ...] | None, sharding_strategy: str, world: Wor
 
 
 def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
-    """The policy of offloading, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP."""
+    """The offload policy, or None: from a bool, ``CPUOffloadPolicy``, or ``CPUOffload`` of torch's first FSDP."""
     value = getattr(value, "offload_params", value)  # of CPUOffload
     if not value:
         return None
@@ -113,7 +113,7 @@ def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
 
 
 def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, torch.dtype | None]":
-    """The policy that was given, or None, and the dtype that floating buffers are to have, or None.
+    """The given policy, or None, and the dtype for floating-point buffers, or None.
 
     ``MixedPrecision`` of torch's first FSDP is translated: there the blocks cast their inputs only when asked to; here
     they do whenever any module does.
@@ -134,7 +134,7 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
 
 
 def parse_backward_prefetch(value: Any) -> int | None:
-    """How many FSDP modules ahead are gathered in the backward pass; None leaves it to torch, which is the next one.
+    """How many FSDP modules to gather ahead in the backward pass; None leaves it to torch, which gathers one.
 
     ``BackwardPrefetch.BACKWARD_PRE`` is 1. ``BACKWARD_POST``, which keeps one FSDP module unsharded at a time, is 0.
     """
@@ -166,10 +166,10 @@ def parse_wrap_policy(policy: Any) -> Any:
 
 
 def choose_modules(root: nn.Module, modules: Iterable[nn.Module], option: str, choice: Any) -> list[nn.Module]:
-    """Those of the modules that a choice of :func:`parse_choice` names, inner before outer; None names none.
+    """The modules that a choice of :func:`parse_choice` selects, inner before outer; None selects none.
 
     Raises:
-        ConfigurationError: another choice names none.
+        ConfigurationError: any other choice selects none.
     """
     if choice is None:
         return []
@@ -214,7 +214,7 @@ def prefetch_in_backward(root: Any, fsdp_modules: Sequence[nn.Module], ahead: in
     """Have each FSDP module gather those before it in the forward pass, taken to be in the order of the model."""
     order: list[Any] = [module for module in root.modules() if module in set(fsdp_modules)]
     for index, module in enumerate([*order, root]):
-        # One that gathers itself gathers nothing more; an empty list would mean torch's own choice.
+        # Prefetching itself means no prefetch; an empty list would mean torch's default.
         previous = order[max(0, index - ahead) : index][::-1] if ahead else []
         module.set_modules_to_backward_prefetch(previous or [module])
 
@@ -224,8 +224,8 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
 
     Args:
         root: the model.
-        has_values: whether the values of all ranks are this rank's, so that meta tensors cannot be set up.
-        models: those that are sharded.
+        has_values: whether this rank's values go to all ranks, so that meta tensors cannot be set up.
+        models: the models that are sharded already.
     """
     known = {part for model in models for part in model.modules()}
     named: dict[str, torch.Tensor] = dict(root.named_parameters())
@@ -252,13 +252,13 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
 def check_dtypes(
     root: nn.Module, fsdp_modules: Iterable[nn.Module], ignored: set[nn.Parameter], precision: Precision
 ) -> None:
-    """Raise a ConfigurationError for an FSDP module that would have trained parameters of several dtypes.
+    """Raise a ConfigurationError for an FSDP module with trained parameters of several dtypes.
 
     Args:
         root: the model.
-        fsdp_modules: its FSDP modules but the root.
+        fsdp_modules: its FSDP modules without the root.
         ignored: parameters that are not to be sharded.
-        precision: that they are set up in.
+        precision: the precision of the setup.
     """
     dtypes: dict[nn.Module, dict[torch.dtype, list[str]]] = {}
     for parameter, owners in _owners(root, set(fsdp_modules)).items():
@@ -280,10 +280,10 @@ def check_optimizers(
     """Raise a UsageError for an optimizer whose steps would fail or change nothing, or that would lose its state.
 
     Args:
-        optimizers: those that are about to be set up.
-        shards: into how many shards a parameter is split.
-        module: the model that is about to be sharded with them, if there is one.
-        models: those that are sharded.
+        optimizers: the optimizers to set up.
+        shards: the number of shards of a parameter.
+        module: the model to shard with them, if there is one.
+        models: the models that are sharded already.
     """
     own = set() if module is None else set(module.parameters())
     gathered = {each for model in models for each in model.parameters() if local_tensor(each) is each}
@@ -312,14 +312,14 @@ def check_optimizers(
 
 
 def _has_history(slots: Mapping[str, Any] | None) -> bool:
-    """Whether an optimizer's state of a parameter is more than what was filled in when it was made, as in Adagrad."""
+    """Whether an optimizer's state of a parameter is more than initial values, which Adagrad fills in when made."""
     return bool(slots) and bool(slots.get("step", 1) or any(getattr(one, "is_meta", False) for one in slots.values()))
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     with_parts = {part for part in root.modules() if any(True for _ in part.children())}
     lists = [part for part in root.modules() if isinstance(part, (*_LISTS, nn.Sequential))]
-    # A layer without parts in a sequence is too small for a collective of its own.
+    # In a Sequential, a layer without submodules is too small for a collective of its own.
     in_lists = {part for each in lists for part in each.children() if part in with_parts or isinstance(each, _LISTS)}
     for chosen in (in_lists, with_parts - {root}):
         candidates = [module for module in root.modules() if module in chosen and _can_be_sharded(module)]
@@ -332,7 +332,7 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
 
 
 def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Module]:
-    """FSDP modules chosen by how many of their parameters no inner FSDP module holds."""
+    """FSDP modules chosen by their number of parameters outside of inner FSDP modules."""
     found: list[nn.Module] = []
 
     def held(module: nn.Module) -> int:
