@@ -1,13 +1,13 @@
-"""The tensors of a model under FSDP: its shards, and what is not sharded and yet the same on all ranks.
+"""The tensors of a model under FSDP: its shards, and unsharded state that is the same on all ranks.
 
 [Note: Unsharded state] A parameter without a dimension, or without elements, cannot be sharded; one of
-``ignored_params`` is not to be. It becomes a DTensor that is replicated, so that optimizers, clipping and checkpoints
-meet one kind of parameter. From a forward pass until the end of the backward pass after it, its module has this rank's
-plain tensor in the place of it; then its gradient is averaged, with those of all others like it in one message. It
-keeps its dtype in forward passes, and its device where shards are on the CPU.
+``ignored_params`` should not be. It becomes a replicated DTensor, so that optimizers, clipping and checkpoints deal
+with one kind of parameter. From a forward pass until the end of the backward pass after it, this rank's plain tensor
+replaces it in its module; then the gradients of all such parameters are averaged in one all-reduce. It keeps its dtype
+in forward passes, and its device if shards are on the CPU.
 
-Buffers are not sharded either. Running statistics are as under DDP: a forward pass after one with synchronization, as
-the first one, begins with those of rank 0 on all ranks. Other buffers stay each rank's own.
+Buffers are not sharded either. Running statistics are as under DDP: the first forward pass, and each one after a pass
+with synchronization, starts with rank 0's on all ranks. Other buffers stay local to each rank.
 """
 
 import warnings
@@ -31,19 +31,19 @@ __all__ = [
     "shard_slots", "shard_state", "stays_whole", "take_shards",
 ]  # fmt: skip
 
-# The attribute of a parameter from before the sharding that is the one in its place.
+# The attribute of an original parameter that holds the sharded one that replaced it.
 SHARD = "_fabric_shard"
-# What optimizers keep as a plain tensor without a dimension for a parameter of any shape.
+# Optimizer state that is a plain scalar tensor for a parameter of any shape.
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
 def shard_module(communicator: Communicator, module: nn.Module, before: Mapping[str, Any], **arguments: Any) -> None:
-    """Make an FSDP module with rank 0's values, which takes the memory of the parameters from before. Collective.
+    """Make an FSDP module with rank 0's values, freeing the memory of the original parameters. Collective.
 
     Args:
         communicator: all ranks.
         module: the module; one that is an FSDP module already stays as it is.
-        before: by name, what was in the place of parameters that are split over another dimension of the mesh.
+        before: by name, the originals of parameters that are split over another dimension of the mesh.
         **arguments: of ``fully_shard``.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import; here it has been
@@ -59,7 +59,7 @@ def shard_module(communicator: Communicator, module: nn.Module, before: Mapping[
     places = [each for each in _owned(module) if each[2] in sharded]
 
     def attach(*_: object) -> None:
-        # FSDP has just gathered them for the first time, into parameters that it keeps.
+        # FSDP has just gathered them for the first time, into parameters that it reuses.
         handle.remove()
         for owner, name, parameter in places:
             _attach(parameter, owner._parameters[name])
@@ -76,16 +76,16 @@ def replicate_unsharded(
     Args:
         communicator: all ranks.
         root: the model.
-        ignored: parameters that are not to be sharded, besides those that cannot be.
-        mesh: that of the shards.
+        ignored: parameters that should not be sharded, besides those that cannot be.
+        mesh: the mesh of the shards.
 
     Returns:
-        The replicated parameters in the places of these.
+        The replicated parameters that replace them.
     """
     from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import; here it has been
 
     if ignored and ignored.isdisjoint(root.parameters()) and communicator.rank == 0:
-        # To pickle a strategy for a rank is to copy what it holds.
+        # Pickling a strategy for a rank copies its parameters.
         text = "ignored_params are no parameters of it. A model from before a launch: fabric.launch(train, model)"
         warnings.warn(f"setup of {type(root).__name__}: {text}", stacklevel=2)
     before = {name: each for name, each in root.named_parameters() if stays_whole(each, ignored)}
@@ -105,7 +105,7 @@ def stays_whole(parameter: nn.Parameter, ignored: set[nn.Parameter]) -> bool:
 
 
 def is_mapped(tensor: Tensor) -> bool:
-    """Whether a tensor lies in a mapped file that holds what is written to it, as those of :class:`MappedMemory`."""
+    """Whether a tensor is in a shared file mapping, as those of :class:`MappedMemory`."""
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
@@ -132,7 +132,7 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
         else:
             communicator.broadcast(value.view(-1).view(torch.uint8), 0)
         if is_mapped(tensor):
-            # Buffers that are views of each other stay so.
+            # Buffers that are views of each other remain so.
             if value.device.type == "cpu" and not isinstance(tensor, nn.Parameter):
                 value = deepcopy(tensor.detach(), copies).copy_(value)
             release_pages(tensor.untyped_storage())
@@ -144,13 +144,13 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
 
 
 def full(device: torch.device, tensor: Tensor) -> Tensor:
-    """The full tensor of a sharded one, which is gathered on the device; any other itself. Collective."""
-    # What is kept on the CPU, too: the process group works on the device.
+    """The full tensor of a sharded one, gathered on the device; any other tensor unchanged. Collective."""
+    # Shards on the CPU are moved too: the process group works on the device.
     return full_tensor(tensor.to(device)) if local_tensor(tensor) is not tensor else tensor
 
 
 def _shard_like(like: Any, value: Any) -> Any:
-    """This rank's shard of a full value of a sharded tensor, where that has it; any other value itself."""
+    """This rank's shard of a full tensor, sharded like ``like``; any other value unchanged."""
     is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
     if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
         return value
@@ -163,14 +163,14 @@ def _shard_like(like: Any, value: Any) -> Any:
 
 
 def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook of a module that loads a state dict: takes the shards of its ``own`` parameters from full tensors."""
+    """A load_state_dict pre-hook: replaces full tensors by this rank's shards, for the ``own`` parameters."""
     for name, parameter in own.items():
         if prefix + name in state:
             state[prefix + name] = _shard_like(parameter, state[prefix + name])
 
 
 def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer with this rank's shards in the place of full tensors."""
+    """The state dict of an optimizer, with full tensors replaced by this rank's shards."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
     content = {number: shard_slots(by_number.get(number), slots) for number, slots in state_dict["state"].items()}
@@ -178,21 +178,21 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
 
 
 def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's state of a parameter, with this rank's shards in the place of full tensors."""
+    """An optimizer's state of a parameter, with full tensors replaced by this rank's shards."""
     return {name: value if name in _NUMBERS else _shard_like(parameter, value) for name, value in slots.items()}
 
 
 class UnshardedState:
-    """What is not sharded of a model: see ``[Note: Unsharded state]``.
+    """The unsharded state of a model: see ``[Note: Unsharded state]``.
 
     Args:
         root: the user's module, sharded already.
         communicator: all ranks.
-        whole: its parameters that :func:`replicate_unsharded` has made.
-        buffers: whether running statistics are those of rank 0.
+        whole: the parameters made by :func:`replicate_unsharded`.
+        buffers: whether all ranks use rank 0's running statistics.
 
     Attributes:
-        parameters: the replicated ones.
+        parameters: the replicated parameters.
         synchronizes: whether a backward pass reduces gradients.
         unreduced: the replicated parameters whose gradients the last backward pass has not reduced.
     """
@@ -210,12 +210,12 @@ class UnshardedState:
         return bool(self._places or self._with_statistics)
 
     def before_forward(self) -> None:
-        """Take running statistics from rank 0, and put plain tensors in the places of parameters. Collective."""
+        """Broadcast running statistics from rank 0, and replace parameters by plain tensors. Collective."""
         if self._buffers_differ and self._with_statistics:
             self._broadcast_statistics()
         self._buffers_differ, self._waits = torch.is_grad_enabled() and self.synchronizes, False
         for owner, name, parameter in self._places:
-            if owner._parameters.get(name) is parameter:  # else the user has replaced it
+            if owner._parameters.get(name) is parameter:  # otherwise the user has replaced it
                 local = vars(owner)[name] = parameter.to_local()  # found before the parameter
                 self._watch([local])
 
@@ -225,7 +225,7 @@ class UnshardedState:
             self._restore()
 
     def _watch(self, tensors: Iterable[Any]) -> bool:
-        """Whether any of these is a tensor with a gradient, which is then the first to know of the backward pass."""
+        """Register hooks that detect the backward pass; returns whether any of these tensors requires a gradient."""
         watched = [each for each in tensors if isinstance(each, Tensor) and each.requires_grad]
         for each in watched:
             each.register_hook(self._in_backward)
@@ -256,16 +256,16 @@ class UnshardedState:
         message = torch.cat(values)
         self._communicator.broadcast(message, 0)
         for each, value in zip(buffers, message.split([value.numel() for value in values]), strict=True):
-            # By ``data``: a change that autograd sees would forbid the backward pass of the forward pass before.
+            # By ``data``: a change that autograd sees would invalidate the backward pass of the previous forward pass.
             each.data.copy_(value.clone().view(each.dtype).view_as(each))
 
 
 def _replace(old: nn.Parameter, parameter: nn.Parameter) -> None:
-    """Give the parameter in the place of an old one what is attached to that, and free the memory of that."""
+    """Move the attributes and hooks of an old parameter to the one that replaces it, and free the old memory."""
     _attach(old, parameter)
     share_accumulation_hooks(old, parameter)
     setattr(old, SHARD, parameter)
-    # An optimizer may hold it until it is set up.
+    # An optimizer may hold the old one until it is set up.
     old.data = old.new_empty(0)
 
 
@@ -275,7 +275,7 @@ def _attach(source: Tensor, target: Any) -> None:
 
 
 def _put(root: nn.Module, old: Tensor, new: Any) -> None:
-    """Put a parameter or buffer wherever a module has another."""
+    """Replace a parameter or buffer everywhere in a module."""
     for owner in root.modules():
         for held in (owner._parameters, owner._buffers):
             held.update({name: new for name, each in held.items() if each is old})

@@ -1,4 +1,4 @@
-"""Layers of a model that are split over ranks by a plan, and the random numbers of what is computed in parts.
+"""Layers of a model that are split over ranks by a plan, and random numbers for split computations.
 
 [Note: Split layers] A layer that is split ``"colwise"`` computes some columns of its output, one that is split
 ``"rowwise"`` takes these for its input, and the sum over ranks is the same on all of them. What lies between the two,
@@ -21,10 +21,10 @@ from fabric.errors import ConfigurationError, UsageError
 
 __all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
 
-# The second name of each is that of newer libraries of models.
+# The second name of each is used by newer model libraries.
 _WHOLE_OUTPUT, _WHOLE_INPUT = ("colwise_rep", "colwise_gather_output"), ("rowwise_rep", "rowwise_split_input")
 _STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
-# By kind of layer and of style: the attribute with the length that is split, and what of the weight that is.
+# By kind of layer and style: the attribute with the split length, and the weight's rows or columns.
 _LENGTHS = {
     nn.Linear: {"colwise": ("out_features", "rows"), "rowwise": ("in_features", "columns")},
     nn.Embedding: {"colwise": ("embedding_dim", "columns"), "rowwise": ("num_embeddings", "rows")},
@@ -33,7 +33,7 @@ _HEADS = re.compile(r"heads|nhead|(num|n)_((attention|key_value|kv|q|query)_)?he
 
 
 def check_styles(plan: Any) -> None:
-    """Raise a ConfigurationError for a plan with a style that there is not."""
+    """Raise a ConfigurationError for a plan with an unknown style."""
     for style in plan.values() if isinstance(plan, Mapping) else ():
         if style not in _STYLES and (isinstance(style, str) or not hasattr(style, "_apply")):
             expected = f"{', '.join(_STYLES)}, or a ParallelStyle of torch"
@@ -44,7 +44,7 @@ def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> d
     """The layers that a plan splits, each with its style; see :class:`fabric.strategies.ModelParallelStrategy`.
 
     Raises:
-        ConfigurationError: a pattern that fits nothing, or layers that cannot be split into so many parts.
+        ConfigurationError: a pattern matches nothing, or layers cannot be split into this many parts.
     """
     request, is_own = f"tp_plan for {type(root).__name__}", plan == "auto"
     patterns: Any = (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
@@ -66,7 +66,7 @@ def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> d
 
 
 def count_heads(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[tuple[str, nn.Module, str, list[Any]]]:
-    """What counts heads in modules with layers that are split colwise: path, module, attribute, and these layers."""
+    """The head counts in modules with colwise layers: path, module, attribute, and these layers."""
     for path, owner in root.named_modules():
         own = [each for each in owner.children() if layers.get(each) == "colwise" and isinstance(each, nn.Linear)]
         for attribute, value in vars(owner).items() if own else ():
@@ -75,7 +75,7 @@ def count_heads(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[tu
 
 
 def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
-    """The styles of torch, to be applied in this order, that one of a plan stands for."""
+    """The torch styles, to be applied in this order, for a style of a plan."""
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
     if style == "sequence_parallel":
@@ -97,17 +97,17 @@ def is_split(parameter: Any, dim: int | None = None) -> bool:
 
 
 class PartStreams:
-    """Hooks of a model by which what is computed in parts has random numbers of its own; see ``[Note: Split layers]``.
+    """Hooks that give each part of a split computation its own random numbers; see ``[Note: Split layers]``.
 
     Args:
         root: the model, with split layers.
         mesh: that it is split on.
-        ends: whether what is computed in parts has to end in a layer that is split ``"rowwise"``.
+        ends: whether a split computation must end in a layer that is split ``"rowwise"``.
     """
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh, ends: bool) -> None:
         self._part, self._ends = mesh.get_local_rank("tensor_parallel"), ends
-        # Within: the states before, those after the common draw, and those at the start.
+        # In a split computation: the states before, after the common draw, and at its start.
         self._saved: list[list[torch.Tensor]] = []
         device: Any = torch.get_device_module(mesh.device_type)
         own = [] if mesh.device_type == "cpu" else [device.default_generators[device.current_device()]]
@@ -140,7 +140,7 @@ class PartStreams:
     def _leave(self, *_: Any) -> None:
         if self._saved:
             before, after, start = self._saved
-            # Without any random numbers within, as if there had been no draw.
+            # If no random numbers were drawn within, undo the common draw too.
             with real_tensors():
                 is_same = all(map(torch.equal, start, self._states()))
                 for generator, state in zip(self._generators, before if is_same else after, strict=True):
@@ -157,13 +157,13 @@ def _kind(style: Any) -> str:
 
 
 def _split(layer: nn.Module, style: Any) -> tuple[str, str]:
-    """The attribute with the length of a layer that is split, and what of the weight that is; nothing if none is."""
+    """The attribute with a layer's split length, and the weight's rows or columns; empty strings if not split."""
     found = (styles.get(_kind(style)) for kind, styles in _LENGTHS.items() if isinstance(layer, kind))
     return next(found, None) or ("", "")
 
 
 def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> Iterator[str]:
-    """Why layers cannot be split, each by its name."""
+    """Why layers cannot be split, with their names."""
     ways: dict[nn.Parameter, dict[str, str]] = {}
     for path, layer in root.named_modules():
         style = layers.get(layer, "")
