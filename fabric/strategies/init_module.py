@@ -1,16 +1,16 @@
-"""Contexts in which modules are built: on a device, in a dtype, and outside of the process's own memory.
+"""Contexts for building modules: on a device, in a dtype, and outside of the process's own memory.
 
-[Note: Building for shards] A model that is to be sharded is built for real, on the CPU, by every rank: the same
-operations in the same order as in a plain loop, so that values and generator states are those of a plain loop, and code
-that reads values can. Only the memory is another. A new tensor of 64 KB or more lies in a mapped file of its own that
-has no name, in the folder for temporary files: disk in place of memory, one model for each rank of the node.
-Nothing is left however the process ends. ``setup`` shards one FSDP module after another, and frees the files of each.
+[Note: Building for shards] Before sharding, every rank builds the real model on the CPU, with the same operations in
+the same order as a plain loop, so that values and generator states equal the plain loop's, and code can read values.
+Only the memory differs: each new tensor of 64 KB or more is in an unnamed memory-mapped file in the temporary folder.
+This takes disk space instead of memory, for one model per rank of the node. Nothing is left however the process ends.
+``setup`` shards one FSDP module after another, and frees the files of each.
 
-What an empty build leaves without values is not a number, so that a first step without a checkpoint is an error.
+An empty build fills values with NaN, so that a first step without a checkpoint is an error.
 
 Where no values are needed, parameters of 64 KB or more become meta tensors when a module registers them: in an empty
-build, and on ranks that receive those of rank 0. Everything else is real, such as tables in buffers, which no
-checkpoint may hold.
+build, and on ranks that receive rank 0's values. Everything else is real, such as tables in buffers, which may be in no
+checkpoint.
 """
 
 import ctypes
@@ -51,10 +51,10 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
     """Within this context, new tensors are made on ``device`` and new floating ones in ``dtype``.
 
     Args:
-        device: where to; explicit ``device=`` arguments win.
+        device: the device; explicit ``device=`` arguments take precedence.
         dtype: default floating dtype; None leaves torch's default.
-        empty: ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, through which the common layers
-            draw their values, fill in nan. torch lets no others be skipped; constants are still filled in.
+        empty: make ``uniform_``, ``normal_`` and ``kaiming_uniform_`` of ``torch.nn.init``, which the common layers
+            use, fill in NaN. torch does not let others be skipped; constants are still filled in.
     """
     with ExitStack() as stack:
         if dtype is not None:
@@ -67,13 +67,13 @@ def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bo
 
 
 class MappedMemory(DispatchMode):
-    """Within this mode, new CPU tensors of 64 KB or more lie in unnamed files; see ``[Note: Building for shards]``.
+    """Within this mode, new CPU tensors of 64 KB or more are in unnamed files; see ``[Note: Building for shards]``.
 
     Args:
-        warn: whether to warn of a folder for temporary files that is itself memory.
+        warn: whether to warn if the temporary folder is itself in memory (tmpfs).
 
     Raises:
-        UsageError: there is no room in that folder; in the constructor where there is none at all.
+        UsageError: there is no room in that folder; raised by the constructor if there is none at all.
     """
 
     def __init__(self, warn: bool) -> None:
@@ -105,7 +105,7 @@ class MappedMemory(DispatchMode):
         return made
 
     def _mapped(self, made: Tensor, has_values: bool) -> Tensor:
-        # Where the sizes differ, it shares memory with others, or with itself.
+        # If the sizes differ, it shares memory with other tensors, or overlaps itself.
         if not _is_large(made) or made.is_quantized or made.untyped_storage().nbytes() != made.nbytes:
             return made
         storage = _unnamed_file(made.nbytes)
@@ -120,7 +120,7 @@ class MappedMemory(DispatchMode):
 
 
 class EmptyParameter(nn.Parameter):
-    """A meta parameter that a checkpoint is to fill. A class, since that survives ``deepcopy``."""
+    """A meta parameter to be filled from a checkpoint. A class, since that survives ``deepcopy``."""
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
 
 
 class WithoutInit(TorchFunctionMode):
-    """Has those random functions of torch.nn.init that a mode sees, which the common layers call, fill in nan."""
+    """Makes the random functions of torch.nn.init that a mode can intercept fill in NaN."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -159,7 +159,7 @@ class WithoutInit(TorchFunctionMode):
 
 
 def fill_empty(tensor: Tensor) -> Tensor:
-    """Fill a tensor that a checkpoint is to fill with what is not a number, where its dtype has that."""
+    """Fill a tensor that awaits a checkpoint with NaN, if its dtype has that."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.detach().fill_(math.nan)
     return tensor
@@ -172,11 +172,11 @@ def _is_large(value: Any) -> TypeIs[Tensor]:
 
 
 def _unnamed_file(nbytes: int) -> Any:
-    """A storage in a mapped file without a name in the folder for temporary files."""
+    """A storage in an unnamed memory-mapped file in the temporary folder."""
     folder = tempfile.gettempdir()
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            # Without room a page that is written to ends the process. macOS cannot reserve any.
+            # On a full disk, writing to a page would kill the process. macOS cannot reserve space.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             # The mapping outlives the descriptor.
@@ -198,7 +198,7 @@ def release_pages(storage: torch.UntypedStorage) -> None:
 
 
 def _is_memory(folder: str) -> bool:
-    """Whether a folder is on a file system that keeps its files in memory; false where it is not known."""
+    """Whether a folder is on a file system that keeps its files in memory; false if unknown."""
     mounts, device = Path("/proc/self/mountinfo"), os.stat(folder).st_dev
     entry = rf"(?m)^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (tmpfs|ramfs) "
     return mounts.exists() and re.search(entry, mounts.read_text()) is not None
