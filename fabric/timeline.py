@@ -1,22 +1,22 @@
-"""Where the time of a step goes: a table of all ranks, with the one that the others wait for, and a trace.
+"""Time per phase of a training step: a table over all ranks that names the slowest one, and a trace.
 
 [Note: Timeline] A *span* is a phase (data, forward, backward, optimizer, save, ...), or a :class:`Wait`. A *step* of
-the loop ends with each ``step()`` of the optimizer that stepped first, whatever others do. Times are added up over
-*rounds*: from one beginning of such a ``step()`` to the next. Under DDP and FSDP all ranks have just synchronized then:
-a rank is late, and others wait for it, in the same round.
+the loop ends with each ``step()`` of the first optimizer that was stepped; other optimizers do not count. Times are
+summed over *rounds*, each from the start of one such ``step()`` to the start of the next. Under DDP and FSDP all ranks
+have just synchronized at that point, so a late rank and the waits that it causes fall into the same round.
 
 Under DDP and FSDP a phase lasts as long on every rank as on the slowest. So the time in which a rank may wait for
 others is measured separately: from its last gradient to the end of its backward pass, in the collectives of fabric and
-FSDP, and until DDP has broadcast its buffers. A rank has waited for as much of it as it has more than the rank with the
-least; the rest of a phase is its own. The others wait for the rank that has waited least, in the phase in which its own
-time is furthest above that of the fastest rank.
+FSDP, and until DDP has broadcast its buffers. The least such time of any rank is subtracted from that of each: the
+difference is what the rank waited, and the rest of the phase is its own. The others wait for the rank that waited
+least, in the phase where its own time most exceeds that of the fastest rank.
 
-On a CUDA device the times are those of its stream: an event is recorded at each end of a span, and read steps later,
-when the times are needed.
+On a CUDA device times are measured on its stream: an event is recorded at the start and the end of each span, and read
+only when the times are needed.
 
-[Note: Clocks] The times of a trace are those of rank 0's clock. Before it begins, all ranks enter a barrier, a few
-times. The least time from rank 0's entry to a rank's exit is the difference of their clocks plus the time of a barrier,
-which is the same for all to some tenths of a millisecond.
+[Note: Clocks] A trace uses rank 0's clock. Before it starts, all ranks enter a barrier several times. The shortest time
+from rank 0's entry to a rank's exit is the difference of their clocks plus the duration of a barrier, which is the same
+for all ranks to within some tenths of a millisecond.
 """
 
 import json
@@ -42,12 +42,12 @@ from fabric.module import FabricModule
 
 __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 
-Span = tuple[str, str, Any, Any]  # its name, the phase that it is a part of, and marks of its ends
+Span = tuple[str, str, Any, Any]  # its name, the phase around it, and marks of its start and end
 
-_OTHER, _END = "other", object()  # what is in no phase
-_KEPT, _MOST_SPANS = 100, 40_000  # the latest rounds; and spans of a trace, some megabytes in the store of the job
-_SHOWN = 0.01  # of a step: nothing is said of shorter waits
-_READINGS, _GRACE = 8, 10.0  # of the clocks; and seconds for which rank 0 waits for the spans of the others
+_OTHER, _END = "other", object()  # time in no phase
+_KEPT, _MOST_SPANS = 100, 40_000  # rounds kept; spans in a trace, which are some megabytes in the job's store
+_SHOWN = 0.01  # of a step: shorter waits are not shown
+_READINGS, _GRACE = 8, 10.0  # clock readings; seconds that rank 0 waits for the other ranks' spans
 
 
 class Wait(str):
@@ -55,14 +55,14 @@ class Wait(str):
 
 
 class Timeline:
-    """What a session does, from hooks around its phases, until it is closed; see ``[Note: Timeline]``.
+    """Measures the phases of a session, by hooks, until it is closed; see ``[Note: Timeline]``.
 
     Attributes:
-        now: a mark of the present time.
-        close: removes all hooks; what was measured stays.
-        steps: how many have ended.
-        on_step: called with that number when one has; ``bool`` outside of a profile.
-        trace: the latest spans, also of steps, as many as there is room for.
+        now: returns a mark of the current time.
+        close: removes all hooks; measurements are kept.
+        steps: number of finished steps.
+        on_step: called with ``steps`` after each step; ``bool`` outside of a profile.
+        trace: the latest spans, including those of steps, up to its ``maxlen``.
     """
 
     def __init__(self, session: Session) -> None:
@@ -75,7 +75,7 @@ class Timeline:
         self._open, self._spans = list[tuple[str, Any]](), list[Span]()
         self._rounds = deque[tuple[int, Any, Any, list[Span]]](maxlen=_KEPT)
         self._step_began = self._round_began = self.now()
-        self._is_disturbed = True  # this round, by something beside the loop
+        self._is_disturbed = True  # this round has work outside of the loop
         hooks = self._hooks = ExitStack()
         self.close = hooks.close
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -90,7 +90,7 @@ class Timeline:
         hooks.callback(setattr, session, "timeline", None)
 
     def watch(self, model: FabricModule) -> None:
-        """Note the forward passes of a module that was set up, and when its gradients and buffers are there."""
+        """Record the forward passes of a set-up module, and when its gradients and buffers are ready."""
         contract, undo = model._fabric_contract, self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
@@ -102,14 +102,14 @@ class Timeline:
                 undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
 
     def over(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches; the wait for each is a phase."""
+        """Yields the batches; fetching each is a phase."""
         fetch = self.during("data")(next)
         while (batch := fetch(batches, _END)) is not _END:
             yield batch
 
     @contextmanager
     def during(self, name: str, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
-        """A context that is a span, around another one."""
+        """A context recorded as a span, around ``inner``."""
         self._enter(name)
         try:
             with inner or nullcontext():
@@ -118,9 +118,9 @@ class Timeline:
             self._exit(name)
 
     def totals(self) -> dict[int, dict[str, list[float]]]:
-        """Of each phase its seconds, and those of waits in it, in the latest rounds, by their numbers.
+        """Seconds of each phase, and of possible waits in it, in the latest rounds, by number.
 
-        If no other has ended, of one that was disturbed or is under way. Waits for the device.
+        Disturbed or unfinished rounds only if there are no others. Waits for the device.
         """
         under_way = (0, self._round_began, self.now(), self._spans)
         rounds = [each for each in self._rounds if each[0]] or self._rounds or [under_way]
@@ -128,7 +128,7 @@ class Timeline:
         return {number: _total(*rest) for number, *rest in rounds}
 
     def wait(self) -> None:
-        """Wait for the device, in a round that is not to count."""
+        """Wait for the device, and exclude this round."""
         self._is_disturbed = True
         if self._is_cuda:
             torch.cuda.synchronize()
@@ -140,7 +140,7 @@ class Timeline:
             self._hooks.callback(each.remove, bound)
 
     def _is_here(self) -> bool:
-        return get_ident() == self._thread or in_backward()  # for which autograd has threads of its own
+        return get_ident() == self._thread or in_backward()  # autograd uses threads of its own
 
     def _enter(self, name: str) -> None:
         if self._is_here():
@@ -150,7 +150,7 @@ class Timeline:
     def _exit(self, name: str, *_: object) -> None:
         if self._is_here() and name in dict(self._open):
             end, each = self.now(), None
-            while each != name:  # an error may have left others open
+            while each != name:  # an error may have left spans open
                 each, begin = self._open.pop()
                 self._keep(each, begin, end, self._open[-1][0] if self._open else _OTHER)
             if name == "backward" and self._last_gradient is not None:
@@ -169,7 +169,7 @@ class Timeline:
 
     def _before_step(self, optimizer: Any, *_: object) -> None:
         if "optimizer" in dict(self._open):
-            return  # torch calls these for a step, and again for that of its base class
+            return  # torch calls the hooks again for the base class's step
         self._first = self._first or id(optimizer)
         if self._first == id(optimizer):
             now, number = self.now(), 0 if self._is_disturbed else self.steps
@@ -209,15 +209,15 @@ def _total(begin: Any, end: Any, spans: Sequence[Span]) -> dict[str, list[float]
 
 
 class Timings(NamedTuple):
-    """Where the steps of a job go; ``str()`` of it is a table in milliseconds.
+    """Time per phase of a job's steps; ``str()`` of it is a table in milliseconds.
 
     Attributes:
-        steps: how many it is of, the latest hundred at most. A step ends with each ``step()`` of the optimizer that
-            stepped first; without any, all is one step.
-        seconds: that one of them takes. All times are averages over them.
-        own: of each phase, by rank: what it took without what the rank waited for others.
-        waited: that, by rank.
-        delays: for a rank and its phase, how long the others waited because of it, the longest first.
+        steps: number of steps measured: the latest, at most 100. A step ends with each ``step()`` of the first
+            optimizer that was stepped; without any, everything is one step.
+        seconds: duration of a step. All times are averages over the steps.
+        own: each phase's time by rank, without the time that the rank waited for others.
+        waited: the time that each rank waited for others.
+        delays: by rank and phase, how long the others waited because of it, the longest first.
     """
 
     steps: int
@@ -228,7 +228,7 @@ class Timings(NamedTuple):
 
     @property
     def slowest(self) -> tuple[int, str] | None:
-        """The rank that the others wait for longest, and its phase; None where there are no others."""
+        """The rank that the others wait for longest, and its phase; None if there is one rank."""
         return next(iter(self.delays), None)
 
     def __str__(self) -> str:
@@ -245,13 +245,13 @@ class Timings(NamedTuple):
 
 
 def timings(session: Session) -> Timings:
-    """``fabric.timings()``, under ``Fabric(timings=True)`` and from a profile on: of the latest steps. Collective."""
+    """``fabric.timings()`` of the latest steps, with ``Fabric(timings=True)`` or after a profile. Collective."""
     if session.measured is None:
         raise UsageError("fabric.timings()", "nothing has been measured", suggestion="Fabric(timings=True), profile()")
     rounds = session.runtime.communicator.gather_objects(session.measured.totals())
     numbers = [number for number in rounds[0] if all(number in each for each in rounds)]
     names = list(dict.fromkeys(name for number in numbers for each in rounds for name in each[number]))
-    # In dimensions of rounds, ranks and phases.
+    # Dimensions: rounds, ranks, phases.
     rows = [[[each[number].get(name, [0.0, 0.0]) for name in names] for each in rounds] for number in numbers]
     took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     waits = called - called.amin(1, keepdim=True)
@@ -269,19 +269,19 @@ def timings(session: Session) -> Timings:
 def profile(session: Session, path: str | os.PathLike[str], steps: range | None) -> Iterator[None]:
     """``fabric.profile(path, steps)``: a context that writes one trace, for ui.perfetto.dev or ``chrome://tracing``.
 
-    Collective on entering. The trace has the phases of every step (data, forward, backward, optimizer, save) and the
-    collectives of each process, in the time of the first one. It is written after the last of the steps, or where the
-    context ends, be it early: the first process waits ten seconds at most for one that does not get there.
+    Collective on entry. The trace has the phases of every step (data, forward, backward, optimizer, save) and the
+    collectives of each process, on rank 0's clock. It is written after the last of the steps, or when the context
+    exits, even early: rank 0 waits at most ten seconds for the other processes.
 
     Args:
-        session: of this process.
-        path: the file, on the first process; ``.json`` may be left out.
-        steps: those that follow each other, counted from 0 where the context begins; None for all. A step ends with
-            each ``step()`` of the optimizer that stepped first.
+        session: the session of this process.
+        path: the file, written on rank 0; ``.json`` may be omitted.
+        steps: a contiguous range, counted from 0 at the start of the context; None for all. A step ends with each
+            ``step()`` of the first optimizer that was stepped.
 
     Raises:
-        ConfigurationError, UsageError: other steps; another profile is under way.
-        OSError: the first process cannot write there, of which the others raise a UsageError.
+        ConfigurationError, UsageError: ``steps`` is no such range; another profile is active.
+        OSError: rank 0 cannot write there; the other ranks raise a UsageError.
     """
     request, steps = f"fabric.profile({path!r}, {steps=})", range(2**62) if steps is None else steps
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
@@ -309,7 +309,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     def finish(mark: Any, began: int) -> None:
         for name, _, begin, end in timeline.trace:
             add("X", name, began + _nanoseconds(mark, begin), 0, dur=_nanoseconds(begin, end) / 1e3)
-        for number, (name, begin, end) in enumerate(calls):  # they overlap, for which there are events of two ends
+        for number, (name, begin, end) in enumerate(calls):  # they overlap, so each is a pair of events
             add("b", name, begin, 1, id=f"{store.rank}/{number}")
             add("e", name, end, 1, id=f"{store.rank}/{number}")
 
@@ -333,7 +333,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
                 target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
                 if missing := {*everyone} - found.keys():
                     warnings.warn(f"{target} lacks {in_words(missing)}, which did not get to its end", stacklevel=2)
-        except (OSError, RuntimeError) as error:  # which must not end a job, nor take the place of another error
+        except (OSError, RuntimeError) as error:  # must not end the job or hide another error
             warnings.warn(f"{target} was not written: {error}", stacklevel=2)
 
     with nullcontext(current) if current else closing(Timeline(session)) as timeline, ExitStack() as ends:
