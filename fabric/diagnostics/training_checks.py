@@ -1,19 +1,18 @@
-"""Checks of the first steps of each optimizer, for training that does not train.
+"""Checks in the first steps of each optimizer that find silent training mistakes.
 
-[Note: Training checks] Some mistakes cost nothing but the result: gradients that never arrive or are not reduced yet,
-replicas that drift apart. Hooks around an optimizer's first steps look for them, and are then removed. Fingerprints of
-the replicas are compared through the store, never by a collective: the first rank writes its own, each other compares
-with that, and writes its own beside it if they differ. Those that saw no difference look for one again after the next
-backward pass, which needs every rank. So the store, which is in the memory of one node, holds two fingerprints at most,
-however many ranks there are.
+[Note: Training checks] Some mistakes raise no error and only spoil the result: gradients that never arrive or are not
+reduced yet, replicas that drift apart. Hooks around an optimizer's first steps check for them and are then removed.
+Fingerprints of the replicas are compared through the store, never by a collective: the rank that is first writes its
+own; each other rank compares with that and, if they differ, writes its own beside it. The other ranks check for one
+again after the next backward pass, which needs every rank. So the store, which is in the memory of one node, holds at
+most two fingerprints, however many ranks there are.
 
-Only what is certainly wrong is an error. A gradient that is missing is one where the strategy needs it; elsewhere it is
-a warning, at the last of these steps. Parameters of no set-up module are taken for replicas, since the user may
-synchronize them: they may not differ.
+Only certain mistakes are errors. A missing gradient is an error if the strategy needs it, and otherwise a warning at
+the last of these steps. Parameters outside of set-up modules count as replicas, since the user may synchronize them:
+they must not differ.
 
-What was not set up is seen by one hook on the first steps of all optimizers of the process: an optimizer that steps
-with scaled gradients or with parameters that are no model's any more, a module or a loader that each rank has for
-itself.
+One hook on the first steps of all optimizers of the process finds what was not set up: an optimizer that steps with
+scaled gradients or with parameters that a model no longer has, or a module or loader that is separate on each rank.
 """
 
 import hashlib
@@ -44,8 +43,8 @@ from fabric.tree import parameters_of
 __all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
 _STEPS = 2
-_STEPS_OF_ALL = 6  # of all optimizers together: one step may follow five of another
-_MOST_STEPS = 20  # of an optimizer that never seems to have stepped, since it clears its gradients within the step
+_STEPS_OF_ALL = 6  # of all optimizers together: one may step five times before another
+_MOST_STEPS = 20  # of an optimizer that seems never to step because it clears its gradients in the step
 _OFF = "Fabric(check_training=False) if this is meant"
 _GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _LONGEST = 400  # characters of a list of parameters
@@ -62,9 +61,9 @@ class TrainingChecks:
     Args:
         optimizer: the optimizer.
         name: identifies it, the same on all ranks.
-        contracts: those of the modules that are set up.
-        store: where ranks leave fingerprints for each other.
-        backward: what is called around backward passes.
+        contracts: those of the set-up modules.
+        store: where ranks exchange fingerprints.
+        backward: hooks around backward passes.
     """
 
     def __init__(self, optimizer: Optimizer, name: str, contracts: Contracts, store: JobStore, backward: Hooks) -> None:
@@ -81,7 +80,7 @@ class TrainingChecks:
         self._hooks.callback(backward.after.remove, self._after_backward)
 
     def close(self) -> None:
-        """Remove all hooks; never from within one of the optimizer."""
+        """Remove all hooks; not to be called in an optimizer's hook."""
         self._hooks.close()
 
     @property
@@ -89,13 +88,13 @@ class TrainingChecks:
         return self._steps >= _STEPS or self._calls > _MOST_STEPS or self._optimizer() is None
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
-        """Note which parameters have gradients, and read what other ranks wrote after the step before."""
+        """Record which parameters have gradients, and read what other ranks wrote after the last step."""
         if error is None and (optimizer := self._optimizer()) is not None:
             self._backwards += 1
             self._note_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
             self._synchronized += any(each.synchronizes() for each in self._contracts)
-            # Of what is sharded a rank may hold nothing, and then counts no steps.
+            # A rank may hold an empty shard, and then counts no steps.
             skips = self._is_finished or not self._had_gradient
             ahead = None if skips else self._store.get_nowait(self._key("first", 1))
             if ahead and json.loads(ahead)[2] < self._synchronized:
@@ -156,7 +155,7 @@ class TrainingChecks:
             )
 
     def _note_gradients(self, optimizer: Optimizer) -> set[int]:
-        """Note which parameters have gradients; the ids of all that are trained."""
+        """Record which parameters have gradients; returns the ids of all trained ones."""
         trained = _trained(optimizer)
         self._had_gradient |= _with_gradient(trained)
         return _ids(trained)
@@ -175,7 +174,7 @@ class TrainingChecks:
         if self._store.size == 1:  # nothing has to be synchronized
             return
         names = {id(parameter): name for each in self._contracts for name, parameter in each.replicated().items()}
-        # A sharded one reduces its gradients itself.
+        # Sharded parameters reduce their gradients.
         foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(self._contracts)
         for number, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) in foreign:
@@ -198,12 +197,12 @@ class TrainingChecks:
         return f"first steps{scope}/{self._name}/{self._steps + ahead}/{which}"
 
     def _compare(self, published: bytes | None) -> None:
-        """Raise if this is another rank's fingerprint, and not that of this one."""
+        """Raise if another rank's fingerprint differs from this rank's."""
         if published is None:
             return
         own, (other, theirs, _) = self._store.rank, json.loads(published)
         pairs = zip(self._names, self._fingerprint, theirs, strict=False)
-        # None, if other parameters of no set-up module have gradients there.
+        # None if that rank has gradients of other foreign parameters.
         if different := [name for name, mine, its in pairs if mine != its]:
             raise UsageError(
                 f"step {self._steps} of {self._kind} on rank {own}",
@@ -214,12 +213,12 @@ class TrainingChecks:
 
 
 class SetupChecks:
-    """Checks of the first steps of all optimizers, for what was not set up; see ``[Note: Training checks]``.
+    """Checks in the first steps of all optimizers for what was not set up; see ``[Note: Training checks]``.
 
     Args:
         contracts, store, backward: as for :class:`TrainingChecks`.
-        optimizers: those that are set up.
-        loaders: those that are set up.
+        optimizers: set-up optimizers.
+        loaders: set-up loaders.
         check: raises for optimizers that cannot be set up.
         scales: whether backward passes scale gradients.
     """
@@ -232,7 +231,7 @@ class SetupChecks:
         self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
         self._backwards = self._calls = 0
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._numbers, self._is_used = count(), False  # whether one was ever set up
+        self._numbers, self._is_used = count(), False  # has one been set up
         self._all, self._hooks = ExitStack(), ExitStack()
         self._all.callback(self._hooks.close)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
@@ -240,13 +239,13 @@ class SetupChecks:
         self._hooks.callback(backward.after.remove, self._after_backward)
 
     def watch(self, optimizer: Optimizer, name: str = "") -> None:
-        """Watch its first steps, and those after it has got further parameters."""
+        """Check an optimizer's first steps (again, once it has more parameters)."""
         self._is_used |= not name
         name = name or str(next(self._numbers))
         self._all.callback(TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close)
 
     def on_param_group(self, optimizer: Optimizer) -> None:
-        """Look at an optimizer that has got parameters since it was set up: at once, and after the next backward."""
+        """Check an optimizer that got parameters after setup: at once, and after the next backward."""
         self._check([optimizer])
         held_weakly = ref(optimizer)
 
@@ -255,11 +254,11 @@ class SetupChecks:
             if (extended := held_weakly()) is not None:
                 self.watch(extended)
 
-        # This is within a hook of the optimizer, where it can get no other.
+        # This runs in an optimizer's hook, where no other can be added.
         self._backward.after.append(watch)
 
     def close(self) -> None:
-        """Remove the hooks of all checks; never from within one of an optimizer."""
+        """Remove the hooks of all checks; not to be called in an optimizer's hook."""
         self._all.close()
 
     def _after_backward(self, loss: Tensor, error: BaseException | None) -> None:
@@ -297,7 +296,7 @@ class SetupChecks:
         if self._store.size == 1 or not is_first:
             return
         missing = ""
-        # Latent tensors may well be each rank's own; parameters that are sharded are not.
+        # Each rank may have latent tensors of its own; sharded parameters are no problem.
         if not (self._contracts or self._is_used) and nn.Parameter in map(type, trained):
             self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
             missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
@@ -309,13 +308,13 @@ class SetupChecks:
 
 
 def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
-    """Raise on every rank the error of the first that has one, or a UsageError for another model. Collective.
+    """Raise on every rank the first rank's error, or a UsageError if the models differ. Collective.
 
     Args:
         communicator: all ranks.
         root: the model.
-        error: a FabricError, why this rank cannot set it up; None if it can.
-        plan: what will be made of which part, as text tells it.
+        error: the FabricError of this rank, which cannot set it up; or None.
+        plan: how each part will be set up; compared by its ``repr``.
     """
     with real_tensors():  # in a dry run, too
         own = torch.tensor(0 if error else _digest(root, plan), device=communicator.device)
@@ -329,7 +328,7 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: Any = N
 
 
 def _digest(root: nn.Module, plan: object) -> int:
-    """A digest of the names of parameters and buffers, which of them are one tensor, their shapes and dtypes; not 0."""
+    """A nonzero digest of parameters and buffers: names, shapes, dtypes, and which names share a tensor."""
     tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
     numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
     layout = [
@@ -340,7 +339,7 @@ def _digest(root: nn.Module, plan: object) -> int:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
-    """A number of 64 bits for each tensor, which depends on every bit of it and on its place.
+    """A 64-bit number for each tensor, which depends on all bits and their places.
 
     Waits for the device once.
     """
@@ -349,7 +348,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Odd weights make every single bit count; integers wrap around, the same on every device."""
+    """A checksum: odd weights make every bit count; integers wrap around alike on all devices."""
     bits = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(_CHUNK):
@@ -371,13 +370,14 @@ def _set_up(contracts: Iterable[GradientContract]) -> set[int]:
 
 
 def _has_nan(parameter: Tensor) -> bool:
-    # Numbers of one byte and quantized tensors have no such test, or no such value.
+    # One-byte and quantized dtypes have no isnan, or no NaN.
     tensor = local_tensor(parameter)
     return type(tensor) in (Tensor, nn.Parameter) and tensor.element_size() > 1 and bool(tensor.isnan().any())
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:
-    # Of a sharded parameter a rank may hold nothing at all, and then has no gradient to show.
+    # A rank may hold an empty shard of a parameter, and then has no gradient for it.
+
     return [each for each in parameters_of(optimizer) if each.requires_grad and local_tensor(each).numel()]
 
 
