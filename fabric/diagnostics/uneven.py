@@ -1,16 +1,16 @@
-"""Ranks with different numbers of batches: an error and not a hang, and the order of modules in ``fabric.join``.
+"""Detection of uneven numbers of batches, which would hang the job, and of the module order in ``fabric.join``.
 
-[Note: Uneven inputs] A *step* is a forward pass after which the ranks synchronize gradients, or one of a sharded model,
-in which they gather parameters; all ranks have to take the same steps and, in between, the same collectives. A rank
-that has run out of batches goes on to a collective, to the end of the job or, under a strategy that shards, to a loop
-of other steps, while another takes one more step and waits. Each of the two publishes how far it is and then reads how
-far the other is: the second of the two sees that the orders differ. None of this is a collective.
+[Note: Uneven inputs] A *step* is a forward pass after which ranks synchronize gradients, or a forward pass of a sharded
+model, which gathers parameters. All ranks must take the same steps and, between them, the same collectives. A rank that
+has run out of batches continues with a collective, the end of the job or, under a sharded strategy, a loop of other
+steps, while another rank takes one more step and waits. Each of the two publishes its progress and then reads the
+other's, so whichever reads last sees the mismatch. None of this is a collective.
 
-Under ``HYBRID_SHARD`` a forward pass without synchronization is a step of those ranks alone that gather together. So
-there are two numbers of each: one for neighbors that gather with this rank, of all its steps, and one for the others.
+Under ``HYBRID_SHARD`` a forward pass without synchronization is a step only of the ranks that gather together. So each
+count is kept twice: of all steps, for neighbors that gather with this rank, and another for the other neighbors.
 
-It is done where it can matter: after the end of an iteration over a prepared loader, if the loaders of neighboring
-ranks have different lengths, or unknown ones.
+The check runs only where it can matter: after the end of an iteration over a prepared loader, if the loaders of
+neighboring ranks have different or unknown lengths.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,21 +39,21 @@ class _Iteration:
     unseen: list[int]
     """Neighbors whose length is not known yet."""
     has_orders: bool = False
-    """Whether each iteration has its own order, of which the ranks have shares."""
+    """Whether ranks share an order that is drawn anew in each iteration."""
     is_checked: bool = False
-    """Whether its end has been."""
+    """Whether its end was checked."""
 
 
 class UnevenInputDetector:
     """Compares the order of steps and collectives of this rank with its neighbors'; see ``[Note: Uneven inputs]``.
 
     Args:
-        recorder: of this process, which counts the collectives.
-        store: where the ranks publish how far they are.
-        bypass: calls :meth:`on_forward`, once that may matter.
+        recorder: this process's recorder, which counts collectives.
+        store: where the ranks publish their progress.
+        bypass: calls :meth:`on_forward` once it may matter.
 
     Attributes:
-        passes: forward passes of joined modules, in the latest ``fabric.join``.
+        passes: forward passes of joined modules in the latest ``fabric.join``.
     """
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
@@ -70,16 +70,16 @@ class UnevenInputDetector:
         self._trained: _Iteration | None = None
 
     def on_epoch(self, loader: str, progress: Any, length: int | None, has_orders: bool = False) -> None:
-        """Note that an iteration over a loader begins.
+        """Record the start of an iteration over a loader.
 
         Args:
             loader: its name, the same on all ranks.
-            progress: of the iteration; counts the batches that it has ``received``, and says when it has ``finished``.
-            length: number of batches that it will have; None when that is not known.
-            has_orders: whether the ranks share an order that is another one in each iteration.
+            progress: of the iteration: the number of batches ``received``, and whether it has ``finished``.
+            length: number of batches in the iteration; None if unknown.
+            has_orders: whether the ranks share an order that is drawn anew in each iteration.
         """
         self._begun[loader] = number = self._begun.get(loader, 0) + 1
-        # In one place for all iterations over a loader: jobs are long, and the store is in the memory of one node.
+        # One key for all iterations over a loader: jobs are long, and the store is in one node's memory.
         self._store.publish(topic := f"batches/{loader}", [number, length, has_orders])
         published = self._store.read(topic, self._neighbors if number == 1 else ())
         for other, (*_, theirs) in published.items():
@@ -91,11 +91,11 @@ class UnevenInputDetector:
         self._watch()
 
     def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
-        """Note that a forward pass begins, of a sharded module or of one with a guard: it may be a step.
+        """Record the start of a forward pass, which may be a step, of a sharded or guarded module.
 
         Raises:
-            UsageError: another rank has run out of batches, and will not take it; or it is another joined module's
-                turn.
+            UsageError: another rank has run out of batches and will not take this step; or another joined module
+                comes first.
         """
         if guard in self._joined:
             self._check_order(guard)
@@ -116,7 +116,7 @@ class UnevenInputDetector:
         if latest is None:
             return
         is_first = latest is not self._trained and latest.progress.received > 0 and not latest.progress.finished
-        # Else the ranks may well be in different iterations.
+        # Otherwise ranks may be in different iterations.
         same_iteration = is_first and latest.has_orders and not self._lengths_differ
         if is_first:
             self._trained = latest
@@ -134,11 +134,11 @@ class UnevenInputDetector:
                 self._refuse(f"step {step} of rank {self._rank}", step, other, batches, self._rank)
 
     def check(self, entry: Entry, collective: Collective) -> None:
-        """Compare before a collective over all ranks; a check of the flight recorder.
+        """Compare progress before a collective over all ranks; called by the flight recorder.
 
         Raises:
-            UsageError: this rank has run out of batches while another takes one more step; or ranks go on without each
-                other.
+            UsageError: this rank has run out of batches while another takes one more step; or it is called inside of
+                ``fabric.join``.
         """
         if entry.group != JOB:
             return
@@ -148,20 +148,20 @@ class UnevenInputDetector:
         self._check_ends()
 
     def finish(self) -> None:
-        """Compare at the end of the job, as :meth:`check` does."""
+        """Compare progress at the end of the job, like :meth:`check`."""
         # The rank that hosts the store may have finished before.
         with suppress(dist.DistError):
             self._check_ends(is_end=True)
 
     @contextmanager
     def joined(self, guards: Sequence[BypassGuard]) -> Iterator[None]:
-        """Within, ranks take different numbers of steps, which are not counted, and no collectives.
+        """A context in which ranks may take different numbers of steps (not counted) but no collectives.
 
         Args:
-            guards: those of the joined modules, in order.
+            guards: the guards of the joined modules, in order.
 
         Raises:
-            UsageError: inside of another one.
+            UsageError: already inside of one.
         """
         if self._joined:
             raise UsageError("fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):")
@@ -185,8 +185,8 @@ class UnevenInputDetector:
     def _check_order(self, guard: BypassGuard) -> None:
         """Raise unless joined modules run in the order in which ranks without batches shadow them.
 
-        Those ranks make, module by module, the collectives of one forward pass and of the backward pass after it. In
-        another order the collectives of different modules would meet.
+        Those ranks issue, module by module, the collectives of a forward and a backward pass. In another order,
+        collectives of different modules would be matched.
         """
         turn = self.passes % len(self._joined)
         previous, expected = self._joined[turn - 1], self._joined[turn]
@@ -207,14 +207,14 @@ class UnevenInputDetector:
         )
 
     def _check_loops(self, neighbors: Sequence[int], own: Any, same_iteration: bool) -> None:
-        """Raise if a neighbor takes the same step in another loop, and it is of another kind or another order."""
+        """Raise if a neighbor takes the same step in another loop, of a different kind or order."""
         for other, (steps, _, theirs) in self._store.read("step", neighbors).items():
             step = self._steps[scope := other not in self._bypass.peers]
             if steps[scope] != step or theirs[:2] == own[:2]:
                 continue
             request = f"step {step} of rank {self._rank}"
             if theirs[2] != own[2]:
-                # Whoever has begun more iterations is in the later loop.
+                # The rank that began more iterations is in the later loop.
                 (_, ended, early), (*_, late) = sorted([[*own[3:], self._rank], [*theirs[3:], other]], reverse=True)
                 self._refuse(request, step, early, ended, late)
             if same_iteration and theirs[0] == own[0]:
@@ -227,13 +227,13 @@ class UnevenInputDetector:
                 )
 
     def _check_ends(self, is_end: bool = False) -> None:
-        """Compare for the iterations that have ended since; the end of the job counts as one more collective."""
+        """Compare for newly ended iterations; the end of the job counts as one more collective."""
         collectives = [self._recorder.counts[JOB] - before + is_end for before in self._counted]
         found = [one for one in (self._latest, self._trained) if one and not one.is_checked and one.progress.finished]
         for iteration in found:
             iteration.is_checked = True
             self._compare_lengths(iteration)
-        # A neighbor that has published nothing yet may find that it has more.
+        # A neighbor that has not published yet may still have more batches.
         if not found or not (self._lengths_differ or any(iteration.unseen for iteration in found)):
             return
         batches = found[0].progress.received
@@ -249,7 +249,7 @@ class UnevenInputDetector:
         for other, (number, length, _) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
             if number >= iteration.number:
                 iteration.unseen.remove(other)
-                # One in a later iteration ended this one earlier, after an unknown number of batches.
+                # A neighbor in a later iteration ended this one after an unknown number of batches.
                 self._lengths_differ |= number > iteration.number or length != iteration.length
 
     def _refuse(self, request: str, step: int, early: int, batches: int, late: int) -> NoReturn:
