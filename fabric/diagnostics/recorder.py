@@ -1,16 +1,15 @@
-"""The flight recorder: what this process is doing, as notes that checks and hang reports read; signatures of calls.
+"""The flight recorder: records what this process is doing, for checks and hang reports; signatures of calls.
 
-[Note: Hooks] Each diagnostic adds functions to those that are called before and after each forward pass of a module and
-each backward pass. They are called in the order in which they were added. The flight recorder is first, so that it
-notes the end of a phase even if a later one raises. Around an optimizer's step they are torch's own hooks, in the same
-order.
+[Note: Hooks] Each diagnostic adds functions that are called before and after every forward pass of a module and every
+backward pass, in the order in which they were added. The flight recorder's are first, so that it records the end of a
+phase even if a later one raises. Around an optimizer's step, torch's own hooks are used, in the same order.
 
-[Note: Signatures] The first message of a call carries a checksum of what has to be the same on every rank: operation,
-reduction, names, shapes, dtypes. It is a gather of rows, as long for every call, since the backends abort or hang where
-lengths differ between ranks. What a rank reduces or gathers stands in its row behind the checksum if there is room, and
-each rank reduces the rows in the order of ranks; else the call follows. In a group of many ranks, where rows would take
-much room, a maximum of the checksum and of its negative goes before each call. All ranks look at the checksums of all,
-so that all raise or none. A rank that cannot make its call sends one that agrees with none.
+[Note: Signatures] The first message of a call carries a checksum of what must be the same on every rank: operation,
+reduction, names, shapes, dtypes. It is an all-gather of rows of one fixed length, since the backends abort or hang if
+lengths differ between ranks. If the data of a reduction or gather fits into the row after the checksum, it is sent
+there, and each rank reduces the rows in rank order; otherwise the call follows. In large groups, where rows would take
+much memory, a max-reduction of the checksum and its negative precedes each call. Every rank sees whether all checksums
+agree, so either all ranks raise or none. A rank that cannot make its call sends a checksum that matches no other.
 """
 
 import contextlib
@@ -44,20 +43,20 @@ JOB = "job"
 STEP = "optimizer step"
 HEADING = "where each rank is:"
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
-_NAMED = 8  # ranks that are named one by one
-# Frames of these are not where the user called.
+_NAMED = 8  # ranks named one by one
+# Frames in these are not user code.
 _NOT_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
 
 _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
-_MOST_UNREAD = 256  # signatures that stay on the device at most
+_MOST_UNREAD = 256  # most signatures left on the device
 _FAILED = 1 << 32  # the checksum of a rank that cannot make its call
-_ROW, _HEAD = 8192, 16  # bytes of a row, and of what its checksum takes of it
-_FEW = 16  # ranks at most whose rows are gathered
+_ROW, _HEAD = 8192, 16  # bytes of a row, and of its checksum
+_FEW = 16  # largest group whose rows are gathered
 
 
 class CallSite(NamedTuple):
-    """The place of a call; its text is made only when it is needed."""
+    """The place of a call, formatted only when needed."""
 
     file: str
     line: int
@@ -67,15 +66,15 @@ class CallSite(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A collective that was begun.
+    """A collective that has started.
 
     Attributes:
-        group: names the group; of a message the group and its two ranks.
-        members: the ranks of the job that have to make the call, in the order of the group.
-        number: of this collective among those of the group, from 1.
+        group: the name of the group; for a message, of the group and its two ranks.
+        members: the global ranks that must make the call, in group order.
+        number: the number of this collective in its group, from 1.
         operation: its name, as the user called it.
-        name: of a barrier, else empty.
-        place: of the user's call, as text or what becomes one.
+        name: the name of a barrier, else empty.
+        place: the place of the user's call; ``str()`` of it is the text.
     """
 
     group: str
@@ -90,7 +89,7 @@ class Entry(NamedTuple):
 
 
 def user_call(frame: FrameType | None) -> CallSite | None:
-    """The innermost call from here outwards in code that is neither fabric's nor torch's; None when there is none."""
+    """The innermost call, from ``frame`` outwards, in code outside of fabric and torch; None if there is none."""
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_USERS):
         frame = frame.f_back
     return None if frame is None else CallSite(frame.f_code.co_filename, frame.f_lineno)
@@ -106,11 +105,11 @@ def in_words(ranks: Collection[int]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Hooks:
-    """What is called around a part of the program; see ``[Note: Hooks]``.
+    """Functions called around a part of the program; see ``[Note: Hooks]``.
 
     Attributes:
         before: called without arguments.
-        after: called as ``after(result, error)``, also when the part raised. The result is the output of a forward
+        after: called as ``after(result, error)``, even if the part raised. The result is the output of a forward
             pass, None after an error, or the loss of a backward pass.
     """
 
@@ -119,41 +118,41 @@ class Hooks:
 
 
 def hook_place(handle: Any) -> tuple[Any, int, Any]:
-    """The dict that has a hook of torch, its key there, and the hook, so that it can be removed and put back."""
+    """The dict that holds a torch hook, its key, and the hook, so that it can be removed and put back."""
     hooks = handle.hooks_dict_ref()
     return hooks, handle.id, hooks[handle.id]
 
 
 class FlightRecorder:
-    """What this process is doing. One thread writes plain attributes; that of the hang reports reads them as they are.
+    """Records what this process is doing, in plain attributes that the hang reports' thread reads without a lock.
 
     A *phase* is a part of the user's program in which torch issues collectives by itself: a forward or backward pass,
     an optimizer step.
 
     Args:
-        report: what each rank is doing, for the error of a collective that timed out.
+        report: returns what each rank is doing, for the error of a collective that timed out.
 
     Attributes:
-        process: the process that made this, the only one that the other ranks know.
-        thread: the thread that made this, whose stack is of interest.
-        phase: the one that this process is in.
-        counts: how many collectives of each group, and how many phases of each name, have been begun.
+        process: the process that created this; the other ranks are connected to it alone.
+        thread: the thread that created this, whose stack is reported.
+        phase: the current phase.
+        counts: number of collectives started per group, and of phases per name.
         newest: the key in ``counts`` of the latest one.
         calls: the collective that each thread is in.
-        latest: the latest collective that was begun.
-        checks: called in this order before each collective moves anything; each raises if it must not.
-        phase_checks: likewise, with its name, before each phase that all ranks have to begin.
-        param_groups: how many each optimizer has, by its id.
-        on_param_group: called before the step of an optimizer that has got another one.
-        unread: the signatures that calls have left on the device, and the call.
-        around: returns a context for each collective, which is made in it.
+        latest: the collective started last.
+        checks: called in order before each collective sends data; each raises if it must not run.
+        phase_checks: likewise, with the phase's name, before each phase that all ranks must start.
+        param_groups: number of each optimizer's groups, by its id.
+        on_param_group: called before the step of an optimizer whose number of groups is new.
+        unread: signatures still on the device, with their calls.
+        around: returns the context in which a collective runs.
     """
 
     def __init__(self, report: Callable[[], str] = str) -> None:
         self._report = report
         self.process, self.thread = os.getpid(), threading.get_ident()
         self.phase: str | None = None
-        # The phases that this one is a part of.
+        # The phases around the current one.
         self._outer: list[str | None] = []
         self.counts: dict[str, int] = defaultdict(int)
         self.newest = ""
@@ -168,29 +167,29 @@ class FlightRecorder:
         self.around: Callable[[Entry], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 
     def hooks(self, phase: str) -> Hooks:
-        """Hooks that note a phase."""
+        """Hooks that record a phase."""
         return Hooks([partial(self.enter, phase)], [self.exit])
 
     def enter(self, phase: str) -> None:
-        """Note that a phase begins."""
+        """Record a phase's start."""
         self.counts[phase] += 1
-        # A step that is still noted ended in an error, or goes on after its closure, where torch issues no collectives.
+        # A step still recorded has raised, or continues after its closure, where torch issues no collectives.
         self._outer.append(None if self.phase is STEP else self.phase)
         self.phase = self.newest = phase
 
     def exit(self, result: object = None, error: BaseException | None = None) -> None:
-        """Note that the phase is over, and add the report to the error that ended it."""
+        """Record the end of the phase, and add the report to an error that ended it."""
         if error is not None:
             self.annotate(error)
         self.phase = self._outer.pop()
 
     @property
     def step(self) -> int:
-        """The number of the present step of an optimizer, or of the next one, from 1."""
+        """The number of the current optimizer step, or of the next one, from 1."""
         return self.counts.get(STEP, 0) + (self.phase is not STEP)
 
     def enter_step(self, optimizer: Any, *_: object) -> None:
-        """Note that an optimizer begins a step; a hook before it."""
+        """Record an optimizer step's start; its pre-hook."""
         self.phase = self.newest = STEP
         self.counts[STEP] += 1
         if len(optimizer.param_groups) != self.param_groups.get(id(optimizer)):
@@ -198,12 +197,12 @@ class FlightRecorder:
             self.param_groups[id(optimizer)] = len(optimizer.param_groups)
 
     def exit_step(self, *_: object) -> None:
-        """Note that it is over; a hook after it."""
+        """Record the step's end; its post-hook."""
         self.phase = None
 
     @contextlib.contextmanager
     def during(self, phase: str, needs_all_ranks: bool = False) -> Iterator[None]:
-        """A context that is a phase, of those that wait for the device."""
+        """A context recorded as a phase that waits for the device."""
         self.check_agreed()
         self.enter(phase)
         try:
@@ -216,7 +215,7 @@ class FlightRecorder:
         self.exit()
 
     def check_forward(self, title: str, is_sharded: bool, synchronizes: Callable[[], bool]) -> None:
-        """Check a forward pass that begins, and the next backward pass, if all ranks have to make them."""
+        """Check a starting forward pass, and the next backward pass, if all ranks must run them."""
         trains = torch.is_grad_enabled()
         if is_sharded or (trains and synchronizes()):
             self._awaits_backward |= trains
@@ -224,16 +223,16 @@ class FlightRecorder:
                 check(f"forward of {title}")
 
     def check_backward(self) -> None:
-        """Check a backward pass that begins, if it is the first one after such a forward pass."""
+        """Check a starting backward pass, if it is the first after such a forward pass."""
         is_awaited, self._awaits_backward = self._awaits_backward, False
         for check in self.phase_checks if is_awaited else ():
             check("backward")
 
     def check_agreed(self) -> None:
-        """Read the signatures that are still on the device; where it is waited for anyway.
+        """Read the signatures still on the device; called where the device is waited for anyway.
 
         Raises:
-            CollectiveMismatchError: the ranks made different calls; every rank raises it where it reads that.
+            CollectiveMismatchError: the ranks made different calls; every rank raises when it reads this.
         """
         unread, self.unread = self.unread, []
         for front, call in unread:
@@ -247,7 +246,7 @@ class FlightRecorder:
                 )
 
     def annotate(self, error: BaseException) -> None:
-        """Add the report as a note, if this is the error of a collective that timed out and has none yet."""
+        """Add the report as a note to the error of a collective that timed out, if it has none yet."""
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         late = isinstance(error, RuntimeError) and any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT)
         if late and HEADING not in text and (report := self._report()):
@@ -255,15 +254,15 @@ class FlightRecorder:
 
 
 class RecordedCommunicator(Communicator):
-    """Any communicator, with a note of each collective in the flight recorder, and checks before each.
+    """A wrapper of any communicator: records each collective and runs the checks before it.
 
     The error of a collective that times out gets the report as a note.
 
     Args:
-        inner: what carries the data.
-        recorder: of this process; its checks are made before each collective.
-        name: the same on all members, and different for each group.
-        ranks: the members by their rank in the job, in the order of the group; None for all.
+        inner: the communicator that transfers the data.
+        recorder: this process's recorder; its checks run before each collective.
+        name: the same on all members, and unique to the group.
+        ranks: the members' global ranks, in group order; None for all.
     """
 
     def __init__(
@@ -303,7 +302,7 @@ class RecordedCommunicator(Communicator):
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
         place = collective.call and collective.call.place
-        place = place or user_call(sys._getframe(1)) or "a backward pass"  # whose threads are autograd's own
+        place = place or user_call(sys._getframe(1)) or "a backward pass"  # in autograd's own threads
         entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry
@@ -320,14 +319,14 @@ class RecordedCommunicator(Communicator):
             del recorder.calls[thread]
 
     def _run_signed(self, collective: Collective, entry: Entry) -> Any:
-        """Make a call, and raise on all ranks if they do not make the same one; see ``[Note: Signatures]``."""
+        """Make a call, and raise on all ranks if their calls differ; see ``[Note: Signatures]``."""
         call, recorder = collective.call, self._recorder
         if call is None or call.text is None:
             return self._inner.run(collective)
         signed, fits = sign(collective, call.text, self.size)
         result, on_cpu = self._inner.run(signed), self.device == _CPU
         front = result[:, 0] if result.dim() > 1 else result
-        if not isinstance(front, FakeTensor) and (not on_cpu or not agree(front)):  # in no dry run
+        if not isinstance(front, FakeTensor) and (not on_cpu or not agree(front)):  # no dry run
             text = f"{call.text[:_SHOWN]} at {entry.place} (rank {self.rank} of {self.size})"
             recorder.unread.append((front.clone(), text))
             if on_cpu or call.reads or len(recorder.unread) > _MOST_UNREAD:
@@ -340,9 +339,9 @@ class RecordedCommunicator(Communicator):
 
 
 def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool]:
-    """The first message of a call that ``text`` describes, empty for one that failed; see ``[Note: Signatures]``.
+    """The first message of a call, and whether it holds the call's data, so that no second message is needed.
 
-    And whether it holds what the call passes, which is not made then.
+    ``text`` describes the call; empty if it failed. See ``[Note: Signatures]``.
     """
     operation, buffer = collective.operation, collective.buffer
     row = _row(crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device).clone()
@@ -356,7 +355,7 @@ def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool
 
 
 def agree(front: Tensor) -> bool:
-    """Whether all ranks passed one checksum: of the checksums of all, or the largest and the negative of the least."""
+    """Whether all ranks sent one checksum, given all of them, or the largest and the negative of the least."""
     return len(set(map(abs, front.tolist()))) == 1
 
 
