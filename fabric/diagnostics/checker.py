@@ -1,13 +1,12 @@
-"""Checked mode: compares what all ranks call before anything moves.
+"""Checked mode: compares the calls of all ranks before any data is sent.
 
-[Note: Progress] Each rank publishes one record, which it overwrites when it begins a call: how many calls it has begun
-in each group, and what the latest is. In its call number n of a group a rank waits until every member has begun its own
-call number n there, and compares. It moves on when all have and agree, which is why a member that is found further on
-must have agreed: it saw this rank's record first. So no record is kept for ranks that are slow to read it,
-groups run ahead of each other freely, and each rank waits for all members of one group at a time. A circle of ranks
-that wait for each other, in whatever groups, is then a deadlock, and the only kind there is: every other wait ends, or
-ends at a rank that makes no further calls. (A rank that waits in several threads may still go on in any of them, and
-counts as one that computes.)
+[Note: Progress] Each rank publishes one record, which it overwrites when it starts a call: how many calls it has
+started in each group, and the latest call. In call number n of a group, a rank waits until every member has started its
+call number n there, and compares them. It continues once all have started and agree. So a member that is already
+further must have agreed: it saw this rank's record first. Hence records need not be kept for slow readers, groups
+progress independently, and each rank waits for all members of one group at a time. A cycle of ranks that wait for each
+other, in any groups, is then a deadlock, and the only kind: every other wait ends, or leads to a rank that makes no
+further calls. (A rank that waits in several threads may continue in any of them, and counts as computing.)
 """
 
 import os
@@ -34,12 +33,12 @@ from fabric.store import JobStore
 __all__ = ["Call", "CollectiveChecker", "difference"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _SEARCH_EVERY = 0.00005, 0.005, 0.05  # seconds
-_ANSWER_WITHIN = 0.3  # seconds, in which other ranks make their call and publish what they pass
-_INLINE = 120  # characters of what is passed that a record holds itself; of more it holds the beginning and a digest
+_ANSWER_WITHIN = 0.3  # seconds for other ranks to make their call and publish its arguments
+_INLINE = 120  # most characters of arguments in a record; longer ones become their beginning and a digest
 _DIGEST = "... #"
-_SHOWN, _WINDOW = 160, 60  # characters of what is passed that are shown: with a call, around the first difference
+_SHOWN, _WINDOW = 160, 60  # characters of arguments shown: with a call, around the first difference
 
-_PHASES = "phases"  # a group of their own, in which torch issues collectives by itself
+_PHASES = "phases"  # the group of phases, in which torch issues collectives by itself
 
 _EXPECTED = "a call that every rank of the group makes"
 _SUGGESTION = "the call outside of branches on the rank and loops of other lengths; see what ended the rank named here"
@@ -50,11 +49,11 @@ class Call(NamedTuple):
 
     Attributes:
         group: of the call.
-        members: the ranks of the job that have to make it.
+        members: the global ranks that must make it.
         operation: its name, as the user called it.
         location: file and line of the user's call.
-        facts: what must be the same on every rank, by name, in the order in which differences are of interest.
-        data: what is passed, as text; must be the same on all ranks that say it, and is empty on the others.
+        facts: what must be the same on every rank, by name, the most informative difference first.
+        data: the arguments as text; the same on all ranks that have any, and empty on the others.
     """
 
     group: str
@@ -83,8 +82,8 @@ class _Record(NamedTuple):
     """What one rank publishes.
 
     Attributes:
-        begun: how many calls it has begun in each group.
-        calls: its latest call; of a rank that waits in several threads, that of each.
+        begun: number of calls started in each group.
+        calls: its latest call; if it waits in several threads, one for each.
         end_reason: why it makes no further calls; empty while it does.
     """
 
@@ -102,10 +101,10 @@ _NO_CALLS = _Record({}, (), "")
 class CollectiveChecker:
     """Compares the calls of this rank with those of the others; see ``[Note: Progress]``.
 
-    After the first error the ranks are out of step, and every further call raises.
+    After the first error the ranks are out of sync, and every further call raises.
 
     Args:
-        store: shared by the ranks of the job, and used for nothing else.
+        store: shared by the ranks of the job, used for nothing else.
         rank: of this process.
         size: number of ranks.
         timeout: how long a rank may keep the others waiting.
@@ -145,13 +144,13 @@ class CollectiveChecker:
             self._own = self._own._replace(calls=tuple(one for one in self._own.calls if one is not call))
 
     def check_phase(self, phase: str) -> None:
-        """Wait until all ranks begin a phase in which torch issues collectives; raises as :meth:`check`."""
+        """Wait until all ranks start a phase in which torch issues collectives; raises like :meth:`check`."""
         number, place = self._own.count(_PHASES) + 1, user_call(sys._getframe(1))
         entry = Entry(_PHASES, range(self._size), number, phase, "", place)
         self.check(entry, Collective(Operation.BARRIER, call=CallDescription(phase)))
 
     def close(self, reason: str = "") -> None:
-        """Publish that this rank makes no further calls, and why: that it has finished or raised, unless given."""
+        """Publish that this rank makes no further calls, and why; by default, that it finished or raised."""
         with self._lock:
             if self._own.end_reason:
                 return
@@ -161,11 +160,11 @@ class CollectiveChecker:
                 self._publish(self._own._replace(end_reason=(reason or exit_reason()) + latest))
 
     def _wait(self, call: Call, number: int) -> None:
-        """Wait until all members have begun call ``number`` of the group, and raise if they never will or differ."""
+        """Wait until all members start call ``number`` of the group; raise if they never will, or differ."""
         started, pause = monotonic(), _FIRST_PAUSE
         next_search, searches, missing = started + _SEARCH_EVERY, False, list[int]()
         while True:
-            # Before the records, so that what a rank published before it ended is seen.
+            # Read before the records, so that a rank's last record is not missed.
             processes = self._store.read("process", missing if searches else [])
             ended = {r: pid for r, (there, pid) in processes.items() if has_ended(there, pid)}
             records = self._read(range(self._size) if searches else call.members)
@@ -178,7 +177,7 @@ class CollectiveChecker:
             stopped = [r for r in (*missing, *calls) if records[r].end_reason]
             if not missing and not stopped:
                 return
-            # Not after the first reading: records are read one by one, and the root cause may be in another one.
+            # Not after the first read: records are read one by one, and another may have the root cause.
             if stopped and searches:
                 self._stop(call, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}")
             for r in ended.keys() & set(missing):
@@ -196,7 +195,7 @@ class CollectiveChecker:
                 pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _disagree(self, call: Call, number: int) -> NoReturn:
-        """Raise for calls that differ, with those of the ranks that call within a moment and what they pass in full."""
+        """Raise for different calls; lists, with full arguments, those of ranks that call within ``_ANSWER_WITHIN``."""
         with self._lock:
             own = tuple(call if one.group == call.group else one for one in self._own.calls)
             self._publish(self._own._replace(calls=own))
@@ -219,7 +218,7 @@ class CollectiveChecker:
         while pending:
             rank = pending.pop()
             record = records[rank]
-            # One that waits in several threads may go on in any of them.
+            # A rank that waits in several threads may continue in any.
             calls = record.calls if len(record.calls) == 1 else ()
             waits_for[rank] = [
                 r for call in calls for r in call.members if records[r].count(call.group) < record.count(call.group)
@@ -232,7 +231,7 @@ class CollectiveChecker:
         else:
             return
         again = self._read(circle)
-        # Records that stand still from one reading to the next were all true at one moment between the two.
+        # Records that are unchanged between two reads were all valid at the same moment.
         if all(again[rank].begun == records[rank].begun for rank in circle):
             lines = {rank: f"{records[rank].calls[0]}, waits for rank {after}" for rank, after in pairwise(circle)}
             self._stop(
@@ -243,7 +242,7 @@ class CollectiveChecker:
             )
 
     def _stop(self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION) -> NoReturn:
-        """Raise, and make no further calls: the ranks are out of step from here on."""
+        """Raise, and make no further calls: the ranks are now out of sync."""
         self.close(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
         request = f"{call} (rank {self._rank} of {self._size})"
         self._error = CollectiveMismatchError(request, problem, expected, suggestion)
@@ -261,7 +260,7 @@ class CollectiveChecker:
 
 
 def difference(calls: Mapping[int, Call]) -> str:
-    """Where the calls differ, by the name of the first fact; empty if they agree.
+    """The first fact in which the calls differ, as text; empty if they agree.
 
     Args:
         calls: by rank.
@@ -271,7 +270,7 @@ def difference(calls: Mapping[int, Call]) -> str:
     texts = {rank: call.data for rank, call in calls.items() if call.data}
     start = len(os.path.commonprefix(list(texts.values()))) - _WINDOW // 2  # noqa: RUF071 - of texts, not of paths
     shown = {rank: _window(text, start, _WINDOW) for rank, text in texts.items()}
-    # What other operations are given says nothing, and what the user passes more than the buffers that it became.
+    # Other operations' arguments say nothing, and the user's arguments say more than the buffers made of them.
     for name, values in {"operation": facts.pop("operation", {}), "data": shown, **facts}.items():
         ranks: dict[str, list[int]] = {}
         for rank, value in sorted(values.items()):
