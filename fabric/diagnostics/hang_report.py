@@ -1,11 +1,11 @@
-"""Hang reports: which rank waits, for whom, and where every rank is.
+"""Hang reports: which rank waits, for which ranks, and what every rank is doing.
 
-[Note: Reports] Each rank has a thread that looks a few times a minute, and a connection to the store of its own. A rank
-whose flight recorder has stood still for longer than the threshold requests report number n by a key in the
-store. Every rank that sees it publishes its state: what it is doing, and its stack. Rank 0, or, when its interpreter is
-held by C++ code, the rank that requested it, composes the report, prints it and keeps the text for those whose
-collective times out. For a rank that publishes nothing, its stack is read as the note in ``stacks.py`` says. Nothing of
-this is a collective. While a rank compiles the report is not printed, but requested again.
+[Note: Reports] Each rank has a thread that polls a few times a minute, with its own connection to the store. A rank
+whose flight recorder has not changed for longer than the threshold requests report number n by a key in the store.
+Every rank that sees the key publishes its state: what it is doing, and its stack. Rank 0 composes the report, or the
+requesting rank if C++ code holds rank 0's interpreter; it prints the report and stores the text for ranks whose
+collective times out. If a rank publishes nothing, its stack is read as the note in ``stacks.py`` says. None of this is
+a collective. While a rank compiles, the report is not printed but requested again.
 """
 
 import json
@@ -31,22 +31,22 @@ __all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "announced_wait", "c
 DEFAULT_WATCHDOG = timedelta(seconds=60)
 _POLLS = 16  # of the store, per threshold
 _LONGEST_TICK, _GRACE_PERIOD, _PAUSE, _JOIN = 0.5, 2.0, 0.02, 5.0  # seconds
-_STORE_TIMEOUT = timedelta(seconds=30)  # within which the store answers what does not wait for other ranks
+_STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for other ranks
 _COMPILES = "torch.compile is at work"
-_LINES, _STACKS = 16, 4  # ranks of which a report says what they are doing, and shows the stack
+_LINES, _STACKS = 16, 4  # most ranks in a report: listed, and with their stacks
 
 
 class RankState(NamedTuple):
-    """What one rank says of itself.
+    """The state that a rank publishes.
 
     Attributes:
-        place: what it is doing and where, in words.
-        more: its step and what it did before, in words.
+        place: what it is doing and where, as text.
+        more: its step and what it did before, as text.
         inside: whether it is in a collective, or in a phase in which torch issues some.
         waited: seconds since its flight recorder changed.
-        key: what it is in, or has begun last, in the terms of ``counts``.
-        members: the ranks that have to make the same call; empty for all.
-        counts: how many of each it has begun; see :class:`fabric.diagnostics.recorder.FlightRecorder`.
+        key: the key in ``counts`` of what it is in, or started last.
+        members: the ranks that must make the same call; empty for all.
+        counts: how many of each it has started; see :class:`fabric.diagnostics.recorder.FlightRecorder`.
         stack: innermost frame first.
     """
 
@@ -66,10 +66,10 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     Args:
         states: of all ranks.
         requester: the rank that waits.
-        reason: why there is a report, when it is not because that rank waits.
+        reason: the reason for the report, if not that this rank waits.
 
     Returns:
-        The text; empty if the requester waits in nothing, and no rank is behind it.
+        The text; empty if the requester is not waiting and no rank is behind it.
     """
     if reason:
         requester = max(states, key=lambda rank: (states[rank].inside, states[rank].waited))
@@ -100,7 +100,7 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
 
 
 def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
-    """The context of a wait for all ranks to connect, which ranks 0 and 1 print: one of the two may be missing."""
+    """A context for the wait until all ranks connect; ranks 0 and 1 print it, as either may be missing."""
     text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
     reminder = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
     reminder.daemon = True
@@ -112,9 +112,9 @@ def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
 
 
 def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None:
-    """A connection for the reports alone: the main thread may wait on the other for as long as it likes.
+    """A store connection for reports alone, since the main thread may block the other one.
 
-    None where the store of a user has none, and it is not required.
+    None if a user's store cannot be cloned and it is not required.
     """
     try:
         own = dist.PrefixStore("watchdog", store.clone())  # pyright: ignore[reportAttributeAccessIssue] - not in the stub
@@ -128,24 +128,24 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
 
 
 class HangReporter:
-    """Notices that this rank waits, and publishes its state when another does; see ``[Note: Reports]``.
+    """Detects that this rank waits, and publishes its state when another does; see ``[Note: Reports]``.
 
     Args:
-        store: of the job, through a connection of its own.
-        threshold: how long a rank waits before it requests a report that is printed; zero for never.
-        timeout: how long a collective may wait. Its error holds a report, which is composed half way at the latest.
-        is_asynchronous: whether collectives go on in the background, so that a rank may wait for one anywhere.
+        store: the job's store, through its own connection.
+        threshold: how long a rank waits before it requests a printed report; zero for never.
+        timeout: timeout of a collective. Its error holds a report, composed after half that time at the latest.
+        is_asynchronous: whether collectives run in the background, so that a rank may wait for one anywhere.
 
     Attributes:
-        recorder: what this process is doing, for those that write into it.
-        store: what it was made with.
-        polls: called with the time, on the monotonic clock, whenever its thread looks around; they may use the store.
+        recorder: this process's flight recorder.
+        store: the ``store`` argument.
+        polls: called with the monotonic time whenever the thread polls; they may use the store.
     """
 
     def __init__(
         self, store: JobStore, threshold: timedelta, timeout: timedelta, is_asynchronous: bool = False
     ) -> None:
-        # It knows the id of the user's latest request for a report, which all ranks of a supervisor get.
+        # It has the id of the user's latest report request, which a supervisor sends to all its ranks.
         self._control = control = ControlThread.of_this_process()
         self._answered = {"", control.report_request if control else ""}
         self.store, self.polls, self._is_asynchronous = store, list[Callable[[float], object]](), is_asynchronous
@@ -153,10 +153,10 @@ class HangReporter:
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
-        self._snapshot: object = None  # of the flight recorder, and when it was another or a rank compiled
+        self._snapshot: object = None  # of the flight recorder; then, when it changed or a rank compiled
         self._unchanged_since = self._polled = monotonic()
-        self._published = 0  # the number of the latest report for which this rank has published its state
-        self._report_number = 0  # of the report on what this rank waits in now; 0 while there is none
+        self._published = 0  # number of the latest report that has this rank's state
+        self._report_number = 0  # of the report on the current wait; 0 while there is none
         self._report: str | None = None
         self._store_error = ""
         self._needs_report, self._stop = threading.Event(), threading.Event()
@@ -165,7 +165,7 @@ class HangReporter:
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Publish where to find the stack of this rank, and start the thread."""
+        """Publish the address of this rank's stack, and start the thread."""
         self.store.publish("address", self._stacks.address)
         self._thread.start()
 
@@ -183,7 +183,7 @@ class HangReporter:
         self._stacks.close()
 
     def wait_for_report(self) -> str:
-        """The report on what this rank waits in, requested if there is none yet; the start of one that was printed."""
+        """The report on the current wait, requested if there is none yet; only its start if it was printed."""
         self._needs_report.set()
         until = monotonic() + 2 * self._grace
         while self._report is None and self._thread.is_alive() and monotonic() < until:
@@ -242,7 +242,7 @@ class HangReporter:
         self._answered.add(json.loads(request)[1])
 
     def _compose(self, request: bytes) -> None:
-        """Compose the latest report once all states are there; as another rank only if rank 0 does not."""
+        """Compose the latest report once all states are published; ranks other than 0 only if rank 0 does not."""
         store, number, until = self.store, self._published, monotonic() + self._grace
         ranks, own = range(store.size), str(store.rank).encode()
         awaited = [(f"state/{number}/{rank}", f"closed/{rank}") for rank in ranks]
