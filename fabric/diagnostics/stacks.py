@@ -1,9 +1,9 @@
-"""The Python stacks of this process and of others on its node, also while C++ code holds the interpreter's lock.
+"""Python stacks of this process and of others on its node, even while C++ code holds the GIL.
 
-[Note: Stacks] The interpreter writes them into an open file without a name. A process asks itself by a call; another
-asks it by a signal that the interpreter answers in C, and reads the file through ``/proc``. So nothing is left on the
-disk, and no setting of ``faulthandler`` that a user may have made is touched: the signal is one of the real-time ones,
-and is used only where nothing else catches it.
+[Note: Stacks] The interpreter writes the stacks into an open, unnamed file. A process dumps its own by a call. Another
+process sends it a signal, which the interpreter handles in C, and reads the file through ``/proc``. So nothing is left
+on disk, and the user's ``faulthandler`` settings are not changed: the signal is a real-time signal, used only if
+nothing else catches it.
 """
 
 import faulthandler
@@ -20,8 +20,8 @@ from pathlib import Path
 
 __all__ = ["Address", "Stacks", "exit_reason", "has_ended", "node", "read_stack"]
 
-_FRAMES = 16  # the innermost ones that are kept
-# From this frame outwards a stack is of fabric's launchers.
+_FRAMES = 16  # innermost frames kept
+# This frame and those outside of it are fabric's launchers.
 _LAUNCH = re.compile(
     rf'File "(<frozen runpy>"|{re.escape(str(Path(__file__).parents[1]))}/(launchers/|'
     r'_fabric\.py", line \d+ in _run_in_rank$))'
@@ -30,7 +30,7 @@ _SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
 _ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
 
 Address = tuple[str, int, int, int]
-"""Where another process finds a stack: node, process, open file (-1: it does not answer), thread."""
+"""Where to find a process's stack: node, process id, file descriptor (-1: none), thread."""
 
 
 def exit_reason() -> str:
@@ -40,33 +40,33 @@ def exit_reason() -> str:
 
 
 class Stacks:
-    """The stacks of this process; until :meth:`close` others may ask for them.
+    """The stacks of this process; other processes can read them until :meth:`close`.
 
     Args:
-        thread: the thread that is meant, as by ``threading.get_ident()``.
+        thread: the reported thread, by ``threading.get_ident()``.
     """
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by close()
-        # A handler of the user's stays, also one that was installed from C, which Python does not see.
+        # Keep a user's handler, even one installed from C, which Python does not see.
         self._answers = _SIGNAL != 0 and not _catches(os.getpid())
         if self._answers:
             faulthandler.register(_SIGNAL, file=self._file, all_threads=True)
 
     @property
     def address(self) -> Address:
-        """Where others ask for them."""
+        """Their address for others."""
         return node(), os.getpid(), self._file.fileno() if self._answers else -1, self._thread
 
     def own(self) -> str:
-        """The stack of the thread that is meant, innermost frame first; the lines that the interpreter writes."""
+        """The stack of the reported thread, innermost frame first, as the interpreter writes it."""
         before = os.fstat(self._file.fileno()).st_size
         faulthandler.dump_traceback(self._file, all_threads=True)
         return _of_thread(os.pread(self._file.fileno(), 1 << 20, before), self._thread)
 
     def close(self) -> None:
-        """Answer no more, and restore the handler of the signal."""
+        """Stop answering, and restore the signal's handler."""
         if self._answers:
             faulthandler.unregister(_SIGNAL)
         self._file.close()
@@ -91,7 +91,7 @@ def read_stack(address: Address) -> str:
 
 
 def has_ended(there: str, pid: int) -> bool:
-    """Whether a process has ended, be it reaped or not; False on another node, where that is unknown."""
+    """Whether a process has ended, reaped or not; False on another node, where it is unknown."""
     if there != node():
         return False
     try:
@@ -103,7 +103,7 @@ def has_ended(there: str, pid: int) -> bool:
 
 @cache
 def node() -> str:
-    """An id of the processes that see each other by their process ids."""
+    """An id shared by processes that see each other's process ids."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         return f"{boot.strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -118,14 +118,14 @@ def _catches(pid: int) -> bool:
 
 
 def _status(pid: int) -> str:
-    """What Linux says of a process; empty elsewhere, and once it is gone."""
+    """Linux's status of a process; empty elsewhere, and once it is gone."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/status").read_text()
     return ""
 
 
 def _written(fd: int, start: int) -> bytes:
-    """What is appended to a file from ``start`` on, once it grows no more."""
+    """The bytes of a file from ``start`` on, once it stops growing."""
     until, text = time.monotonic() + _ANSWER_WITHIN, b""
     while time.monotonic() < until:
         before, text = text, os.pread(fd, 1 << 20, start)
