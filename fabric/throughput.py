@@ -1,9 +1,9 @@
-"""Throughput of a training loop: samples, tokens and model FLOPs a second of all processes.
+"""Throughput of a training loop: samples, tokens and model FLOPs per second over all processes.
 
-[Note: Throughput] Every process adds up its own samples and tokens. At the end of a window their sums are exchanged in
-one message, and only then does a process wait for its device. Windows follow each other without a gap, so that what
-happens between them counts: loading, logging, waiting for others. The FLOPs of the first step are counted operation by
-operation; from then on they are in proportion to tokens, or samples where no tokens are passed.
+[Note: Throughput] Every process sums its own samples and tokens. At the end of each window, and only then, it waits for
+its device, and one message exchanges the sums. Windows follow each other without a gap, so the time between steps
+counts: loading, logging, waiting for others. The FLOPs of the first step are counted operation by operation; later ones
+are in proportion to tokens, or to samples if no tokens are passed.
 """
 
 import time
@@ -26,12 +26,12 @@ class Throughput:
 
     Args:
         fabric: of this process.
-        every: number of steps of a window, after each of which there is a result.
-        warmup: number of steps that are not measured, at least 1: the first allocate, compile, and count FLOPs.
-        peak_flops: FLOPs a second of *one* device in the precision of the loop, without sparsity, for the MFU.
+        every: number of steps per window; each window has a result.
+        warmup: number of steps not measured, at least 1: the first ones allocate, compile, and count FLOPs.
+        peak_flops: FLOPs per second of *one* device in the loop's precision, without sparsity, for MFU.
 
     Raises:
-        ConfigurationError: a number outside of what is listed here.
+        ConfigurationError: a number is out of range.
     """
 
     def __init__(self, fabric: Fabric, *, every: int = 50, warmup: int = 10, peak_flops: float | None = None) -> None:
@@ -41,14 +41,14 @@ class Throughput:
         self._fabric, self._every, self._warmup, self._peak = fabric, every, warmup, peak_flops
         self._counter = _FlopCounter()
         self._steps = self._start = self._samples = self._tokens = 0
-        self._first: tuple[Any, Any] | None = None  # samples and tokens of the step of which the FLOPs were counted
+        self._first: tuple[Any, Any] | None = None  # samples and tokens of the step whose FLOPs were counted
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
-        """A context around the forward and backward passes of a step, whose FLOPs are counted in the first one.
+        """A context around a step's forward and backward passes, which counts FLOPs in the first step.
 
-        What activation checkpointing computes again does not count. Modules from ``torch.compile`` run uncompiled in
-        it. Later it does nothing.
+        Recomputation by activation checkpointing does not count. In the first step ``torch.compile`` modules run
+        uncompiled; later the context does nothing.
         """
         if self._steps:
             yield
@@ -59,7 +59,7 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context whose time does not count, such as a validation. Waits for the device."""
+        """A context whose time does not count, such as validation. Waits for the device."""
         before = self._now()
         try:
             yield
@@ -70,14 +70,14 @@ class Throughput:
         """Add a step. Collective at the end of each window, with one message.
 
         Args:
-            samples: of this process in this step, all micro-batches together: a number, or a tensor, which is not
+            samples: of this process in this step, over all micro-batches: a number, or a tensor, which is not
                 waited for.
-            tokens: likewise; under ``fabric.sequence_parallel`` those of the part.
-            step: for the loggers; None counts the calls.
+            tokens: likewise; under ``fabric.sequence_parallel``, of this process's part.
+            step: for the loggers; None uses the number of calls.
 
         Returns:
             At the end of a window ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` (all processes
-            together) and ``mfu``, as far as they are known; the same on every process. Else None.
+            together) and ``mfu``, those that are known; the same on every process. Otherwise None.
         """
         self._steps += 1
         self._first = self._first or (samples, tokens)
@@ -101,7 +101,7 @@ class Throughput:
         seconds = elapsed / ranks / 1e9
         first = firsts[1] or firsts[0]
         flops = counted * (tokens or samples) / first / ranks / seconds if first else 0.0  # of one process
-        # Ranks that compute parts of a layer are left out of the sum, those that have parts of a batch are not.
+        # The sum counts ranks that have parts of a batch, but not those that compute parts of a layer.
         samples *= self._fabric.strategy._summing(is_batch=True).size / ranks
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
         rates |= {"flops_per_second": flops * self._fabric.world_size, "mfu": flops / (self._peak or float("inf"))}
@@ -114,9 +114,9 @@ class Throughput:
 
 
 class _FlopCounter(DispatchMode):
-    """Counts the FLOPs of what autograd and the user call, by the formulas of ``torch.utils.flop_counter``.
+    """Counts FLOPs of operators that autograd and the user call, by ``torch.utils.flop_counter``'s formulas.
 
-    Not a ``FlopCounterMode``: that counts what is computed again, and of a DTensor what all ranks do.
+    Not a ``FlopCounterMode``: that counts recomputation, and for a DTensor the work of all ranks.
     """
 
     supports_higher_order_operators = True
@@ -129,16 +129,16 @@ class _FlopCounter(DispatchMode):
         self.flops, self._formulas = 0, FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, is_fake = kwargs or {}, FakeTensor in types  # of which DTensor learns shapes
+        kwargs, is_fake = kwargs or {}, FakeTensor in types  # DTensor's shape propagation
         if not is_fake and not PLAIN.issuperset(types):
-            return NotImplemented  # DTensor calls operators on what it has
+            return NotImplemented  # DTensor calls operators on local tensors
         made = func(*args, **kwargs)
         operation = getattr(func, "_overloadpacket", func)  # control flow, flex_attention and the like have none
         formula = self._formulas.get(operation)
         if operation is func and formula is None:
             suggestion = "torch.utils.flop_counter.register_flop_formula for it; or no count_flops()"
             raise UsageError("count_flops()", f"torch has no formula for {func}", suggestion=suggestion)
-        # Checkpointed blocks are computed again in the backward pass with gradients on, where else they are off.
+        # Checkpointed blocks are recomputed in backward with gradients enabled, which are otherwise off there.
         if formula and not is_fake and not (in_backward() and torch.is_grad_enabled()):
             self.flops += formula(*args, **kwargs, out_val=made)
         return made
