@@ -25,7 +25,7 @@ class Logger(Protocol):
     """Any object with this method is a logger; fabric calls it on global rank 0 alone.
 
     Its ``log_hyperparams(params)``, ``finalize(status)`` with ``"success"`` or ``"failed"``, and ``close()``
-    are called where it has them. Runs of W&B and a ``SummaryWriter`` are loggers as they are. Others become one so::
+    are called if it has them. W&B runs and a ``SummaryWriter`` are accepted as they are. Adapt others like this::
 
         class MyLogger:
             def log_metrics(self, metrics, step=None):
@@ -37,12 +37,12 @@ class Logger(Protocol):
 
         Args:
             metrics: names and numbers.
-            step: the step of training that they belong to, or ``None``.
+            step: the training step of the metrics, or ``None``.
         """
 
 
 class Loggers:
-    """The loggers of one ``Fabric``; used on global rank 0 alone, but for :meth:`add`."""
+    """The loggers of one ``Fabric``; used only on global rank 0, except :meth:`add`."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         self.given: list[Any] = []  # as the user passed them
@@ -52,10 +52,10 @@ class Loggers:
             self.add(logger)
 
     def add(self, logger: Any) -> None:
-        """Take one more.
+        """Add a logger.
 
         Raises:
-            ArgumentTypeError: it is no :class:`Logger`, run of W&B or ``SummaryWriter``.
+            ArgumentTypeError: it is no :class:`Logger`, W&B run or ``SummaryWriter``.
         """
         adapted, is_class = logger, isinstance(logger, type)
         if is_class or not callable(getattr(logger, "log_metrics", None)):
@@ -72,7 +72,7 @@ class Loggers:
         self._loggers.append(adapted)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None) -> None:
-        """Hand metrics to each of them; see :func:`metrics_as_floats`. Without any of them: a warning, once."""
+        """Pass metrics to each logger; see :func:`metrics_as_floats`. Warns once if there is none."""
         values = metrics_as_floats(metrics)
         if not self._loggers and not self._has_warned:
             self._has_warned = True
@@ -82,13 +82,13 @@ class Loggers:
             logger.log_metrics(values, step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """Hand hyperparameters to each of them that takes them."""
+        """Pass hyperparameters to each logger that takes them."""
         for logger in self._loggers:
-            with suppress(NotImplementedError):  # as Lightning's CSVLogger says that it takes none
+            with suppress(NotImplementedError):  # Lightning's CSVLogger raises it
                 _call(logger, "log_hyperparams", params)
 
     def close(self, status: str) -> None:
-        """Finish all of them, the last one first, also where one raises."""
+        """Finish all loggers, the last one first, even if one raises."""
         with ExitStack() as stack:
             for logger in self._loggers:
                 stack.callback(_call, logger, "close")
@@ -103,7 +103,7 @@ def _call(logger: Any, name: str, *args: Any) -> None:
 
 @final
 class _WandbRun:
-    """What ``wandb.init()`` returns, as a logger."""
+    """The run of ``wandb.init()``, as a logger."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -132,7 +132,7 @@ class _RunLogger:
             self._parent.mkdir(parents=True, exist_ok=True)
             taken = (name.removeprefix("version_") for name in os.listdir(self._parent))
             name = f"version_{max((int(number) for number in taken if number.isdecimal()), default=-1) + 1}"
-            with suppress(FileExistsError):  # another process was faster with this number
+            with suppress(FileExistsError):  # another process took this number first
                 (self._parent / name).mkdir()
                 self._name = name
         path = self._parent / self._name
@@ -193,12 +193,12 @@ class CSVLogger(_RunLogger):
 
 
 class _EventFiles:
-    """Metrics and hyperparameters by torch's ``SummaryWriter``, or one with its methods."""
+    """Logs through torch's ``SummaryWriter``, or an object with its methods."""
 
     _writer: Any = None
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add a scalar per metric, and hand them to the file before returning.
+        """Add a scalar per metric, and flush them to the file.
 
         Args:
             metrics: names, and numbers or tensors of one element.
@@ -215,7 +215,7 @@ class _EventFiles:
         writer.flush()
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Add the parameters as a text, as JSON; they appear under TEXT.
+        """Add the parameters as JSON text, which appears under TEXT.
 
         Args:
             params: a mapping, or an object whose attributes are the parameters, such as ``argparse.Namespace``.
@@ -240,7 +240,7 @@ class _EventFiles:
 
 @final
 class _SummaryWriter(_EventFiles):
-    """A writer of the user as a logger."""
+    """A user's writer, as a logger."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer
@@ -295,7 +295,7 @@ def _hyperparams_as_json(params: Any) -> str:
 
 
 def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
-    """Rewrite the table with these columns too, and without a row that a crash cut short; returns all its columns."""
+    """Add columns to the table, and drop a row that a crash cut short; returns all its columns."""
     text = path.read_bytes().decode() if path.exists() else ""
     rows = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
     columns = list(dict.fromkeys([*(rows.fieldnames or ()), *names]))
@@ -309,6 +309,6 @@ def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file; a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")  # a single name, so that what a crash left is overwritten
+    temporary = path.with_name(f".{path.name}.tmp")  # always one name, so a crash's leftover is overwritten
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)
