@@ -1,4 +1,4 @@
-"""The metrics of runs as pictures: ``fabric plot``, and :func:`plot` in a notebook."""
+"""Plots of the metrics of runs: ``fabric plot``, and :func:`plot` in a notebook."""
 
 import csv
 import io
@@ -15,11 +15,11 @@ __all__ = ["plot"]
 def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Any:
     """Draw what :class:`fabric.loggers.CSVLogger` wrote: a panel for each metric, a line for each run.
 
-    ``train/loss`` and ``val/loss``, which differ before the last ``/`` only, share a panel. Needs matplotlib.
+    ``train/loss`` and ``val/loss`` share a panel, as they differ only before the last ``/``. Needs matplotlib.
 
     Args:
         folders: runs, or folders with runs below them.
-        output: a file to write, whose ending is its format; None for none.
+        output: a file to write; its suffix sets the format. None for none.
 
     Returns:
         A matplotlib ``Figure``, which a notebook shows.
@@ -53,7 +53,7 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
             axes.plot(*zip(*points, strict=True), marker="." if len(points) == 1 else "", label=label)
         if len(lines) > 1:
             axes.legend(fontsize="small")
-    # A notebook shows figures as pictures once pyplot is imported, which is slow; it asks this one for it.
+    # Notebooks render figures only once pyplot is imported, which is slow; but they call this method.
     figure._repr_png_ = partial(_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     if output is not None:
         figure.savefig(output, dpi=150)
