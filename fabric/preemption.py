@@ -1,11 +1,11 @@
-"""Ends the loop at the same step on all ranks: on a signal, a time limit, or the coming end of a SLURM job.
+"""Ends the loop at the same step on all ranks: on a signal, at a time limit, or before the end of a SLURM job.
 
-[Note: Stopping] Every rank counts its calls of ``should_stop``. One that is asked to stop posts so in the store. The
-thread of the hang reports, which looks there twice a second, then holds its rank at its next call, and publishes that;
-the last rank to do so publishes the latest of these, the *agreed call*. A rank that reaches the call at which it is
-held waits there until the agreed call is known, and makes its further calls up to that. It waits for the threads of
-other ranks alone, which answer whatever their main threads wait for, and never in a collective. Before its first call
-of ``should_stop`` a rank does not answer; one that closes does.
+[Note: Stopping] Every rank counts its calls of ``should_stop``. A rank that is asked to stop writes that to the store.
+On each rank the thread of the hang reports checks the store twice a second. It then holds its rank at the next call and
+publishes the number of that call. The last rank to publish also publishes the highest number, the *agreed call*. A rank
+waits at the call where it is held until the agreed call is known, then continues up to that call. It waits only for the
+threads of other ranks, which answer even while their main threads are blocked, and never in a collective. A rank does
+not answer before its first call of ``should_stop``; it does when it closes.
 """
 
 import math

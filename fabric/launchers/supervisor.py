@@ -1,14 +1,14 @@
 """Starts the ranks of a job, waits for them, and ends them when one fails or the user interrupts.
 
-[Note: The end of a failed job] The first process to end is often a secondary failure of another, which is still in its
-``finally``. So the supervisor waits a moment for the errors of all, asks the ranks that remain what they are handling,
-and only then names the root cause: an error of its own before one that looks like a lost connection, an earlier one
-before a later one.
+[Note: The end of a failed job] The first process to end is often a secondary failure: the rank that failed first is
+still in its ``finally``. So the supervisor waits briefly for the errors of all ranks, asks the remaining ranks which
+error they are handling, and only then names the root cause. Errors that do not look like a lost connection come first;
+among them, the earliest.
 
-[Note: Unresponsive ranks] A signal makes a rank run Python code. A rank in C++ code that waits for another one runs it
-when the other one calls too, or ends. So there is something to wait for as long as a rank has acted on the signal, has
-ended lately, or computes; where none of this is the case, the ranks wait for each other and will not run their
-``finally``.
+[Note: Unresponsive ranks] A rank handles a signal in Python code. If it waits for another rank in C++ code, it
+handles the signal only after the other rank makes the same call or ends. So the supervisor waits as long as some rank
+has acted on the signal, has just ended, or uses the CPU. Otherwise the ranks wait for each other and will not run their
+``finally`` blocks.
 """
 
 import linecache
@@ -36,38 +36,38 @@ from fabric.world import World, available_cores
 __all__ = ["RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
 
 Started = tuple[int, Callable[[], int | None]]
-"""The id of a process, and what returns its exit code, negative for a signal, or None while it runs."""
+"""A process id, and a function that returns the exit code: negative for a signal, None while it runs."""
 Start = Callable[[Connection, RankConfig], Started]
-"""Starts a process that is handed this end of the control pipe."""
+"""Starts a process and gives it this end of the control pipe."""
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
-# one that repeats it. Nothing that a user waits for after a fault may sum up to five: a test counts.
+# one that repeats it. What a user waits for after a fault must total less than five: a test checks this.
 COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1.0, 5.0, 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
 SAVE = 30.0
-# Signals that others send to end a process; what the rest mean, programs choose.
+# Signals that conventionally end a process; programs choose the meaning of the others.
 _STANDARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds between two looks at the processes
-_IDLE = 0.05  # of a core: the threads of fabric and of gloo look around now and then
-_LINES = 16  # ranks of which an error says where they were
-# A frame of the user's in a traceback, whose last one is the innermost, or in a stack, whose first one is.
+_IDLE = 0.05  # of a core: the threads of fabric and of gloo poll now and then
+_LINES = 16  # number of ranks whose last call an error shows
+# A frame of user code: the innermost frame is the last in a traceback, the first in a faulthandler stack.
 _LIBRARIES = rf'<|{re.escape(str(Path(__file__).parents[1]))}/|[^"]*-packages/torch/'
 _FRAME = re.compile(rf'File "(?!{_LIBRARIES})(.+?)", line (\d+)(,?)')
 
 
 def _open_standard_streams() -> None:
-    # The next files to be opened would have the numbers of those that are closed, and ranks would print to them.
+    # Otherwise the next open files would get the numbers of closed streams, and ranks would print to them.
     while (fd := os.open(os.devnull, os.O_RDWR)) < 3:
         os.set_inheritable(fd, True)
     os.close(fd)
 
 
 class _PrivateFile:
-    """A file that other users cannot open, and that is gone with this process, be it killed.
+    """A file that other users cannot open, and that disappears with this process, even if killed.
 
     Attributes:
-        path: under which processes of the same user open it.
+        path: the path that processes of the same user open.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _PrivateFile:
             # older C library, as some of conda's are, cannot make one in memory.
             in_memory = getattr(os, "memfd_create", None)
             self._file: Any = open(in_memory("fabric"), "rb") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
-            # Numbered as this /proc numbers processes, which may be that of an outer namespace.
+            # The process id as this /proc has it, which may belong to an outer namespace.
             self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
             self._file = tempfile.NamedTemporaryFile(prefix="fabric-")  # noqa: SIM115 - likewise
@@ -89,14 +89,14 @@ class RankProcess:
     """One rank, as its supervisor sees it.
 
     Attributes:
-        config: what it was configured with.
+        config: its configuration.
         pid: its process id.
-        exit_code_of: asks for its exit code.
+        exit_code_of: returns its exit code, or None.
         control: this end of its control pipe; see ``rank.py``.
-        stack: where the stack of a fatal signal is.
-        messages: by kind, the content of the latest message from it.
-        exit_code: once it has ended.
-        ended: when that was noticed, on the monotonic clock.
+        stack: the file with the stack of a fatal signal.
+        messages: the content of its latest message of each kind.
+        exit_code: its exit code, once it has ended.
+        ended: when its end was noticed, on the monotonic clock.
     """
 
     config: RankConfig
@@ -120,7 +120,7 @@ class RankProcess:
 
     @property
     def is_exiting(self) -> bool:
-        """Whether it has run its payload to an end, good or bad."""
+        """Whether its payload has returned or failed."""
         return "finished" in self.messages or "error" in self.messages
 
     def poll(self) -> bool:
@@ -130,7 +130,7 @@ class RankProcess:
         return self.exit_code is not None
 
     def has_failed(self) -> bool:
-        """Whether it has sent an error, or has ended otherwise than it should."""
+        """Whether it has sent an error, or has ended in an unexpected way."""
         if "error" in self.messages or self.exit_code is None:
             return "error" in self.messages
         return self.exit_code not in (0, PREEMPTED) or not ("finished" in self.messages or self.config.runs_script)
@@ -142,12 +142,12 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def send(self, kind: Any, content: Any = None) -> None:
-        """Send a message; that a rank has died is found by :meth:`poll`."""
+        """Send a message; :meth:`poll` finds a rank that has died."""
         with suppress(OSError):
             self.control.send((kind, content))
 
     def receive(self) -> None:
-        """Take the messages that are there."""
+        """Read the messages that have arrived."""
         try:
             while not self.control.closed and self.control.poll():
                 kind, content = self.control.recv()
@@ -156,13 +156,13 @@ class RankProcess:
             self.control.close()
 
     def read_stack(self) -> str:
-        """The stack that it has written: of the thread that failed or, where that is none of Python's, the main one."""
+        """The stack that it has written: of the thread that failed or, if that is no Python thread, of the main one."""
         reason, *threads = Path(self.stack.path).read_text(errors="replace").partition("\n\nExtension")[0].split("\n\n")
         failed = [thread for thread in threads if thread.startswith("Current")]
         return "\n\n".join([reason, *(failed or threads[-1:])])
 
     def last_call(self) -> str:
-        """The innermost line of the user's in its error or its stack, as a line of a table."""
+        """The innermost line of user code in its error or stack, as a line of a table."""
         text = self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
         frames, place = _FRAME.findall(text), "it had finished" if "finished" in self.messages else "unknown"
         if frames:
@@ -171,34 +171,34 @@ class RankProcess:
         return f"\n    rank {self.rank}: {place}"
 
     def processor_seconds(self) -> float:
-        """CPU time of all threads of the process; NaN if it is unknown, or its main thread does not sleep."""
+        """CPU time of all threads of the process; NaN if it is unknown or the main thread is not sleeping."""
         try:
             state, *fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended, or this is not a Linux
+        except OSError:  # it has ended, or this is not Linux
             return math.nan
         return sum(map(int, fields[10:12])) / os.sysconf("SC_CLK_TCK") if state == "S" else math.nan
 
     def cause_order(self, peer_lost: bool) -> tuple[int, float, int]:
-        """A sort key by which the root cause comes first, and ranks that cannot be it last.
+        """A sort key that puts the root cause first, and ranks that cannot be the cause last.
 
         Args:
-            peer_lost: whether a rank says that it has lost another one.
+            peer_lost: whether a rank reports that it has lost another one.
         """
         failure = self.failure
         if failure is not None:
             return 3 if failure.secondary else int("error" not in self.messages), failure.time, self.rank
-        # One that has finished did so too early only if another says that it was still needed.
+        # A rank that has finished did so too early only if another rank reports that it has lost a peer.
         if peer_lost if "finished" in self.messages else self.exit_code == 0:
             return 2, self.ended, self.rank
         return 4 if self.exit_code in (None, 0, PREEMPTED) else 0, self.ended, self.rank
 
 
 class Supervisor:
-    """The ranks of one job on this machine. Leaving the ``with`` block ends those that still run.
+    """The ranks of one job on this machine. Leaving the ``with`` block kills those that still run.
 
     Attributes:
-        ranks: those that have been started.
-        signals: each signal that ends the job and has arrived since the block was entered, and when.
+        ranks: the ranks that have been started.
+        signals: the job-ending signals that have arrived since the block was entered, each with its time.
     """
 
     def __init__(self) -> None:
@@ -212,12 +212,12 @@ class Supervisor:
         self._report_requested = False
 
     def __enter__(self) -> Self:
-        # Only the main thread may install handlers; in another thread the signals keep the meaning they have.
+        # Only the main thread may install handlers; in another thread the signals keep their handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (*ending_signals(), self._report_signal):
                 handler = signal.getsignal(number)
-                # Ignored: the shell, or nohup, wants it so; but it ignores SIGQUIT of the keyboard alone, for all that
-                # it starts with "&". None: installed from C, and could not be restored.
+                # An ignored signal stays ignored, as the shell or nohup wants. SIGQUIT is the exception: the shell
+                # ignores it for all "&" jobs, but means the keyboard. None: installed from C, cannot be restored.
                 is_ours = handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
                 is_ours |= number == self._report_signal and handler is signal.SIG_IGN
                 if is_ours and handler is not None:
@@ -255,11 +255,11 @@ class Supervisor:
 
         Args:
             start: starts a process.
-            worlds: their places. In a job of one machine the store is added.
-            payload: what is sent to them; None where they share the memory of this process.
-            results: of which ranks results are sent back, as in :class:`~fabric.launchers.LaunchSpec`.
-            variables: what they add to their environment, besides their place and :func:`rank_variables`.
-            runs_script: whether they run a script; one that runs a function has failed if it exits before that returns.
+            worlds: the place of each rank. In a job of one machine the store is added.
+            payload: sent to the ranks; None if they share the memory of this process.
+            results: which ranks send back their results, as in :class:`~fabric.launchers.LaunchSpec`.
+            variables: added to their environment, besides their place and :func:`rank_variables`.
+            runs_script: whether they run a script. A rank that runs a function fails if it exits before it returns.
         """
         for place in worlds:
             world = replace(place, store=f"file://{self._store.path}") if place.port is None else place
@@ -275,8 +275,8 @@ class Supervisor:
                 returns=results == "all" or (results == "first" and world.rank == 0),
             )
             control, theirs = multiprocessing.Pipe()
-            # A process that is still starting would answer Ctrl-C with a page of traceback. Blocked signals are
-            # inherited, and arrive when the rank unblocks them.
+            # On Ctrl-C a process that is still starting would print a long traceback. Blocked signals are inherited,
+            # and are delivered when the rank unblocks them.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with theirs:
@@ -296,21 +296,21 @@ class Supervisor:
 
         Raises:
             RankFailedError: a rank failed; the others have had their grace period.
-            KeyboardInterrupt: a signal that ends the job was received, see ``signals``; they have had a grace period.
-            SystemExit: the job was preempted; all have ended, the last of them with :data:`PREEMPTED`.
+            KeyboardInterrupt: a job-ending signal arrived, see ``signals``; the ranks have had a grace period.
+            SystemExit: the job was preempted: all ranks have ended, at least one with :data:`PREEMPTED`.
         """
         over = False
         while not over:
             over = self._collect(_POLL)
             saving = [rank for rank in self.ranks if "saving" in rank.messages]
             if self.signals and saving and self.signals[0][0] not in _STANDARD:
-                # Its sender, a scheduler, ends the job when the time to save is over.
+                # A scheduler sent it, and will end the job itself when the time to save is over.
                 number, _ = self.signals.pop(0)
                 for rank in saving:
                     rank.kill(number)
             elif self.signals:
                 number, _ = self.signals[0]
-                # A second signal ends the wait; not the one that `timeout` and others send twice in one go.
+                # A second signal ends the wait, unless it follows at once: `timeout` and others send each signal twice.
                 grace = SAVE if saving and number != signal.SIGINT else INTERRUPT
                 self._end(number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT)
                 if any(rank.exit_code != PREEMPTED for rank in self.ranks):
@@ -322,7 +322,7 @@ class Supervisor:
         return [rank.messages.get("finished", b"") for rank in self.ranks]
 
     def collect_until(self, seconds: float, done: Callable[[], object] = bool) -> None:
-        """Take messages and exits until all ranks have ended, something is done, or so many seconds are over."""
+        """Collect messages and exit codes until all ranks have ended, ``done()`` is true, or the time is over."""
         deadline = monotonic() + seconds
         while not self._collect(min(_POLL, max(0.0, deadline - monotonic()))) and not done():
             if monotonic() >= deadline:
@@ -346,7 +346,7 @@ class Supervisor:
         controls = [rank.control for rank in self.ranks if not rank.control.closed]
         wait(controls, timeout if controls else min(timeout, 0.005))
         for rank in self.ranks:
-            # In this order: what a rank sent before it ended is in the pipe by then.
+            # In this order: once a rank has ended, all its messages are in the pipe.
             rank.poll()
             rank.receive()
         return all(rank.exit_code is not None for rank in self.ranks)
@@ -363,11 +363,11 @@ class Supervisor:
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
         """Signal the ranks to end, and wait for a grace period; :meth:`close` kills those that remain."""
         for rank in self.ranks:
-            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. In one that is exiting a
-            # signal would only replace its exit code.
+            # A rank that is still starting has no ``finally`` to run, and ignores Ctrl-C. A signal to a rank that is
+            # exiting would only replace its exit code.
             if not rank.is_exiting:
                 rank.kill(number if "ready" in rank.messages else signal.SIGKILL)
-        # As long as it makes sense: [Note: Unresponsive ranks].
+        # Stops early if the ranks do not respond: [Note: Unresponsive ranks].
         until = monotonic() + grace
         while (alive := self._alive()) and (left := until - monotonic()) > 0 and not stop():
             before = sum(rank.processor_seconds() for rank in alive)
@@ -386,17 +386,17 @@ class Supervisor:
         code = rank.exit_code if rank.exit_code is not None else failure.exit_code if failure else 0
         text = failure.text if failure else rank.read_stack()
         if code == 0:
-            # To end early is no error by itself: show the first error that it caused.
+            # The early exit raised no error itself: show the first error that it caused.
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
         how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
-        # C++ code often aborts because of what another rank has called.
+        # C++ code often aborts because another rank made a different call.
         calls = "".join(rank.last_call() for rank in self.ranks[:_LINES]) if code == -signal.SIGABRT else ""
         request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
         return RankFailedError(request, rank.rank, code, text, calls and f"where each rank was:{calls}")
 
 
 def rank_variables(environ: Mapping[str, str], world: World, cores: int, platform: str) -> dict[str, str]:
-    """The environment variables of a rank besides its place; what the user set wins.
+    """The environment variables of a rank besides its place; the user's values take precedence.
 
     Args:
         environ: the environment of the launching process.
@@ -404,8 +404,8 @@ def rank_variables(environ: Mapping[str, str], world: World, cores: int, platfor
         cores: number of cores that the ranks of this machine share.
         platform: as in ``sys.platform``.
     """
-    # torchrun sets one thread and warns; without any limit every rank would take all cores and they would starve
-    # each other. gloo listens on whatever the host name resolves to unless it is given an interface.
+    # torchrun sets one thread and warns; without a limit every rank would use all cores and slow the others down.
+    # gloo listens on the address that the host name resolves to, unless it is given an interface.
     variables = {"OMP_NUM_THREADS": str(max(1, cores // world.local_world_size))}
     if world.port is None:
         variables["GLOO_SOCKET_IFNAME"] = "lo0" if platform == "darwin" else "lo"
@@ -413,7 +413,7 @@ def rank_variables(environ: Mapping[str, str], world: World, cores: int, platfor
 
 
 def exit_status(code: int) -> int:
-    """What a launching process ends with when a rank has ended with this code: as a shell shows it, and never 0."""
+    """The exit code of the launching process after a rank ended with this code: as a shell shows it, never 0."""
     return 128 - code if code < 0 else code or 1
 
 
@@ -424,7 +424,7 @@ _HINTS: dict[int, str] = {
 
 
 def describe_exit(code: int) -> str:
-    """How a rank ended and what that usually means, for a sentence that begins with its name."""
+    """How a rank ended and the usual reason, to follow the rank's name in a sentence."""
     if code == 0:
         return "exited with exit code 0: it ended early, without an error, while the other ranks still needed it"
     if code > 0:
