@@ -39,7 +39,7 @@ _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P
 
 
 class StopRequest:
-    """Whether the job is to save and stop; see ``[Note: Stopping]``.
+    """The decision whether the job saves and stops; see ``[Note: Stopping]``.
 
     Args:
         runtime: of this process.
@@ -49,11 +49,11 @@ class StopRequest:
 
     def __init__(self, runtime: Runtime, deadline: float, margin: timedelta | None) -> None:
         self._runtime, self._deadline, self._margin = runtime, deadline, margin
-        # Without a thread that answers each call is a collective, or there are no others.
+        # Without a thread that answers, each call is a collective, or this is the only rank.
         self._communicator, self._reporter = runtime.communicator, runtime.reporter
-        self._calls, self._held_at = 0, 0.0  # from which call on there is more to do than to count
+        self._calls, self._held_at = 0, 0.0  # is_due does more than count from call _held_at on
         self._agreed, self._is_requested, self._listens = math.inf, False, False
-        self._lock = threading.Lock()  # of the thread that answers and the one that closes
+        self._lock = threading.Lock()  # shared by the thread that answers and the one that closes
         self._handlers: dict[int, Any] = {}
 
     def is_due(self) -> bool:
@@ -113,7 +113,7 @@ class StopRequest:
         if self._held_at == math.inf:
             if not (self._is_requested or now >= self._deadline or store.get_nowait("stop/requested")):
                 return
-            while not self._calls < self._held_at < math.inf:  # it goes on calling meanwhile
+            while not self._calls < self._held_at < math.inf:  # the main thread may call is_due meanwhile
                 self._held_at = self._calls + 1
             store.set("stop/requested", "yes")
             store.publish("stop/held", self._held_at)
@@ -141,7 +141,7 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any = None) -> None:
         self._is_requested, previous = True, self._handlers.get(number)
-        if not self._listens and signal.getsignal(number) == self._note:  # another thread than this main one has closed
+        if not self._listens and signal.getsignal(number) == self._note:  # closed by a thread that is not the main one
             signal.signal(number, previous or signal.SIG_DFL)
             signal.raise_signal(number)
         elif callable(previous) and not isinstance(previous, SignalHandler):
@@ -156,15 +156,15 @@ def seconds_of(length: Any) -> Any:
 
 
 def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank: int = 0) -> float:
-    """When to stop before the end of a SLURM job, on the monotonic clock; infinity outside of one, or without an end.
+    """When to stop before the end of a SLURM job, on the monotonic clock; infinity without a job or an end time.
 
     Args:
         env: the environment, such as ``os.environ``.
-        margin: how long before; None is a minute, or half of what is left.
-        rank: of this process; rank 0 asks ``scontrol`` where the environment does not say when the job ends.
+        margin: how long before the end; None: a minute, or half of the remaining time if that is less.
+        rank: of this process; rank 0 asks ``scontrol`` if the environment has no end time.
 
     Raises:
-        ConfigurationError: the variables contradict each other, the end is past, or nearer than the margin.
+        ConfigurationError: the variables contradict each other, or the end is past or nearer than the margin.
     """
     job, end = read(env, "SLURM_JOB_ID"), read_integer(env, "SLURM_JOB_END_TIME")
     if job and end is None and rank == 0:
@@ -191,14 +191,14 @@ def _ask_for_end(job: str) -> float | None:
 
 
 def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
-    """End this process with :data:`PREEMPTED` once it has been closed; with ``requeue`` its SLURM job, if any, as well.
+    """Call ``close``, requeue the SLURM job, if any, with ``requeue``, and exit with :data:`PREEMPTED`.
 
     Raises:
         UsageError: SLURM did not put the job, or this task of an array, back into the queue.
     """
     close()
     if requeue and (job := read(os.environ, "SLURM_JOB_ID")):
-        array = read(os.environ, "SLURM_ARRAY_JOB_ID")  # which is a number of its own, and all tasks to scontrol
+        array = read(os.environ, "SLURM_ARRAY_JOB_ID")  # not SLURM_JOB_ID; to scontrol it means all tasks
         _scontrol("requeue", f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job)
     raise SystemExit(PREEMPTED)
 

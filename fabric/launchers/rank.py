@@ -1,7 +1,7 @@
 """Runs a payload in a process of a job, and keeps its supervisor informed.
 
-[Note: Control pipe] Every rank has one duplex pipe to the process that supervises it. The supervisor begins with
-``(RankConfig, payload)``; from then on both send pairs of a kind and a content:
+[Note: Control pipe] Every rank has one duplex pipe to its supervisor. The supervisor first sends
+``(RankConfig, payload)``; after that both sides send ``(kind, content)`` pairs:
 
 =========  ===========  ===============================================================================================
 kind       sent by      content
@@ -13,13 +13,13 @@ signal     rank         number of a signal that its main thread has acted on
 saving     rank         None: signals ask it to save and exit from now on
 describe   supervisor   None: asks for the error that the main thread is handling
 stack      rank         before the answer: where the main thread is, as in a traceback
-described  rank         that :class:`Failure`, or None
+described  rank         the :class:`Failure`, or None
 report     supervisor   an id of the user's request for a report of what the ranks are doing
 call       supervisor   for the ranks of a pool: what to call
 reply      rank         of a pool: the outcome of the call
 =========  ===========  ===============================================================================================
 
-The end of the pipe means to a rank that its supervisor is gone: it exits at once.
+When the pipe closes, the supervisor is gone, and the rank exits at once.
 """
 
 import atexit
@@ -57,11 +57,11 @@ __all__ = [
 PREEMPTED = 75  # the exit code of a job that has saved and wants to be started again; EX_TEMPFAIL of sysexits.h
 
 Payload = Callable[[], Callable[[], Any]]
-"""Prepares a process, and returns what to call once the environment is that of a rank."""
+"""Prepares a process, and returns a function to call once the rank's environment variables are set."""
 
 _LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
 _PAUSE = 0.05  # seconds until the main thread is woken again
-# How gloo, the stores and NCCL word it when another process has gone; they raise a RuntimeError, plain or of torch's.
+# Messages of gloo, the stores and NCCL about a lost process; they raise a RuntimeError or a subclass of torch's.
 _PEER_LOST = ("closed by peer", "reset by peer")
 _SECONDARY = (*_PEER_LOST, "broken pipe", "connection refused", "timed out", "timeout", "distnetwork", "diststore")
 _OUR_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
@@ -73,11 +73,11 @@ class RankConfig:
 
     Attributes:
         world: its place in the job.
-        variables: what it adds to its environment.
-        threads: number of threads of an operation on the CPU.
+        variables: added to its environment.
+        threads: number of threads of a CPU operation.
         stack_file: where the interpreter writes the stack of a fatal signal.
         runs_script: whether it runs a script, which may exit when it likes, rather than a function.
-        returns: whether what the payload returns is sent back.
+        returns: whether the payload's result is sent back.
     """
 
     world: World
@@ -94,9 +94,9 @@ class Failure:
 
     Attributes:
         text: the traceback, as the interpreter would have printed it.
-        exit_code: with which the rank exits because of it.
+        exit_code: the exit code of the rank.
         secondary: whether it looks like the result of another rank's failure (a lost connection, a timeout).
-        peer_lost: whether it says that another process has closed its connection, be it by ending well.
+        peer_lost: whether it says that another process has closed its connection, even by ending normally.
         time: when it was noticed, seconds on the system-wide monotonic clock.
     """
 
@@ -108,7 +108,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> "Failure":
-        """The failure that an error is, without the frames that brought the rank to the user's code."""
+        """The failure for an error, without the frames that lead to the user's code."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
             trace = trace.tb_next
@@ -121,18 +121,18 @@ class Failure:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a job to save and end; SIGUSR1 is what users of SLURM let it send."""
+    """The signals that ask a job to save and end; under SLURM also SIGUSR1, which users often request."""
     return [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, *[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)]
 
 
 def ending_signals() -> list[signal.Signals]:
-    """The signals that end a job: those that leave it the time to save, and Ctrl-C."""
+    """The signals that end a job: those that leave time to save, and Ctrl-C."""
     return [*stop_signals(), signal.SIGINT]
 
 
 def is_secondary(error: BaseException) -> bool:
     """Whether an error began as a lost connection, a timeout or a missing rank: usually another rank's failure."""
-    chain: list[BaseException] = []  # what it was raised from or while handling, back to the first
+    chain: list[BaseException] = []  # its causes and contexts, back to the first error
     current: BaseException | None = error
     while current is not None and current not in chain:
         chain.append(current)
@@ -153,8 +153,8 @@ class ControlThread(threading.Thread):
 
     Attributes:
         config: that of this rank.
-        calls: what a rank of a pool has to call, in order.
-        report_request: the latest id with which the supervisor has asked for a report; empty until then.
+        calls: the calls for a rank of a pool, in order.
+        report_request: the id of the supervisor's latest request for a report; empty before the first.
     """
 
     def __init__(self, control: Connection, config: RankConfig) -> None:
@@ -166,24 +166,24 @@ class ControlThread(threading.Thread):
 
     @classmethod
     def of_this_process(cls) -> "ControlThread | None":
-        """That of this process; None where no launcher of fabric has made it a rank."""
+        """The control thread of this process; None if no launcher of fabric started it."""
         return next((thread for thread in threading.enumerate() if isinstance(thread, cls)), None)
 
     def send(self, kind: str, content: Any = None) -> None:
-        """Send a message; one to a supervisor that is gone is lost."""
+        """Send a message; it is lost if the supervisor is gone."""
         if os.getpid() == self._process:
             with self._lock, suppress(OSError):
                 self._control.send((kind, content))
-        elif kind == "error":  # a process that the script forked runs on through this code, and is not the rank
+        elif kind == "error":  # a process that the script forked also gets here, but is not the rank
             print(content.text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """Serve the pipe until the supervisor is gone, then exit at once, whatever the main thread waits for.
+        """Serve the pipe until the supervisor is gone, then exit at once, even if the main thread is blocked.
 
-        Also needed where the kernel ends this process with its parent: that may have ended before the kernel was asked.
+        Also needed where the kernel kills this process with its parent: the parent may end before ``prctl``.
         """
         parent = os.getppid()
-        # A process that the parent forked for other ends may hold its end of the pipe; the process id shows it.
+        # Another process forked by the parent may hold the pipe open; the parent's process id shows that it is gone.
         with suppress(EOFError, OSError):
             while os.getppid() == parent:
                 if self._control.poll(1.0):
@@ -192,7 +192,7 @@ class ControlThread(threading.Thread):
 
     def _receive(self, kind: str, content: Any) -> None:
         if kind == "describe":
-            # A rank whose ``finally`` waits for the others has not sent its error yet.
+            # A rank that waits for the others in a ``finally`` block has not sent its error yet.
             main = threading.main_thread().ident or 0
             self.send("stack", "".join(traceback.format_stack(sys._current_frames()[main])))
             active = sys._current_exceptions().get(main)
@@ -216,7 +216,7 @@ def main() -> None:
 
 
 def receive(control: Connection) -> tuple[RankConfig, Payload]:
-    """What the supervisor sends to a rank that does not share its memory."""
+    """Receive the configuration and payload of a rank that does not share the supervisor's memory."""
     try:
         return control.recv()
     except (EOFError, OSError):
@@ -228,15 +228,15 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     """Run the payload as this rank.
 
     Returns:
-        The exit code of the process. Whatever goes wrong is sent to the supervisor and printed nowhere.
+        The exit code of the process. Errors are sent to the supervisor and not printed.
     """
     thread = ControlThread(control, config)
     if sys.platform == "linux":
-        # The kernel kills this process when its parent ends, even while C++ code holds the interpreter's lock. It means
-        # the *thread* that made this process; a launch keeps that thread until its ranks have ended.
+        # The kernel kills this process when its parent ends, even while C++ code holds the GIL. Its parent here is
+        # the *thread* that started it; a launch keeps that thread until its ranks have ended.
         end_with_parent = partial(ctypes.CDLL(None).prctl, 1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         end_with_parent()
-        # The workers of a DataLoader likewise, and what else the main thread forks; a daemon is forked twice.
+        # Likewise for DataLoader workers and other forks of the main thread, but not daemons, which fork twice.
         own = os.getpid(), threading.get_ident()
         os.register_at_fork(after_in_child=lambda: (os.getppid(), threading.get_ident()) == own and end_with_parent())
     if not faulthandler.is_enabled():
@@ -248,10 +248,10 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         raise_on_signals(partial(thread.send, "signal"))
         thread.send("ready")
         call = payload()
-        # After loading: a script that is imported to find the function must not take itself for a rank.
+        # After loading: a script that is imported to find the function must not detect that it is a rank.
         os.environ.update(config.variables)
         torch = sys.modules.get("torch")
-        if torch is not None:  # OMP_NUM_THREADS is read when torch is loaded, which has happened in a forked process
+        if torch is not None:  # a forked process has loaded torch already, which reads OMP_NUM_THREADS only then
             torch.set_num_threads(config.threads)
         result = call()
         code, message = 0, ("finished", dump_result(result if config.returns else None))
@@ -259,17 +259,17 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         code = 128 + signal.SIGINT
     except SystemExit as leaving:
         text = "" if isinstance(leaving.code, int) else str(leaving.code)
-        # As the system cuts it.
+        # Truncated as by the system.
         code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
         if code == PREEMPTED or (code == 0 and config.runs_script):
             message = "finished", b""
         elif code not in (0, *(128 + number for number in stop_signals())):
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
-        # What an exit handler would find if the interpreter had reached this point.
+        # For exit handlers: the interpreter sets these on an uncaught exception.
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
         message = "error", Failure.of(error)
-    # There is no ``finally`` left, and an error in the midst of a message would leave half of it in the pipe.
+    # No ``finally`` is left to run, and a signal that raises during send() would leave half a message in the pipe.
     for number in ending_signals():
         if isinstance(signal.getsignal(number), SignalHandler):
             signal.signal(number, signal.SIG_IGN)
@@ -279,14 +279,14 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
 
 
 class SignalHandler:
-    """Lets the first signal raise, so that ``finally`` blocks run, and ignores the ones that follow.
+    """Raises on the first signal, so that ``finally`` blocks run, and ignores later ones.
 
     Ctrl-C in a terminal reaches a rank twice, from the terminal and from the parent, and the second would interrupt
     the ``finally`` block.
 
     Attributes:
-        listeners: called with the number of a signal that asks the job to save, which then does not raise.
-        noted: the signals with which some were called.
+        listeners: called with the number of a signal that asks the job to save; the signal then does not raise.
+        noted: the signals that listeners were called for.
     """
 
     def __init__(self) -> None:
@@ -300,7 +300,7 @@ class SignalHandler:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
     def notify(self, number: int) -> bool:
-        """Call the listeners; whether this signal has any, so that it does not raise."""
+        """Call the listeners for this signal; return whether there are any, so that it does not raise."""
         listeners = [] if number == signal.SIGINT else self.listeners
         for listener in listeners:
             listener(number)
@@ -309,21 +309,21 @@ class SignalHandler:
 
 
 def raise_on_signals(acted: Callable[[int], object]) -> None:
-    """Let the signals that end a job raise in the main thread, which is this one.
+    """Make the job-ending signals raise in the main thread, from which this is called.
 
-    ``acted`` is called with the number of a signal once it has raised, or is left to another handler.
+    ``acted`` is called with the number of a signal once it has raised, or if another handler has it.
     """
     handler = SignalHandler()
     for number in ending_signals():
         # SIGINT is ignored in the background of a shell script, SIGHUP under nohup.
         if number == signal.SIGTERM or signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
-    # A signal that arrives between the interpreter's last look and the start of a wait, or is taken by another thread,
-    # interrupts nothing: the main thread would sleep on, and its ``finally`` blocks never run.
+    # A signal interrupts no wait if it arrives after the interpreter's last check but before the wait, or in another
+    # thread. The main thread would stay blocked and never run its ``finally`` blocks.
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    # A process that this one forks would write of its own signals here.
+    # A forked child would otherwise write its own signals to this pipe.
     os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
     main = threading.get_ident()
 
@@ -331,12 +331,12 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
         while received := os.read(reading, 1):
             number = received[0]
             time.sleep(_PAUSE)
-            # Listeners are called here, too: the main thread may be in C++ code for long.
-            # Once noted, none is sent again: it would end a job that has saved because of the first.
+            # Also calls the listeners: the main thread may be in C++ code for long.
+            # A noted signal is not sent again: that would end a job that has saved because of the first.
             while signal.getsignal(number) is handler and not (handler.notify(number) or number in handler.noted):
                 signal.pthread_kill(main, number)
                 time.sleep(_PAUSE)
-            if number in ending_signals():  # others, as SIGCHLD, say nothing about the grace period
+            if number in ending_signals():  # others, such as SIGCHLD, do not matter for the grace period
                 acted(number)
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
@@ -344,11 +344,11 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End this process: threads are waited for and exit handlers run, but the interpreter is not torn down.
+    """End this process: wait for threads and run exit handlers, but skip the interpreter's finalization.
 
-    That takes half a second and more with torch in it, for which everybody waits; and a thread of gloo that frees its
-    last collective meanwhile aborts the process. A process that ``multiprocessing`` has forked ends in the same way.
-    As at the interpreter's end, open files are flushed, and 0 becomes 120 when a standard stream cannot be.
+    With torch loaded, finalization takes half a second or more, and aborts the process if a gloo thread frees its last
+    collective meanwhile. ``multiprocessing`` ends the processes it forks in the same way.
+    As in finalization, open files are flushed, and 0 becomes 120 when a standard stream cannot be flushed.
     """
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - as multiprocessing does
     atexit._run_exitfuncs()
@@ -359,23 +359,23 @@ def exit_process(code: int) -> NoReturn:
         except OSError:
             code = code or 120
     gc.disable()
-    gc.unfreeze()  # what is frozen is not among the objects
-    # Texts first: they go through the buffers.
+    gc.unfreeze()  # gc.get_objects() leaves out frozen objects
+    # Text files first: they write to the buffered ones.
     objects = gc.get_objects()
     for kind in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
-        # By type(): some objects run code of their own when asked for their class.
+        # By type(): reading __class__ runs code in some objects.
         for file in (each for each in objects if issubclass(type(each), kind)):
-            # Closed, detached or on a full disk: the interpreter's end would pass over it as well; the others count.
+            # Closed, detached or on a full disk: finalization ignores this too; the other files must be flushed.
             with suppress(OSError, ValueError):
                 file.flush()
     os._exit(code)
 
 
 def exit_with_late_error() -> None:
-    """Let this process, which is running its exit handlers, end with code 120 instead of 0.
+    """Make this process, which is running its exit handlers, end with code 120 instead of 0.
 
-    An exception in an exit handler changes no exit code, and to leave at once would skip the other handlers. Python
-    ends with 120 when it cannot flush a standard stream (see ``sys.exit``), which it tries last.
+    An exception in an exit handler does not change the exit code, and exiting at once would skip the other handlers.
+    Python's last step is to flush the standard streams; if that fails, the code is 120 (see ``sys.exit``).
     """
     stream: Any = sys.stderr
     if stream is not None:
