@@ -1,9 +1,9 @@
-"""The command ``fabric doctor``: looks for what makes a job fail, and says how to repair it.
+"""The command ``fabric doctor``: looks for causes of failing jobs, and suggests remedies.
 
-[Note: Doctor] Whatever is broken, there is a report. Each part has a time limit, after which the process names it and
-exits; what imports torch runs in the ranks, which are new processes or, in a job, those of its launcher. Rank 0
-prints what is right, too, every other rank what is wrong. A rank that cannot go on exits with what it found, and the
-launcher ends the others.
+[Note: Doctor] There is always a report. Each part has a time limit, after which the process names the part and exits.
+Code that imports torch runs in the ranks: new processes or, in a job, those of its launcher. Rank 0 prints all
+findings, the other ranks only failures. A rank that cannot continue exits with its finding, and the launcher ends the
+others.
 """
 
 import os
@@ -30,19 +30,19 @@ from fabric.world import World, available_cores, read
 __all__ = ["doctor", "examine_rank"]
 
 _GIB, _MIB = 2**30, 2**20
-_IMPORTING = 30.0  # seconds that the import of torch may take besides, from a slow disk or on a busy machine
+_IMPORTING = 30.0  # extra seconds for the import of torch, from a slow disk or on a busy machine
 _IMPORT = 'python -c "import torch, fabric"'
 _PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
-# That change what a job does, for the first lines of the report.
+# Prefixes of variables that affect a job, for the first lines of the report.
 _VARIABLES = ("CUDA_", "FABRIC_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTHONPATH", "TMPDIR", "TORCH")
 
 
 def doctor(processes: int, seconds: float) -> int:
-    """Print a report of this machine and of the job, or of new processes where no launcher has made this one.
+    """Print a report of this machine and of the job, or of new processes if no launcher started this one.
 
     Args:
-        processes: how many are started.
-        seconds: for each part, after which the process exits with 1.
+        processes: how many new processes to start.
+        seconds: time limit of each part, after which the process exits with 1.
 
     Returns:
         The exit code: 0 if nothing is wrong, else 1.
@@ -65,7 +65,7 @@ def doctor(processes: int, seconds: float) -> int:
         if launcher:
             examine_rank(seconds)
         else:
-            # Which may import torch twice, one after the other. To the signal the launcher ends the ranks.
+            # The ranks may import torch twice, one after the other. On the signal the launcher ends them.
             with _part(f"{processes} processes", 60 + 7 * seconds, _IMPORT, lambda _: raise_signal(SIGTERM)):
                 LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, LaunchSpec(num_processes=processes))
         return min(1, failures)
@@ -80,7 +80,7 @@ def _finding(text: str, remedy: str = "") -> str:
 
 @contextmanager
 def _part(title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
-    """A part of the report: the process exits when its time is over, or with the error that it raises as a finding."""
+    """A part of the report: the process exits when the time is over, or with an error of the part as a finding."""
 
     def expire() -> None:
         print(_finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy), flush=True)
@@ -133,20 +133,20 @@ def _space(title: str, folder: str, least: int, remedy: str) -> str:
 
 
 def examine_rank(seconds: float, is_new: bool = False) -> None:
-    """Look at the job from one of its ranks: what each sees of the others, and a collective of each kind. Collective.
+    """Check from one rank which other ranks it can reach, and run a collective of each kind. Collective.
 
     Args:
-        seconds: for each part.
-        is_new: whether this process was started for it, and may choose a device.
+        seconds: time limit of each part.
+        is_new: whether this process was started for the check, and may choose a device.
 
     Raises:
-        SystemExit: with what is wrong.
+        SystemExit: something is wrong; its message says what.
     """
     world = (detect(os.environ) or (None, World()))[1]
     rank, size, address, port = world.rank, world.world_size, world.address, world.port
     me = f"rank {rank} of {size} on {socket.gethostname()}"
     with _part(f"{me}: import of torch", _IMPORTING + seconds, _IMPORT):
-        # After the report on the machine, which may say why it fails.
+        # After the report on the machine, which may explain why this import fails.
         import torch
         from torch.distributed import PrefixStore, TCPStore
 
@@ -160,7 +160,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(main)  # sends nothing
             own = probe.getsockname()[0]
-        # The store of torch that does not wait for all ranks, which would not say for which.
+        # torch's store without waiting for all ranks, since its timeout would not say which ranks are missing.
         wait, hosts = timedelta(seconds=seconds), rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         base = TCPStore(address, port, None, hosts, wait, False, True) if port else find_store(world, wait)
         store = JobStore(PrefixStore("doctor", base), rank, size)
@@ -178,7 +178,7 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         ranks, began = [*range(size)], monotonic()
         row = torch.tensor(ranks, device=fabric.device)
         results = {
-            # A large one, which finds packets that are too long for the network.
+            # A large message, which finds packets that are too long for the network.
             "all_reduce": (fabric.all_reduce(row[rank].repeat(_MIB), reduce_op="sum").unique().tolist(), [sum(ranks)]),
             "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
             "reduce_scatter": (fabric.reduce_scatter(row, reduce_op="sum").item(), rank * size),

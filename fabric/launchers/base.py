@@ -1,4 +1,4 @@
-"""The interface of launchers, what a launch consists of, and what may be started from this process."""
+"""The interface of launchers, the description of a launch, and checks of what this process may start."""
 
 import os
 import subprocess
@@ -24,8 +24,7 @@ _ROOT = str(Path(__file__).parents[2])
 class LaunchSpec:
     """How many processes a launcher starts on this node, and which results it returns.
 
-    A launcher starts the processes of a single-node job only; those of several nodes are started by ``torchrun``,
-    ``fabric run`` or SLURM.
+    A launcher starts single-node jobs only; use ``torchrun``, ``fabric run`` or SLURM for several nodes.
 
     Attributes:
         num_processes: number of processes, at least 1.
@@ -34,7 +33,7 @@ class LaunchSpec:
         results: ``"first"`` is what rank 0 returned, ``"all"`` a list by rank, ``"none"`` None.
 
     Raises:
-        ConfigurationError: a value outside of what is listed here.
+        ConfigurationError: a value is not one of those listed here.
     """
 
     num_processes: int
@@ -67,7 +66,7 @@ class Launcher(ABC):
         """Run ``fn(*args, **kwargs)`` in every process of the job, and wait for all of them.
 
         Returns:
-            What ``spec.results`` asks for; tensors by value, detached, on the CPU.
+            The results that ``spec.results`` selects; tensors by value, detached, on the CPU.
 
         Raises:
             RankFailedError: a process raised, exited early or was killed; the others have been ended.
@@ -75,7 +74,7 @@ class Launcher(ABC):
 
 
 class InlineLauncher(Launcher):
-    """Runs a function in this process: the only one of its job, or one that another launcher made."""
+    """Runs a function in this process: the only one of its job, or one that another launcher started."""
 
     name = "inline"
 
@@ -87,7 +86,7 @@ class InlineLauncher(Launcher):
 
 
 def node_worlds(size: int, node: int = 0, nodes: int = 1, **rendezvous: Any) -> list[World]:
-    """The places of the ``size`` processes of one node, in a job whose nodes all have as many."""
+    """The places of the ``size`` processes of one node, in a job with ``size`` processes on every node."""
     common = {"node_rank": node, "world_size": nodes * size, "local_world_size": size, **rendezvous}
     return [World(rank=node * size + each, local_rank=each, **common) for each in range(size)]
 
@@ -100,15 +99,15 @@ def start_interpreter(
     stdin: int | None = None,
     output: int | None = None,
 ) -> "subprocess.Popen[bytes]":
-    """Start an interpreter with the options of this one that calls a function.
+    """Start an interpreter with this one's options, and call a function in it.
 
-    Unlike ``multiprocessing``'s, it imports ``__main__`` only if the call needs that, and starts no resource tracker.
+    Unlike that of ``multiprocessing``, it imports ``__main__`` only if needed, and starts no resource tracker.
 
     Args:
-        fn: found by its name in its module.
+        fn: a module-level function, imported by name.
         fd: an open file that it inherits; its number is the first argument.
-        arguments: shown in lists of processes.
-        cwd: where it starts.
+        arguments: further arguments, shown in process lists.
+        cwd: its working directory.
         stdin: its standard input.
         output: its standard output and error; None for those of this process.
     """
@@ -118,7 +117,7 @@ def start_interpreter(
     name = fn.__name__
     first = os.environ.get("FABRIC_PRELOAD")  # modules, such as an import hook, that the script's imports need
     statement = f"from {fn.__module__} import {name}; {f'import {first}; ' if first else ''}sys.path.pop(); {name}()"
-    # -P: what lies in the current folder must not be taken for a part of fabric or of the standard library.
+    # -P: files in the current folder must not shadow modules of fabric or of the standard library.
     statement = f"import sys; sys.path.append({_ROOT!r}); {statement}"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
     return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output)
@@ -131,7 +130,7 @@ def is_interactive() -> bool:
 
 
 def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platform) -> Literal["forkserver", "fork"]:
-    """The start method for functions that are typed in: ``"fork"`` only where they cannot be sent, and it is safe.
+    """The start method for functions of a notebook: ``"fork"`` only if they cannot be pickled and it is safe.
 
     Args:
         can_pickle_functions: whether ``cloudpickle`` is installed.
@@ -142,7 +141,7 @@ def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platfo
 
 
 def initialized_backend(device_type: str) -> str | None:
-    """The name of a device library that is initialized in this process, such as ``"CUDA"``; None when there is none."""
+    """The name of a device library initialized in this process, such as ``"CUDA"``; None if there is none."""
     torch = sys.modules.get("torch")
     for name in dict.fromkeys(("cuda", "xpu", device_type)):
         module = getattr(torch, name, None)
@@ -153,12 +152,12 @@ def initialized_backend(device_type: str) -> str | None:
 
 
 def refuse_while_importing_main() -> None:
-    """Raise when a launch is attempted by a script without a guard, which would launch for ever.
+    """Raise if a script without a guard attempts a launch while a rank imports it: it would launch for ever.
 
     A rank imports the script to find its functions, under the name ``__mp_main__``, as ``multiprocessing`` does.
     """
     importing = sys.modules.get("__mp_main__")
-    # Elsewhere the name leads to the script itself, also where a debugger or `fabric run` has put another in its place.
+    # Elsewhere the name is the script itself, even if a debugger or `fabric run` has replaced `__main__`.
     if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
         raise UsageError(
             "launch() at the top level of a script",

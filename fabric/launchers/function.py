@@ -1,10 +1,10 @@
 """Launchers that run a function in new processes: spawn, fork and forkserver.
 
-[Note: The fork server] It is a warm process with torch in it, from which ranks are forked. The standard library's
-listens at an address in a directory that stays when its owner is killed, and gives its children the output of the
-moment at which it started. This one has an inherited socket pair to its owner; each request carries open
-files: the rank's end of the control pipe, a pipe on which the server sends the rank's process id, then its exit code,
-and the owner's standard output and error of this moment.
+[Note: The fork server] A process with torch loaded, from which ranks are forked. The standard library's fork server
+leaves its socket directory behind if its owner is killed, and its children write to the output that the owner had when
+the server started. This one uses an inherited socket pair to its owner. Each request carries open files: the rank's end
+of the control pipe, a pipe on which the server sends the rank's process id and later its exit code, and the owner's
+current standard output and error.
 """
 
 import gc
@@ -34,19 +34,19 @@ from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
 __all__ = ["ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
 
 _START_DEADLINE = 120.0  # seconds, of which the import of torch takes most
-# The first optimizer that a process makes imports torch._dynamo, which takes longer than torch itself; and nearly every
-# function of a rank is handed a Fabric.
+# Creating the first optimizer imports torch._dynamo, which takes longer than torch itself. Nearly every function of a
+# rank receives a Fabric.
 _PRELOAD = ("torch", "torch._dynamo", "fabric._fabric")
 
 
 class ProcessLauncher(base.Launcher):
-    """Runs a function in new processes on this machine and returns what it returned there.
+    """Runs a function in new processes on this machine and returns its results.
 
-    ``"spawn"`` starts a new interpreter for each rank: the slowest and the most isolated. ``"forkserver"`` forks fresh
-    processes from a warm one that has torch loaded and is kept as long as this process lives: as clean as spawn, and a
-    second launch takes hundredths of a second. ``"fork"`` copies this process, so that nothing has to be pickled; it is
+    ``"spawn"`` starts a new interpreter for each rank: the slowest and the most isolated. ``"forkserver"`` forks from
+    a server process that has torch loaded and lives as long as this process: as isolated as spawn, and a second launch
+    takes hundredths of a second. ``"fork"`` copies this process, so that nothing has to be pickled; it is
     refused once CUDA is initialized, and its ranks run with one thread per operation, because the thread pool of an
-    operation that ran before the fork does not exist in the copy: waiting for it would never end. Do not raise the
+    operation that ran before the fork does not exist in the copy, and waiting for it would hang. Do not raise the
     number of threads in such a rank.
 
     Functions of importable modules need nothing; closures, lambdas and what a script or notebook defines are sent by
@@ -61,11 +61,11 @@ class ProcessLauncher(base.Launcher):
         self.name = start_method
 
     def check(self, spec: base.LaunchSpec) -> None:
-        """Refuse a launch while a script is being imported by a rank, and a fork that could not work.
+        """Refuse a launch while a rank imports a script, and a fork that cannot work.
 
         Raises:
             UsageError: the script has no guard, and a rank imports it.
-            ConfigurationError: a device library is initialized that does not survive a fork.
+            ConfigurationError: an initialized device library does not survive a fork.
         """
         base.refuse_while_importing_main()
         backend = base.initialized_backend(spec.device_type) if self.name == "fork" else None
@@ -111,7 +111,7 @@ class ProcessLauncher(base.Launcher):
             number = job.signals[0][0] if job.signals else signal.SIGINT
             if number == signal.SIGINT:
                 raise
-            # The ranks have ended; now the signal has the effect that it has without them.
+            # The ranks have ended; now the signal has its usual effect on this process.
             handler = signal.getsignal(number)
             if callable(handler):
                 handler(number, None)
@@ -124,20 +124,20 @@ class ProcessLauncher(base.Launcher):
 
 
 def _exit_as_the_rank(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Print an error as always; one of a rank that ends this process gives it the exit code of the rank."""
+    """Print an error as usual; if it is a rank's, exit with the exit code of that rank."""
     sys.__excepthook__(kind, error, trace)
     if isinstance(error, RankFailedError):
         raise SystemExit(exit_status(error.exit_code))
 
 
 def pickled_call(call: Call) -> Payload:
-    """A call, to be made in the state in which this process is now.
+    """The payload for a call, which first restores the current state of this process.
 
     Raises:
         MissingDependencyError, ArgumentTypeError: see :func:`dump_call`.
     """
-    # Where a new process finds __main__: nowhere in an interactive session or a notebook, nor for `python -m package`,
-    # whose code is not a library.
+    # Where a new process finds __main__. It cannot import that of an interactive session or notebook, nor
+    # `python -m package`, which is not a library.
     main = sys.modules["__main__"]
     name, path = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
     is_importable = not f".{name}".endswith(".__main__") if name else path not in (None, "<stdin>")
@@ -147,7 +147,7 @@ def pickled_call(call: Call) -> Payload:
         "sys_path": list(sys.path),
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
-        # Of notebook cells and prompts, which no file holds: for tracebacks, and for what asks for its own source.
+        # Source of notebook cells and prompts, which is in no file: for tracebacks, and for code that reads its source.
         "sources": {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)},
     }
     if needs_main:
@@ -159,7 +159,7 @@ def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes
     """Give this rank the state of the launching process, and load the call."""
     os.environ.clear()
     os.environ.update(environment)
-    # Forked from one server, all ranks of all launches would draw the same numbers from it.
+    # Otherwise all ranks of all launches, forked from one server, would draw the same numbers.
     random = sys.modules.get("numpy.random")
     if random is not None:
         random.seed()
@@ -179,7 +179,7 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
         sys.exit(run(control, replace(config, threads=1), lambda: call))
 
     process = multiprocessing.get_context("fork").Process(target=be_rank)
-    # What is garbage here may wait for threads, which the copy does not have: to collect it there can crash or hang.
+    # Finalizers of garbage may wait for threads that the copy does not have: collecting it there can crash or hang.
     gc.freeze()
     try:
         process.start()
@@ -189,7 +189,7 @@ def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> S
 
 
 class _ForkServer:
-    """Owns the server process: starts it on first use and again should it have died, and ends it with this process.
+    """Owns the server process: starts it on first use, restarts it if it has died, and ends it with this process.
 
     Args:
         owner: ``os.getpid()``.
@@ -201,7 +201,7 @@ class _ForkServer:
         self._server: tuple[socket.socket, Callable[[], object]] | None = None
 
     def start_rank(self, control: Connection, config: RankConfig) -> Started:
-        """Fork a rank, whose configuration is read from its end of the control pipe."""
+        """Fork a rank, which reads its configuration from its end of the control pipe."""
         with self._lock:
             if self._server is not None:
                 requests, stop = self._server
@@ -215,7 +215,7 @@ class _ForkServer:
             return _request(requests, control)
 
 
-# The one of this process: a forked child must not use its parent's.
+# Cached by process id: a forked child must not use its parent's.
 fork_server = cache(_ForkServer)
 
 
@@ -238,26 +238,26 @@ def _exit_code(status: Connection) -> int | None:
     try:
         return status.recv() if status.poll() else None
     except EOFError:
-        # The server was killed, and the rank ends too, since it watches its parent's process id; its code is unknown.
+        # The server was killed. The rank watches its parent's process id, so it ends too; its exit code is unknown.
         return 255
 
 
 def forkserver_main() -> None:
     """Run the server: fork a rank for each request until the owner has ended."""
     owner = os.getppid()
-    # A signal to the whole process group is for the owner and the ranks, whose exit codes only the server reports.
-    # If SIGINT is ignored it stays so: a rank inherits that.
+    # The server ignores signals to the process group, since only it can report the ranks' exit codes.
+    # An ignored SIGINT stays ignored: a rank inherits that.
     for number in ending_signals():
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     requests = socket.socket(fileno=int(sys.argv[1]))
     for name in _PRELOAD:
         importlib.import_module(name)
-    # Each collection of garbage in a rank would go through all of that, and with its marks copy the memory it is in.
+    # Otherwise each garbage collection in a rank would visit all these objects, and copy their memory by marking them.
     gc.freeze()
     ranks: dict[Any, Connection] = {}
     while os.getppid() == owner:  # a process that the owner forked may hold the connection open
-        # A rank's sentinel stays silent while a process that it forked lives on, hence the timeout.
+        # The timeout: a rank's sentinel is not ready while a process that the rank forked lives.
         ready = wait([requests, *(rank.sentinel for rank in ranks)], 0.1 if ranks else 1.0)
         for rank in [rank for rank in ranks if rank.exitcode is not None]:
             _send(ranks.pop(rank), rank.exitcode)
@@ -279,7 +279,7 @@ def forkserver_main() -> None:
 
 
 def _send(status: Connection, number: int | None) -> None:
-    # The owner may have ended, which the next read of the requests shows.
+    # The owner may have ended; the next read of the requests detects that.
     with suppress(BrokenPipeError):
         status.send(number)
 
@@ -290,5 +290,5 @@ def _served_rank(control: Connection, output: list[int], inherited: list[Any]) -
     for number, fd in enumerate(output, 1):
         os.dup2(fd, number)
         os.close(fd)
-    # As multiprocessing ends what it forks: the exit handlers are those of the server.
+    # multiprocessing ends a forked process this way, since the exit handlers are the server's.
     sys.exit(run(control, *receive(control)))
