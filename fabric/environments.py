@@ -52,8 +52,8 @@ def detect(
     return None
 
 
-# SLURM counts the ids of steps that are not srun's down from 2**32: the batch script, the interactive shell of salloc,
-# the external step of a prolog or an ssh session.
+# Steps that srun did not start have ids just below 2**32: the batch script, the interactive shell of salloc, the
+# external step of a prolog or an ssh session.
 _FIRST_RESERVED_STEP = 2**32 - 16
 
 _HOST = re.compile(r"(?:[A-Za-z0-9._-]|\[[0-9][0-9,-]*\])+(?=,|$)")
@@ -63,11 +63,11 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 # Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
-_Names = tuple[str, ...]  # the names of one variable in different releases; the first that is set counts
+_Names = tuple[str, ...]  # names of one variable in different releases; the first that is set is used
 
 
 class _Launcher:
-    """An environment by the names of its launcher's variables."""
+    """An environment defined by the names of its launcher's variables."""
 
     name: str
     _rank: _Names
@@ -134,7 +134,7 @@ class _Launcher:
     def _find_rendezvous(
         self, env: Mapping[str, str], world_size: int, local_world_size: int
     ) -> tuple[str, int | None]:
-        """``MASTER_ADDR`` and ``MASTER_PORT`` where set, else what the job has in common; one process has no port."""
+        """``MASTER_ADDR`` and ``MASTER_PORT`` if set, else derived from the job; a single process needs no port."""
         is_one_node = local_world_size == world_size
         address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else self._first_host(env))
         port = read_integer(env, "MASTER_PORT")
@@ -152,9 +152,9 @@ class _Launcher:
         return address, port
 
     def _first_host(self, env: Mapping[str, str]) -> str | None:
-        """First host of a node list as SLURM writes it: of ``n[03-05,7],m1`` n03, of ``rack[1-2]n[3-4]-ib`` rack1n3-ib.
+        """First host of a SLURM node list: n03 for ``n[03-05,7],m1``, rack1n3-ib for ``rack[1-2]n[3-4]-ib``.
 
-        ``None`` when there is no list, or it does not begin with a host.
+        ``None`` if there is no list, or it does not begin with a host.
         """
         match = _HOST.match(read(env, *self._hosts) or "")
         return None if match is None else _RANGE.sub(r"\1", match.group())
@@ -165,7 +165,7 @@ class TorchrunEnvironment(_Launcher):
     """``RANK`` and ``WORLD_SIZE``, with ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``GROUP_RANK`` and the rendezvous.
 
     torchrun, fabric's own launchers and users set them. ``WORLD_SIZE`` without ``RANK`` is not this environment:
-    scripts for SLURM often export the one and leave the other to srun. ``RANK`` without ``WORLD_SIZE``, next to
+    scripts for SLURM often export only that and leave the rank to srun. ``RANK`` without ``WORLD_SIZE``, next to
     another variable of a job, is an error, since each process would train alone; so are several processes without an
     address and a port.
     """
@@ -197,7 +197,7 @@ class RayEnvironment:
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
-        # It sets the variables of torchrun but for the number of the node; torchrun inside of a worker sets that.
+        # Ray sets torchrun's variables except GROUP_RANK; torchrun inside a worker sets that too.
         is_worker = all(read(env, name) for name in ("RAY_JOB_ID", "NODE_RANK")) and not read(env, "GROUP_RANK")
         return World.from_env({**env, "GROUP_RANK": env["NODE_RANK"]}) if is_worker else None
 
@@ -229,8 +229,8 @@ class MPICHEnvironment(_Launcher):
     _world_size = ("PMI_SIZE",)
     _local_rank = ("MPI_LOCALRANKID", "PMI_LOCAL_RANK")
     _local_world_size = ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
-    # Intel MPI, PALS, and Hydra with -pmi-port. The id of a batch job will not do: two mpiexec in one job
-    # would use one port.
+    # Intel MPI, PALS, and Hydra with -pmi-port. Not the id of a batch job: two mpiexec in one job
+    # would use the same port.
     _job_id = (("I_MPI_HYDRA_UUID", "PALS_APID", "PMI_PORT"),)
 
     def detect(self, env: Mapping[str, str]) -> World | None:
@@ -266,9 +266,9 @@ class SlurmEnvironment(_Launcher):
         return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else super().detect(env)
 
 
-# The innermost launcher first. What Ray sets are the variables of torchrun and more. torchrun, fabric's own launchers
-# and variables set by hand are always meant. mpirun precedes SLURM because in a SLURM job it starts its daemons with
-# srun: what it launches carries the variables of both, and SLURM's then describe the daemons.
+# The innermost launcher first. Ray sets torchrun's variables and more. The variables of torchrun, of fabric's own
+# launchers and those set by hand always win. mpirun precedes SLURM because in a SLURM job it starts its daemons with
+# srun: its processes then have the variables of both, and SLURM's describe the daemons.
 _INNERMOST_FIRST = [
     kind() for kind in (RayEnvironment, TorchrunEnvironment, OpenMPIEnvironment, MPICHEnvironment, SlurmEnvironment)
 ]

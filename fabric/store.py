@@ -1,4 +1,4 @@
-"""The store of a job, through which ranks share values without a collective; the only wait is for rank 0."""
+"""The store of a job, through which ranks share values without collectives."""
 
 import json
 import os
@@ -20,11 +20,11 @@ _POLL = 0.005  # seconds
 
 
 class JobStore:
-    """Values that the ranks of a job share. A key is for one of the ways to write a value.
+    """Values that the ranks of a job share. Each key is used with one of the methods that write a value.
 
     Args:
-        store: shared by the ranks; one of this process where there are no others.
-        rank: of this process.
+        store: shared by the ranks; local to this process if there are no others.
+        rank: rank of this process.
         size: number of ranks.
     """
 
@@ -33,7 +33,7 @@ class JobStore:
         self._present: set[str] = set()
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
-        """Rank 0's value for ``key``, on every rank; waits for it there. Each key can be used once.
+        """Return rank 0's value for ``key`` on every rank; other ranks wait for it. Each key can be used once.
 
         Raises:
             UsageError: rank 0 wrote no value within the timeout.
@@ -56,23 +56,23 @@ class JobStore:
         return self._store.compare_set(key, "", value)  # pyright: ignore[reportArgumentType] - as in set()
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, and return what it is then."""
+        """Add to a counter, and return its new value."""
         return self._store.add(key, amount)
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Write a value, over one that is there."""
+        """Write a value, replacing any earlier one."""
         self._store.set(key, value)  # pyright: ignore[reportArgumentType] - bytes pass; the stub says str only
 
     def get_nowait(self, key: str) -> bytes | None:
-        """The value that some rank wrote; None when there is none yet."""
+        """The value that some rank wrote; None if there is none yet."""
         return self._store.get(key) if self._store.check([key]) else None
 
     def publish(self, topic: str, value: Any) -> None:
-        """Write this rank's value of a topic, over one that is there: what JSON can hold."""
+        """Write this rank's value of a topic, which JSON can hold, replacing any earlier one."""
         self.set(f"{topic}/{self.rank}", json.dumps(value, separators=(",", ":")))
 
     def read(self, topic: str, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, Any]:
-        """What these ranks have published, if need be some seconds later; those that have not are left out."""
+        """The values that these ranks have published, waiting up to ``seconds``; leaves out ranks without one."""
         keys, deadline = {rank: f"{topic}/{rank}" for rank in ranks}, time.monotonic() + seconds
         while missing := {*keys.values()} - self._present:
             self._present |= {key for key in missing if self._store.check([key])}
@@ -84,21 +84,21 @@ class JobStore:
         return {rank: json.loads(value) for rank, value in zip(there, values, strict=True)}
 
     def close(self) -> None:
-        """Release the connection, which others that hold this would keep open; there are no other ranks any more."""
+        """Release the connection, even if others hold this object; afterwards it is the store of a single rank."""
         self._store, self.rank, self.size = dist.HashStore(), 0, 1
         self._present.clear()
 
 
 def find_store(world: World, timeout: timedelta) -> dist.Store:
-    """The store that the launcher of a job, or its environment, says.
+    """Connect to the store that the job's launcher or environment specifies.
 
     Raises:
-        ConfigurationError: nothing says where the processes meet.
+        ConfigurationError: neither specifies where the processes connect.
     """
     if world.world_size == 1:
         return dist.HashStore()
     if world.store is not None:
-        # No count of workers: with one the store removes its file when the first runtime of several closes.
+        # No worker count: with one, the store removes its file when the first of several runtimes closes.
         return dist.FileStore(world.store.removeprefix("file://"))
     if world.port is None:
         raise ConfigurationError(
@@ -112,11 +112,11 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
 
 
 def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
-    """A prefix of keys for the ranks that connect now, which no earlier user of this store had.
+    """A key prefix for the ranks that connect now, unused by any earlier user of this store.
 
-    Several runtimes may follow each other in the processes of a job, which can be counted. But torchrun keeps its store
-    when it restarts ranks, also those that died before they were counted. So there each rank publishes a new name, and
-    rank 0 writes its own under each of these names, also those of dead ranks, until all living ones have confirmed it.
+    The processes of a job may have several runtimes in a row, which a counter tells apart. But torchrun keeps its store
+    when it restarts ranks, even those that died before they were counted. So under torchrun each rank publishes a new
+    name, and rank 0 writes its own under each name, even of dead ranks, until all living ranks have confirmed it.
 
     Raises:
         torch.distributed.DistStoreError: a rank did not connect within the timeout.

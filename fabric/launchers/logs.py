@@ -15,15 +15,15 @@ _POLL = 0.1  # seconds between two looks at the files
 
 @final
 class RankLogs:
-    """A file for all that each rank of this machine writes, and with ``tee`` its lines on standard output.
+    """A file for the output of each rank of this machine; with ``tee`` the lines also go to standard output.
 
-    The ranks write to their files themselves, so that nothing is lost whichever process is killed.
+    The ranks write to their files directly, so that nothing is lost if any process is killed.
 
     Args:
-        folder: where the files are; it exists. A file that is there is continued.
-        restart: how often the ranks have been restarted, which is in the names from the first time on.
-        tee: whether to show whole lines, behind the rank. A progress bar that returns to the start of its line shows
-            its last state there.
+        folder: existing folder of the files. Existing files are appended to.
+        restart: how often the ranks have been restarted; if not 0, it is part of the names.
+        tee: whether to show complete lines, prefixed with the rank. Of a progress bar that rewrites its line, the last
+            state is shown.
     """
 
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
@@ -47,7 +47,7 @@ class RankLogs:
         return file.fileno()
 
     def close(self, ranks: Iterable[RankProcess]) -> None:
-        """Show what is left, and add to each file why its rank failed: the ranks print no errors themselves."""
+        """Show the remaining output, and append each failed rank's error to its file: ranks do not print errors."""
         self._ended.set()
         if self._thread.ident:
             self._thread.join()
@@ -65,7 +65,7 @@ class RankLogs:
                 has_ended = self._ended.wait(_POLL)
                 for rank, file in list(self._files.items()):
                     (position, rest), size = self._shown[rank], os.fstat(file.fileno()).st_size
-                    # At a position of our own: the rank's copy of the open file shares that of read().
+                    # Not read(), whose file position the rank shares.
                     new = os.pread(file.fileno(), max(0, size - position), position)
                     *lines, rest = (rest + new).split(b"\n")
                     self._shown[rank] = position + len(new), rest[max(0, rest.rfind(b"\r")) :]

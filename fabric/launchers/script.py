@@ -33,11 +33,11 @@ class Script:
     """A script with its arguments, which a rank runs as the interpreter would.
 
     Attributes:
-        name: path of a script, a folder or an archive; or, of a module, its name.
-        is_module: whether it is a module's.
+        name: path of a script, a folder or an archive; or the name of a module.
+        is_module: whether ``name`` is that of a module.
         arguments: its ``sys.argv``, the name of the script first.
-        directory: where it starts.
-        extends_path: whether the interpreter puts the place of the script in front of ``sys.path``.
+        directory: its initial working directory.
+        extends_path: whether the interpreter prepends the script's folder to ``sys.path``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Script:
 
         Args:
             main: the module ``__main__``.
-            command: the command line, of which the script may have taken words out of ``sys.argv``.
+            command: the command line; the script may have removed arguments from ``sys.argv``.
 
         Raises:
             ConfigurationError: there is no script that could be run again.
@@ -75,9 +75,9 @@ class Script:
         return cls(name=name, is_module=spec is not None, arguments=_in_hydras_folder(arguments))
 
     def __call__(self) -> Callable[[], None]:
-        """Make this process one that runs the script."""
+        """Prepare this process to run the script."""
         if isinstance(sys.stdout, io.TextIOWrapper):
-            # Whole lines, at once: a rank that is killed flushes nothing, and pieces of lines would mix with others'.
+            # Line buffering: a killed rank flushes nothing, and partial lines would mix with those of other ranks.
             sys.stdout.reconfigure(line_buffering=True)
         sys.argv[:] = self.arguments
         if self.extends_path and self.is_module:
@@ -87,7 +87,7 @@ class Script:
         return self._run
 
     def _run(self) -> None:
-        # Returns nothing, so that what the script leaves in its globals is freed before it counts as finished.
+        # Returns nothing, so that the script's globals are freed before it counts as finished.
         if self.is_module:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
@@ -95,7 +95,7 @@ class Script:
 
 
 def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
-    """Arguments with which Hydra, if it runs this script, gives every rank the output folder of this process."""
+    """The arguments, and if Hydra runs this script, an override: every rank uses this process's output folder."""
     hydra: Any = sys.modules.get("hydra.core.hydra_config")
     if hydra is None or not hydra.HydraConfig.initialized():
         return arguments
@@ -103,14 +103,14 @@ def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
     kind, folder = "run", config.runtime.output_dir
     if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
         kind, folder = "sweep", os.path.join(config.runtime.cwd, config.sweep.dir)
-    # Behind the other overrides, all of which stand together.
+    # After the other overrides, which must be consecutive.
     last = max((at for at, word in enumerate(arguments) if re.match("[^-]*=", word)), default=len(arguments))
     escaped = folder.replace("'", r"\'")
     return [*arguments[: last + 1], f"hydra.{kind}.dir='{escaped}'", *arguments[last + 1 :]]
 
 
 class ScriptLauncher(base.Launcher):
-    """Runs the script that this process runs again, once for every rank; this process only supervises.
+    """Re-runs the script of this process, once for every rank; this process only supervises.
 
     Every rank is a child. Rank 0 inherits the standard input, the others read nothing; all write to the standard output
     and error of this process.
@@ -120,11 +120,11 @@ class ScriptLauncher(base.Launcher):
     runs_function: ClassVar[bool] = False
 
     def check(self, spec: base.LaunchSpec) -> None:
-        """Refuse what cannot be run again.
+        """Refuse a script that cannot be run again.
 
         Raises:
             ConfigurationError: this is an interactive session, a notebook, ``python -c`` or a script on standard input.
-            UsageError: this process is a rank already, or a rank's import of a script.
+            UsageError: this process is a rank already, or a rank is importing the script.
         """
         base.refuse_while_importing_main()
         if "FABRIC_STORE" in os.environ:
@@ -158,8 +158,8 @@ def run_script(
     Args:
         script: the script.
         worlds: the places of this machine's ranks. Without a port they connect through a store of this process.
-        variables: what the ranks find in their environment besides that of this process and their place.
-        logs: where they write; None for the standard output and error of this process.
+        variables: added to the environment that the ranks inherit, besides their place.
+        logs: files for their output; None for the standard output and error of this process.
 
     Returns:
         The exit code for this process: 0 when all ranks ended with 0; that of the rank that failed first, 128 + n for
@@ -184,7 +184,7 @@ def run_script(
     except KeyboardInterrupt:
         return 128 + job.signals[0][0], True
     except RankFailedError as error:
-        print(end="", flush=True)  # there may be no standard output
+        print(end="", flush=True)  # standard output may be None
         print(f"\n{error}", file=sys.stderr, flush=True)
         return exit_status(error.exit_code), bool(job.signals)
     finally:

@@ -1,4 +1,4 @@
-"""Pickles a call for the ranks, and what it returned for the launching process, by value."""
+"""Pickles a call for the ranks, and its result for the launching process."""
 
 import copyreg
 import io
@@ -26,9 +26,9 @@ class Call(NamedTuple):
 def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> tuple[bytes, bool]:
     """Pickle a call once, for all ranks.
 
-    What lives in importable modules is pickled by name, and so is what a script defines: the ranks import the script,
-    as with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and what a
-    notebook defines are pickled by value when ``cloudpickle`` is installed.
+    Functions and classes of importable modules and of a script are pickled by name: the ranks import the script, as
+    with the standard library's ``multiprocessing``, and can pickle its classes in turn. Closures, lambdas and
+    definitions of a notebook are pickled by value if ``cloudpickle`` is installed.
 
     Args:
         call: function, positional and keyword arguments.
@@ -43,7 +43,7 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
         ArgumentTypeError: a part of the call cannot be pickled; the text names it.
     """
     packed = _attempt(pickle.dumps, call) if by_name else None
-    # Anything that is pickled by name holds the name of its module: without this text nothing refers to __main__.
+    # Pickling by name stores the name of the module: without the text "__main__" nothing refers to it.
     if isinstance(packed, bytes) and (main_is_importable or b"__main__" not in packed):
         return packed, b"__main__" in packed
     by_value = has_cloudpickle()
@@ -66,7 +66,7 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
 
 
 def dump_result(value: Any) -> bytes:
-    """Pickle what a rank returned: tensors detached, on the CPU, with nothing shared.
+    """Pickle a rank's result: tensors detached, on the CPU, without shared memory.
 
     Raises:
         ArgumentTypeError: a part of it cannot be pickled; the text names it.
@@ -84,13 +84,13 @@ def dump_result(value: Any) -> bytes:
 
 
 def load(packed: bytes) -> Any:
-    """What :func:`dump_call` or :func:`dump_result` pickled."""
+    """Unpickle the output of :func:`dump_call` or :func:`dump_result`."""
     return pickle.loads(packed)  # noqa: S301 (our own parent or child wrote it, on a pipe that no other process holds)
 
 
 def has_cloudpickle() -> bool:
     """Whether functions can be pickled by value."""
-    # Takes 30 ms to import, and is needed by what starts ranks only.
+    # Takes 30 ms to import; only processes that start ranks need it.
     from lightning_utilities.core.imports import RequirementCache
 
     return bool(RequirementCache("cloudpickle>=3.0"))
@@ -104,7 +104,7 @@ def _attempt(dump: Callable[[Any], bytes], value: Any) -> bytes | Exception:
 
 
 def _culprit(value: Any, dump: Callable[[Any], bytes]) -> tuple[str, Any, bytes | Exception]:
-    """The first leaf of a collection that cannot be pickled, else all of it: its path, itself and the reason."""
+    """Path, value and error of the first leaf that cannot be pickled; else of the whole collection."""
     from fabric.tree import flatten, leaf_paths  # imports torch, without which a rank starts faster
 
     leaves, structure = flatten(value)
