@@ -40,7 +40,7 @@ _MALLOPT = ((-1, 32 * 2**20), (-3, 4 * 2**20))
 
 
 class Accelerator(ABC):
-    """A kind of hardware: whether it is there, how many devices of it there are, and how a process takes one.
+    """A kind of hardware: whether it is available, how many devices it has, and how a process selects one.
 
     Stateless: two instances are interchangeable, and none remembers a device. :meth:`is_available`,
     :meth:`device_count` and :meth:`parse_devices` run in a process that may still fork, so they leave the hardware
@@ -61,7 +61,7 @@ class Accelerator(ABC):
         """Number of such devices that this process may use; 0 when there is none."""
 
     def parse_devices(self, devices: int | str | Sequence[int]) -> tuple[torch.device, ...]:
-        """The devices of this node that the argument ``devices`` stands for, one per process.
+        """The devices of this node that ``devices`` selects, one per process.
 
         Args:
             devices: a number, a list of indices, their spelling as a string, or ``"auto"``; see the table above.
@@ -78,7 +78,7 @@ class Accelerator(ABC):
         value = _parse(devices, expected)
         if value in ("auto", -1):
             value = count
-        # One more than there are is enough to be refused.
+        # One index too many is enough for the error below.
         indices = tuple(range(min(value, count + 1))) if isinstance(value, int) else value
         if not indices or not set(indices) <= set(range(count)) or len(set(indices)) < len(indices):
             problem = f"this process sees {count} devices of type {self.name!r}"
@@ -90,7 +90,7 @@ class Accelerator(ABC):
         """Make ``device`` the current one of this process; nothing to do where torch has no current device."""
 
     def return_freed_memory(self) -> None:
-        """From now on, have large blocks go back to the system when they are freed; nothing to do where they do.
+        """From now on, return freed large blocks to the system; does nothing where that is the default.
 
         For strategies that allocate and free whole parameters in every step. It lasts as long as the process.
         """
@@ -110,7 +110,7 @@ class Accelerator(ABC):
 
 @final
 class CPUAccelerator(Accelerator):
-    """The processor: always there; its devices are processes, which share the cores."""
+    """The CPU: always available; its devices are processes, which share the cores."""
 
     name = "cpu"
 
@@ -132,7 +132,7 @@ class CPUAccelerator(Accelerator):
         """From now on, blocks of 4 MiB or more go back to the system when they are freed, under glibc.
 
         glibc does so at first, but with each such block it raises the size from which it does, up to 32 MiB, so that
-        what a strategy gathers and frees would stay with the process. A setting of the user's in the environment
+        what a strategy gathers and frees would stay with the process. A user's setting in the environment
         (``MALLOC_TRIM_THRESHOLD_``, ``MALLOC_MMAP_THRESHOLD_``, ``GLIBC_TUNABLES``) wins.
         """
         # Other C libraries have no such function, and give large blocks back at once.

@@ -35,12 +35,12 @@ class LossScale:
     """How the loss is scaled so that float16 gradients do not underflow; the names are those of torch's ``GradScaler``.
 
     Attributes:
-        init_scale: the first scale, a power of two, so that scaling costs no rounding. A checkpoint brings its own.
+        init_scale: the first scale, a power of two, so that scaling costs no rounding. A checkpoint restores its own.
         growth_interval: number of steps in a row without an overflow after which the scale doubles. After an overflow,
             the step is skipped and the scale is halved.
 
     Raises:
-        ConfigurationError: it cannot be that.
+        ConfigurationError: a value is invalid.
     """
 
     init_scale: float = 2.0**16
@@ -66,7 +66,7 @@ class Precision:
         compute_dtype: dtype of the autocast region of a mixed precision; None means there is none.
         reduce_dtype: dtype in which sharded strategies reduce gradients; None means the gradients' own.
         output_dtype: dtype that 16-bit outputs of the forward pass are cast to; None leaves them.
-        loss_scale: how the loss is scaled; None means it is not. Settings of one's own:
+        loss_scale: how the loss is scaled; None means it is not. Custom settings:
             ``Fabric(precision=replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**10)))``, with
             ``replace`` of :mod:`dataclasses`.
     """
@@ -105,7 +105,7 @@ PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16":
 
 
 def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
-    """A row of the table from its name or alias; None is ``32-true``, and a row of one's own stays as it is.
+    """A row of the table from its name or alias; None is ``32-true``, and a custom row is returned as it is.
 
     Raises:
         ConfigurationError: there is no such precision; the text lists those there are.
@@ -143,6 +143,6 @@ def cast_inputs(
 def cast_outputs(dtype: torch.dtype, output: Any) -> Any:
     """Cast the 16-bit floating tensors of a forward pass's output to ``dtype``; all else is returned unchanged."""
     if isinstance(output, Tensor):
-        # By name: otherwise torch tries the other things that ``to`` may be given first, for a microsecond.
+        # By keyword: otherwise torch first tries the other signatures of ``to``, which takes a microsecond.
         return output.to(dtype=dtype) if output.dtype in (torch.float16, torch.bfloat16) else output
     return map_tensors(lambda tensor: cast_outputs(dtype, tensor), output)

@@ -20,8 +20,8 @@ class World:
         world_size: number of processes of the job.
         local_world_size: number of processes on this node.
         address: host on which rank 0 can be reached.
-        port: port of the rendezvous store there, 1 to 65535; ``None`` when ``store`` is given or nothing has to be
-            found.
+        port: port of the rendezvous store there, 1 to 65535; ``None`` with ``store``, or if no rendezvous is
+            needed.
         store: where the processes connect when fabric started them, as ``file:///path`` (a private
             :class:`torch.distributed.FileStore`); ``None`` under another launcher.
     """
@@ -52,13 +52,13 @@ class World:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes of the job, taking all of them to hold equally many processes; 1 only when this is all."""
+        """Number of nodes, assuming equally many processes on each; 1 only if this is the only node."""
         # Rounded up: with 3 processes here and 2 elsewhere there is a second node, and loopback would not reach it.
         return -(-self.world_size // self.local_world_size)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks before and after this one, with the last before the first; none when it is the only one."""
+        """The ranks before and after this one in a ring; empty if it is the only one."""
         around = {(self.rank - 1) % self.world_size, (self.rank + 1) % self.world_size}
         return tuple(sorted(around - {self.rank}))
 
@@ -119,7 +119,7 @@ class World:
 
 
 def read(env: Mapping[str, str], *names: str) -> str | None:
-    """Value of the first of ``names`` that is set; a blank one counts as unset, ``None`` when none is."""
+    """Value of the first of ``names`` that is set and not blank; ``None`` if there is none."""
     return next((text for name in names if (text := env.get(name, "").strip())), None)
 
 
@@ -127,7 +127,7 @@ def read_integer(env: Mapping[str, str], *names: str) -> int | None:
     """Like :func:`read`, as an integer.
 
     Raises:
-        ConfigurationError: it is not one; the variable is named.
+        ConfigurationError: it is no integer; the text names it.
     """
     for name in names:
         if read(env, name):

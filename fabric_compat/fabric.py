@@ -1,4 +1,4 @@
-"""``Fabric`` with the meaning that Lightning Fabric gives its methods, where that differs from ours."""
+"""``Fabric`` with Lightning Fabric's behavior where that differs from ours."""
 
 import inspect
 import os
@@ -70,7 +70,7 @@ class Fabric(_Fabric):
 
     @property
     def device(self) -> torch.device:
-        """The device of this process; before there are others the first one."""
+        """The device of this process; before the launch, the first one."""
         return super().device if self._plan.world is not None else self._plan.devices[0]
 
     def _world(self, call: str) -> World:
@@ -82,7 +82,7 @@ class Fabric(_Fabric):
         return None if has_launched and not function_and_args else super().launch(*function_and_args, **kwargs)
 
     def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True, **_: Any) -> Any:
-        """Set up a module, again too, and optimizers; calls ``on_after_setup`` of the callbacks."""
+        """Set up a module, even a second time, and optimizers; calls ``on_after_setup`` of the callbacks."""
         session = self._running("setup")
         model = next((each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None)
         if model is None:
@@ -133,7 +133,7 @@ class Fabric(_Fabric):
         super().backward(tensor, *args, **kwargs)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of all callbacks that have it, with those of the keywords that it takes."""
+        """Call a method of all callbacks that have it, with the keywords that it accepts."""
         for callback in self._callbacks:
             if callable(hook := getattr(callback, hook_name, None)):
                 parameters = inspect.signature(hook).parameters
@@ -178,5 +178,5 @@ class Fabric(_Fabric):
 @rank_zero_only
 @cache
 def _note(text: str) -> None:
-    """Say once, on the first rank, where a meaning is not that of ``fabric``."""
+    """Print once, on the first rank, where the behavior differs from ``fabric``."""
     print(f"fabric_compat: as in Lightning Fabric, {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Precisions, environments, checkpoint formats and collectives, as the objects that Lightning Fabric has for them."""
+"""Precisions, environments, checkpoint formats and collectives, as Lightning Fabric's objects."""
 
 import inspect
 import os
@@ -84,7 +84,7 @@ class Precision(OurPrecision):
 
 
 class MixedPrecision(Precision):
-    """``"16-mixed"`` or ``"bf16-mixed"``; ``device`` and ``scaler`` are what the Fabric has."""
+    """``"16-mixed"`` or ``"bf16-mixed"``; ``device`` and ``scaler`` are those of the Fabric."""
 
     def __init__(self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None) -> None:
         super().__init__(precision)
@@ -173,7 +173,7 @@ class ClusterEnvironment:
         return self._place.node_rank
 
     def _nothing(self, *args: Any) -> None:
-        """For subclasses: what the variables say is not changed."""
+        """For subclasses: does not change the variables."""
 
     set_world_size = set_global_rank = validate_settings = teardown = _nothing
 
@@ -205,7 +205,7 @@ class LightningEnvironment(ClusterEnvironment):
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
-    """torchrun, and whatever sets its variables, as Kubeflow does."""
+    """torchrun, and launchers that set its variables, such as Kubeflow."""
 
     _ours = (our_environments.TorchrunEnvironment(),)
 
@@ -232,7 +232,7 @@ def _is_slurm_interactive_mode() -> bool:
 
 
 class MPIEnvironment(ClusterEnvironment):
-    """Open MPI, MPICH and what sets their variables, as LSF's ``jsrun`` does; without mpi4py."""
+    """Open MPI, MPICH and launchers that set their variables, such as LSF's ``jsrun``; no mpi4py."""
 
     _ours = (our_environments.OpenMPIEnvironment(), our_environments.MPICHEnvironment())
 
@@ -252,7 +252,7 @@ class CheckpointIO(ABC):
     @abstractmethod
     def remove_checkpoint(self, path: Any) -> None: ...
 
-    # The names that fabric has for it.
+    # The names in fabric.
     def save(self, state: Mapping[str, Any], path: Path) -> None:
         self.save_checkpoint(dict(state), path)
 
@@ -260,7 +260,7 @@ class CheckpointIO(ABC):
         return self.load_checkpoint(path)
 
     def wait(self) -> None:
-        """Nothing: a save of this kind is done when it returns."""
+        """Does nothing: this save is synchronous."""
 
 
 class TorchCheckpointIO(CheckpointIO):

@@ -1,4 +1,4 @@
-"""Utilities of Lightning Fabric that its clients use, under the names of all of its files."""
+"""Utilities of Lightning Fabric that its users import, under all of its module names."""
 
 import copy
 import json
@@ -57,7 +57,7 @@ Optimizable = Steppable = Optimizer
 
 
 class MisconfigurationException(Exception):
-    """Raised by nothing here: the errors are those of ``fabric.errors``."""
+    """Never raised: the errors are those of ``fabric.errors``."""
 
 
 class PossibleUserWarning(UserWarning):
@@ -202,7 +202,7 @@ def _get_rank() -> int | None:
 
 
 def name_of_reduction(reduce_op: Any) -> Any:
-    """The name of a reduction that is a name, a ``ReduceOp``, or None for the sum."""
+    """The name of a reduction given as a name, a ``ReduceOp``, or None for the sum."""
     name = "sum" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
     return "mean" if name == "avg" else name
 
@@ -252,7 +252,7 @@ def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
 
 
 def _EmptyInit(enabled: bool = True) -> Any:
-    """A context in which random initial values are not drawn: what a checkpoint does not fill is nan."""
+    """A context without random initialization: values that a checkpoint does not fill are nan."""
     return WithoutInit() if enabled else nullcontext()
 
 
@@ -274,7 +274,7 @@ def _materialize_tensors(collection: Any) -> Any:
 
 
 class _NotYetLoadedTensor(Tensor):
-    """No tensor is one: those of :func:`_lazy_load` are plain ones, in memory that is the file."""
+    """For ``isinstance``, never true: :func:`_lazy_load` returns plain memory-mapped tensors."""
 
 
 def get_filesystem(path: _PATH, **kwargs: Any) -> Any:
