@@ -1,9 +1,9 @@
-"""Tensor parallelism beside sharding: the processes as one mesh, along whose dimensions data and models are split.
+"""Tensor parallelism combined with sharding, on one mesh of processes.
 
 [Note: Mesh] The dimensions, from the outer to the inner: ``replicate`` (copies of all shards), ``data_parallel`` (other
 batches, and a shard of each parameter), ``sequence`` (parts of the sequences of a batch, and a shard likewise) and
-``tensor_parallel`` (parts of layers). The first and the third are there where their size is more than 1. Ranks that
-differ in the last two alone have the same batch, and the same random streams for it.
+``tensor_parallel`` (parts of layers). The first and the third exist only if their size is more than 1. Ranks that
+differ only in the last two have the same batch, and the same random streams for it.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,8 +67,8 @@ class ModelParallelStrategy(FSDPStrategy):
     :attr:`fabric.Fabric.device_mesh` is the mesh. Parameters, gradients and optimizer state are sharded over
     ``data_parallel`` and ``sequence`` together, as under :class:`fabric.strategies.FSDPStrategy`, whose promises hold.
     What several ranks compute of a batch counts once in sums over all processes and in metrics. A model's code sees its
-    parts: ``view(batch, length, -1, width)`` for this rank's heads. A layer whose outputs are several things one after
-    another, such as a gate and what it gates, has no such parts: write one layer for each.
+    parts: ``view(batch, length, -1, width)`` for this rank's heads. A layer with concatenated outputs, such
+    as a gate and what it gates, cannot be split this way: write one layer for each.
 
     Args:
         parallelize_fn: ``(model, mesh) -> model``, which splits layers by torch's ``parallelize_module`` along
