@@ -1,9 +1,9 @@
-"""A dry run: the memory and the collectives of a training step on one rank of a job, found out without the job.
+"""A dry run: the memory and the collectives of a training step on one rank of a job, without the job.
 
 [Note: Dry run] One process takes the place of rank 0, which has the largest shards. Fabric, the strategy and torch run
-as they are, over tensors without memory and a process group without other ranks, so that what is allocated and sent is
-what they ask for. A mode that sees every operation follows the storages. The peak is that of live tensors: what kernels
-take for themselves, fragmentation, the context of a device and the buffers of NCCL come on top.
+as they are, over tensors without memory and a process group without other ranks, so it counts what
+they allocate and send. A dispatch mode sees every operation and tracks the storages. The peak is that of live tensors:
+workspaces of kernels, fragmentation, the device context and NCCL's buffers are not included.
 """
 
 import inspect
@@ -50,7 +50,7 @@ class Traffic(NamedTuple):
         axis: over which ranks: ``"world"`` for all, else the name of a dimension of the mesh, such as ``"shards"``.
         ranks: how many these are.
         calls: how often.
-        nbytes: all messages together: of a gather what a rank has afterward, of a reduction what it passes.
+        nbytes: all messages together: for a gather its output on a rank, for a reduction its input.
     """
 
     operation: str
