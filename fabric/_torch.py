@@ -141,8 +141,8 @@ def joined_mesh(parts: Sequence[Any], timeout: timedelta) -> Any:
 def forget_meshes() -> None:
     """Have DTensors look for the groups of a mesh anew.
 
-    What torch has planned for a mesh it takes for every mesh that is equal, even one with other groups: these are found
-    by names, which another job in the same process may have given to others.
+    torch reuses the plans cached for a mesh for every equal mesh, even one with other groups: it finds groups by
+    name, and another job in the same process may have used these names for other groups.
     """
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
@@ -278,7 +278,7 @@ def wrap_collectives(module: torch.nn.Module, context: Callable[[str], ContextDe
 
 
 def allocates_outputs(operator: Any) -> bool:
-    """Whether what an ATen operator returns lies in new memory: it declares which outputs share an input's."""
+    """Whether an ATen operator allocates its outputs: its schema declares which outputs share an input's."""
     return all(output.alias_info is None for output in operator._schema.returns)
 
 
@@ -303,7 +303,7 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
 class Rank0Chunks(TorchFunctionMode):
     """Within this context, FSDP2 makes only rank 0's chunk of each parameter that it shards, not those of all ranks.
 
-    Of these it uses no other on rank 0, and thousands for each parameter of a dry run take minutes.
+    It uses no other chunk on rank 0, and making thousands for each parameter takes minutes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
