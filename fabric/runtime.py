@@ -138,7 +138,7 @@ class Runtime:
         """
         if purpose not in self._background:
             if self.connected and self.device.type != "cpu":
-                # Two collectives at a time on one device can wait for each other; and objects need none.
+                # Concurrent collectives on one device can deadlock; objects need no device.
                 group = dist.new_group(timeout=self.timeout, backend="gloo")
                 assert isinstance(group, dist.ProcessGroup), "every rank is a member"
                 made = self.communicator_over(group)
@@ -158,7 +158,7 @@ class Runtime:
         return self._node_group or communicator
 
     def close(self) -> None:
-        """Release what :meth:`start` took, not a process group that was there before; idempotent."""
+        """Release what :meth:`start` took, but not a preexisting process group; idempotent."""
         if not self._is_started:
             return
         for group in self._background.values():
