@@ -62,6 +62,7 @@ _DEFAULTS: Mapping[str, Any] = {
 _OFF = ("", "0", "false", "no", "off")  # what a variable says that turns something on
 _LONGEST = 10_000_000  # seconds; the stores of torch count milliseconds in 64 bits, gloo in fewer
 
+_Devices = tuple[torch.device, ...]
 _Found = tuple[Environment, World] | None  # what made this process, and its place
 
 
@@ -87,7 +88,7 @@ class Plan:
     """
 
     accelerator: Accelerator
-    devices: tuple[torch.device, ...]
+    devices: _Devices
     num_nodes: int
     precision: Precision
     strategy: Strategy
@@ -296,9 +297,7 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
-def _parse_devices(
-    accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found
-) -> tuple[torch.device, ...]:
+def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found) -> _Devices:
     """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
     own = strategy.parallel_devices
     if not found or (strategy.drives_all_devices and found[1].world_size == 1):

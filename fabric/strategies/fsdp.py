@@ -152,6 +152,7 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def setup_environment(self, runtime: Runtime | None = None) -> None:
         super().setup_environment(runtime)
+        options.check_mesh(self.device_mesh, self.sharding_strategy, self.world_size)
         self.runtime.accelerator.return_freed_memory()
         self._forwards = WeakValueDictionary()
         # An in-place change of such a view is correct, or raises an error that options.EXPLANATIONS explains.
