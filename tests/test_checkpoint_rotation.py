@@ -325,8 +325,8 @@ def test_what_cannot_be_is_one_error_on_every_rank(tmp_path: Path) -> None:
         first, second = run_in_ranks(refuse, tmp_path)
     run_in_ranks(save_once, tmp_path / "held")
     own = {
-        "keep": "keep=0 cannot be", "none": "keep=None cannot be", "mode": "'least'",
-        "best": "best='loss' cannot be",
+        "keep": "keep=0 is not valid", "none": "keep=None is not valid", "mode": "'least'",
+        "best": "best='loss' is not valid",
         "folder": "NotADirectoryError", "file": "FileExistsError", "missing": "'val_loss'", "text": "ArgumentTypeError",
         "negative": "at least 0", "fraction": "TypeError", "content": "ArgumentTypeError",
         "held": f"process {os.getpid()} on ",

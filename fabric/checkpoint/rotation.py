@@ -80,7 +80,7 @@ class Checkpoints:
             if type(keep) is not int or keep < 1 or not is_metric:
                 wrong = f"{keep=}" if is_metric else f"{best=}"
                 expected = "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
-                raise ConfigurationError(self._request, f"{wrong} cannot be", expected)
+                raise ConfigurationError(self._request, f"{wrong} is not valid", expected)
             return file.locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
