@@ -14,12 +14,12 @@ from fabric.strategies.base import Strategy
 # What may not grow, with today's limit.
 LIMITS = {
     "files": 91,
-    "code lines": 12_666,
-    "tokens": 133_375,
+    "code lines": 12_664,
+    "tokens": 133_368,
     "code lines of fabric_compat": 900,
     "tokens of fabric_compat": 9_380,
-    "code lines of the core": 2_861,
-    "tokens of the core": 28_270,
+    "code lines of the core": 2_860,
+    "tokens of the core": 28_266,
     "raw lines of a file": 450,
     "raw lines of _fabric.py": 900,
     "code lines of a class": 200,  # but Fabric, which is a line a method

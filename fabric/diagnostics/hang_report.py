@@ -189,12 +189,9 @@ class HangReporter:
         while self._report is None and self._thread.is_alive() and monotonic() < until:
             sleep(_PAUSE)
         self._needs_report.clear()
-        if self._report and self._is_printed(self._report):
+        if self._report and self._prints and _COMPILES not in self._report:
             return f"{self._report.partition(HEADING)[0]}{HEADING} in the report that was printed, as a rule by rank 0"
         return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
-
-    def _is_printed(self, report: str) -> bool:
-        return self._prints and report != "" and _COMPILES not in report
 
     def _watch(self) -> None:
         try:
@@ -259,7 +256,7 @@ class HangReporter:
         requester, user_request = json.loads(request)
         text = compose(states, requester, "a report was requested by a signal" if user_request else "")
         store.set(f"report/{number}", text)
-        if self._is_printed(text) or (text and user_request):
+        if text and (user_request or (self._prints and _COMPILES not in text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _unresponsive(self, rank: int) -> RankState:
