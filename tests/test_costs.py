@@ -4,7 +4,6 @@ import gc
 import json
 import subprocess
 import sys
-import timeit
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -95,17 +94,16 @@ def test_the_number_of_python_calls_is_that_of_the_python_functions_called() -> 
 
 
 def test_to_ask_whether_to_stop_costs_three_python_calls_and_no_collective() -> None:
-    for collectives, calls, seconds in run_in_ranks(count_asking):
-        assert (collectives, calls) == (0, 3)
-        assert seconds < 20e-6
+    for collectives, calls in run_in_ranks(count_asking):
+        assert collectives == 0
+        assert calls == 3
 
 
-def count_asking(fabric: Fabric) -> tuple[int, int, float]:
+def count_asking(fabric: Fabric) -> tuple[int, int]:
     with CommDebugMode() as mode:
         assert not fabric.should_stop
         calls = count_calls(lambda: fabric.should_stop, number=10) - count_calls(lambda: None, number=10)
-        seconds = min(timeit.repeat(lambda: fabric.should_stop, number=1000, repeat=20)) / 1000
-    return mode.get_total_counts(), calls, seconds
+    return mode.get_total_counts(), calls
 
 
 def test_a_tree_costs_one_collective_for_each_dtype() -> None:
