@@ -39,9 +39,10 @@ from fabric.reporting import Reporting
 from fabric.seed import seed_everything
 from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies import StrategyName
-from fabric.strategies.base import Group, Strategy, uncompiled, without_sync
+from fabric.strategies.base import uncompiled, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
+from fabric.strategies.standalone import Group, Strategy
 from fabric.world import World
 
 __all__ = ["Fabric"]
@@ -601,14 +602,14 @@ class Fabric(Reporting):
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
         """
         session = self._running("gather_for_metrics")
-        return gather_batch(session.strategy._summing(is_batch=True), session.active_iterators, data)
+        return gather_batch(session.strategy._data_parallel_communicator(), session.active_iterators, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
         """``metrics.compute()`` over the samples of all processes, in one exchange; the same on each. Collective.
 
         It is a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
         """
-        return compute_metrics(self._running("compute_metrics").strategy._summing(), metrics)
+        return compute_metrics(self._running("compute_metrics").strategy._loss_communicator(), metrics)
 
     def all_to_all(self, data: T, group: Group = None) -> T:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
@@ -769,7 +770,7 @@ class Fabric(Reporting):
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
         with self._running("load").checkpoints("load") as checkpoints:
-            return checkpoints.load(path, state, strict, rng, weights_only is False, False)
+            return checkpoints.load(path, state, strict, rng, weights_only is not False)
 
     def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
@@ -780,7 +781,7 @@ class Fabric(Reporting):
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
         with self._running("load_raw").checkpoints("load_raw") as checkpoints:
-            checkpoints.load(path, {type(obj).__name__: obj}, strict, False, weights_only is False, True)
+            checkpoints.load_raw(path, obj, strict, weights_only is not False)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
         """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
@@ -835,7 +836,7 @@ class Fabric(Reporting):
             if self._timings:
                 from fabric.timeline import Timeline  # few programs need it
 
-                self._session._parts.callback(Timeline(self._session).close)
+                self._session._cleanup.callback(Timeline(self._session).close)
             atexit.register(self._at_exit)
         return self._session
 

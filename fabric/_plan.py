@@ -228,7 +228,7 @@ def _options_of(strategy: Strategy) -> dict[str, Any]:
     return {
         "accelerator": strategy.accelerator or (devices[0].type if devices else None),
         "devices": devices,
-        "precision": strategy._own_precision,
+        "precision": strategy._requested_precision,
         "num_nodes": strategy.num_nodes if strategy.num_nodes != 1 else None,
         "environment": strategy.cluster_environment,
         "timeout": strategy.timeout if strategy.timeout != DEFAULT_TIMEOUT else None,

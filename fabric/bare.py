@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fabric.diagnostics.bypass import GradientContract
+from fabric.contract import GradientContract
 from fabric.errors import UsageError
 from fabric.strategies import Strategy
 
@@ -44,7 +44,8 @@ class BareParameters:
         if self._hook is None:
             self._hook = self._cleanup.enter_context(register_optimizer_step_pre_hook(self.average_gradients))
         contract = Strategy.gradient_contract(self._strategy, module)
-        return replace(contract, replicated=contract.parameters if self._strategy.is_distributed else dict)
+        replicated = contract.parameters if self._strategy.is_distributed else dict
+        return replace(contract, replicated=replicated, gradients_differ=False)
 
     def average_gradients(self, optimizer: Optimizer, *call: Any) -> None:
         """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.

@@ -28,8 +28,8 @@ from fabric.accelerators import ACCELERATORS, AcceleratorName
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName, parse_precision
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyName
-from fabric.strategies.base import Strategy
 from fabric.strategies.fsdp_options import find_fsdp_modules
+from fabric.strategies.standalone import Strategy
 from fabric.tree import PLAIN, flatten, parameters_of
 from fabric.world import World
 

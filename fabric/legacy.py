@@ -93,7 +93,11 @@ def _step(name: str) -> Callable[..., Any]:
     def step(self: "DDPFullyShardedNativeStrategy", *args: Any, **kwargs: Any) -> Any:
         modern = f"model = fabric.setup_module(model), and model.{name}(batch)"
         _deprecated(f"{name}(...) of a strategy", modern)
-        last = self.model if self.model is not None and self._is_prepared(self.model) else [None, *self._prepared][-1]
+        last = None
+        if self.model is not None and self._is_prepared(self.model):
+            last = self.model
+        elif self._prepared_modules:
+            last = self._prepared_modules[-1]
         if last is None:
             raise UsageError(f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern)
         runtime = self.runtime

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabric.diagnostics.bypass import BypassGuard, GradientContract
+from fabric.contract import GradientContract
+from fabric.diagnostics.bypass import BypassGuard
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.precision import Precision, cast_inputs, cast_outputs

@@ -102,7 +102,7 @@ class Throughput:
         first = firsts[1] or firsts[0]
         flops = counted * (tokens or samples) / first / ranks / seconds if first else 0.0  # of one process
         # The sum counts ranks that have parts of a batch, but not those that compute parts of a layer.
-        samples *= self._fabric.strategy._summing(is_batch=True).size / ranks
+        samples *= self._fabric.strategy._data_parallel_communicator().size / ranks
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
         rates |= {"flops_per_second": flops * self._fabric.world_size, "mfu": flops / (self._peak or float("inf"))}
         return {name: rate for name, rate in rates.items() if rate}

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from fabric._torch import foreach_multiply, local_tensor, unscale_and_check, version
 from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
-from fabric.diagnostics.bypass import GradientContract
+from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
 from fabric.loss_scaler import LossScaler, gradients, holds_gradients
 from fabric.runtime import Runtime

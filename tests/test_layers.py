@@ -10,7 +10,7 @@ PACKAGE = Path(fabric.__file__).parent
 # From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
 LAYERS = [
     ["errors", "_torch"],
-    ["tree", "seed", "world", "diagnostics.stacks"],
+    ["tree", "seed", "world", "diagnostics.stacks", "contract"],
     ["store"],
     ["precision", "accelerators", "environments"],
     ["communicators", "launchers"],
@@ -37,7 +37,9 @@ ORDER = {
     "data": "state sharding copies agreed loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
     "launchers": "serialize base rank supervisor logs function script",
-    "strategies": "init_module fsdp_state fsdp_options base parallel data_parallel ddp fsdp tp_plan model_parallel",
+    "strategies": (
+        "init_module fsdp_state fsdp_options base standalone parallel data_parallel ddp fsdp tp_plan model_parallel"
+    ),
     "testing": "oracles base generators threads pool conformance plugin",
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -150,7 +150,7 @@ class Checkpoints:
             self._number += 1
             name = f"{self._number:08}-step-{first[0]}"
             saver = replace(checkpoints, check=compare, commit=partial(self._commit, name, first[2]))
-            self._pending = saver.save(self._folder / name, state, None, False, async_)
+            self._pending = saver.save(self._folder / name, state, async_=async_)
         return self._pending
 
     def restore(self, state: MutableMapping[str, Any]) -> int | None:
@@ -170,7 +170,7 @@ class Checkpoints:
             checkpoints.join_pending()
             for name in [*reversed(self._metrics)]:
                 try:
-                    checkpoints.load(self._folder / name, state, True, True, False, False)
+                    checkpoints.load(self._folder / name, state)
                     break
                 except (errors.CheckpointNotFoundError, errors.DamagedCheckpointError) as error:
                     passed.append(f"{self._folder / name} is passed over: {error.problem}")

@@ -48,6 +48,8 @@ METADATA_KEY = "__fabric__"
 FORMAT_VERSION = 1
 
 State = Mapping[str, Any]  # values, or objects that have a state, by name
+MutableState = MutableMapping[str, Any]
+PlainState = dict[str, Any]  # plain values by name, see [Note: plain state]
 Filter = Mapping[str, Callable[[str, Any], bool]]
 ModuleState = Callable[[nn.Module], State]
 _Place = tuple[Any, ...]

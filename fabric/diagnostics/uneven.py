@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 
 from fabric.communicators import Collective
-from fabric.diagnostics.bypass import BypassChecks, BypassGuard, GradientContract
+from fabric.contract import GradientContract
+from fabric.diagnostics.bypass import BypassChecks, BypassGuard
 from fabric.diagnostics.recorder import JOB, Entry, FlightRecorder
 from fabric.errors import UsageError
 from fabric.store import JobStore

@@ -4,10 +4,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabric.accelerators import EntryPoint
-from fabric.strategies.base import Strategy
 from fabric.strategies.data_parallel import DataParallelStrategy, SingleDeviceStrategy
 from fabric.strategies.ddp import DDPStrategy
 from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.standalone import Strategy
 
 if TYPE_CHECKING:
     from fabric.strategies.fsdp import FSDPStrategy

@@ -30,8 +30,9 @@ from fabric.collectives.buckets import MEAN_WIRE_DTYPES, WIRE_DTYPES
 from fabric.communicators import Reduce, fold
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
-from fabric.strategies.base import Group, Strategy, uncompiled
+from fabric.strategies.base import uncompiled
 from fabric.strategies.parallel import ParallelStrategy
+from fabric.strategies.standalone import Group, Strategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
 __all__ = ["CopiedDataParallel", "DataParallelStrategy", "SingleDeviceStrategy", "ThreadedDataParallel"]
@@ -46,6 +47,7 @@ class SingleDeviceStrategy(Strategy):
     """
 
     name = "single_device"
+    connects_processes = False
 
     def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
         super().__init__(parallel_devices=None if device is None else [torch.device(device)], **shared)

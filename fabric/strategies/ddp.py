@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from fabric._torch import FakeTensor, leave_join, reduce_at_once
 from fabric.accelerators import Accelerator, AcceleratorName
-from fabric.diagnostics.bypass import GradientContract
+from fabric.contract import GradientContract
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError
@@ -188,7 +188,7 @@ class DDPStrategy(ParallelStrategy):
 
     @property
     @override
-    def _prepared(self) -> Sequence[nn.Module]:
+    def _prepared_modules(self) -> Sequence[nn.Module]:
         return list(self._wrappers)
 
     @override

@@ -27,7 +27,8 @@ from typing_extensions import override
 
 from fabric._torch import backward_unfinished, in_backward, unreduced_parameters, version
 from fabric.accelerators import Accelerator, AcceleratorName
-from fabric.diagnostics.bypass import GradientContract, call_of_method, callable_parts
+from fabric.contract import GradientContract
+from fabric.diagnostics.bypass import call_of_method, callable_parts
 from fabric.diagnostics.recorder import hook_place
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
@@ -174,7 +175,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     @contextmanager
-    def _building(self, empty: bool, source: str) -> Iterator[None]:
+    def _init_context(self, empty: bool, source: str) -> Iterator[None]:
         """See :meth:`fabric.Fabric.init_module` and ``[Note: Building for shards]``.
 
         With ``source="rank0"`` the other ranks wait for rank 0 when they leave it: one whose generator was in rank 0's
@@ -211,7 +212,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @override
     def check_setup(self, module: nn.Module | None, optimizers: Sequence[Optimizer] = ()) -> None:
-        options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared)
+        options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared_modules)
         if module is None:
             return
         root, error, plan = uncompiled(module), None, None
@@ -223,7 +224,7 @@ class FSDPStrategy(ParallelStrategy):
 
     def _check_module(self, root: nn.Module) -> object:
         """The plan that ranks compare, if any; raises for what cannot be sharded. Not a collective."""
-        options.check_shardable(root, self.is_global_zero, self._prepared)
+        options.check_shardable(root, self.is_global_zero, self._prepared_modules)
         options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
         options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)
 
@@ -257,7 +258,7 @@ class FSDPStrategy(ParallelStrategy):
         self._shard(root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
             options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        unsharded = shards.UnshardedState(root, self._summing(), replicated, self.broadcast_buffers)
+        unsharded = shards.UnshardedState(root, self._loss_communicator(), replicated, self.broadcast_buffers)
         self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         return module
 
@@ -327,7 +328,7 @@ class FSDPStrategy(ParallelStrategy):
 
     @property
     @override
-    def _prepared(self) -> Sequence[nn.Module]:
+    def _prepared_modules(self) -> Sequence[nn.Module]:
         return [forward.root for forward in self._forwards.values()]
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 from fabric._torch import joined_mesh, local_tensor, real_tensors
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator
-from fabric.diagnostics.bypass import GradientContract
+from fabric.contract import GradientContract
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
@@ -159,7 +159,7 @@ class ModelParallelStrategy(FSDPStrategy):
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = uncompiled(module)
-        self._agree_on_streams()
+        self._synchronize_rng()
         self._layers, self._before = self._find_layers(root), {}
         for _, owner, attribute, _ in [*count_heads(root, self._layers)]:
             setattr(owner, attribute, getattr(owner, attribute) // self._parts)
@@ -209,11 +209,15 @@ class ModelParallelStrategy(FSDPStrategy):
         return self._shards
 
     @override
-    def _summing(self, is_batch: bool = False) -> Communicator:
-        return self._groups[is_batch] if self._groups else self.communicator()
+    def _loss_communicator(self) -> Communicator:
+        return self._groups[0] if self._groups else self.communicator()
 
     @override
-    def _agree_on_streams(self, *_: object) -> None:
+    def _data_parallel_communicator(self) -> Communicator:
+        return self._groups[1] if self._groups else self.communicator()
+
+    @override
+    def _synchronize_rng(self) -> None:
         if self._groups[2].size > 1:
             with real_tensors():  # in a dry run, too
                 set_rng_state(self._groups[2].broadcast_object(rng_state(), 0))

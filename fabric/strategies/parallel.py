@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NoReturn
 from torch import nn
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.strategies.base import Strategy, uncompiled
+from fabric.strategies.base import uncompiled
+from fabric.strategies.standalone import Strategy
 
 __all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
 
@@ -20,7 +21,6 @@ class ParallelStrategy(Strategy):
     """
 
     name = "parallel"
-    connects_processes = True
     # Whether a prepared module computes in the dtype of a mixed precision by itself.
     _casts: ClassVar[bool] = False
 
@@ -58,7 +58,7 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Whether this is a prepared module, or the user's module of one."""
         inner = uncompiled(module)
-        return isinstance(inner, self._wrapper) or inner in map(self._users, self._prepared)
+        return isinstance(inner, self._wrapper) or inner in map(self._unwrap, self._prepared_modules)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise; with one process do nothing.
