@@ -18,7 +18,9 @@ def main(folder: Path) -> None:
     version = sdist.name.removesuffix(".tar.gz").partition("-")[2]
     with tarfile.open(sdist) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
-    assert not (left_out := tracked() - packed), f"{sdist.name} lacks {sorted(left_out)}: see MANIFEST.in"
+    assert not (left_out := tracked() - packed), (
+        f"{sdist.name} lacks {sorted(left_out)}: see MANIFEST.in"
+    )
 
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -26,7 +28,11 @@ def main(folder: Path) -> None:
         metadata = message_from_bytes(archive.read(f"{info}/METADATA"))
         scripts = configparser.ConfigParser()
         scripts.read_string(archive.read(f"{info}/entry_points.txt").decode())
-    own = {name for name in packed if name.startswith(tuple(f"{package}/" for package in PACKAGES)) and "." in name}
+    own = {
+        name
+        for name in packed
+        if name.startswith(tuple(f"{package}/" for package in PACKAGES)) and "." in name
+    }
     assert names == own | {name for name in names if name.startswith(info)}, sorted(names ^ own)
     assert {f"{package}/py.typed" for package in PACKAGES} <= names
     assert f"{info}/licenses/LICENSE" in names
@@ -40,7 +46,9 @@ def tracked() -> set[str]:
     """What git knows; outside of a checkout, as in an unpacked sdist, nothing."""
     if not (ROOT / ".git").exists():
         return set()
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     return {name for name in listed.split("\0") if name and (ROOT / name).exists()}
 
 

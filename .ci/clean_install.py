@@ -11,11 +11,17 @@ from fabric import Fabric
 
 def main() -> None:
     """Train, save and load on 2 processes under DDP and under FSDP."""
-    extras = [name for name in ("numpy", "safetensors", "cloudpickle", "hypothesis") if importlib.util.find_spec(name)]
+    extras = [
+        name
+        for name in ("numpy", "safetensors", "cloudpickle", "hypothesis")
+        if importlib.util.find_spec(name)
+    ]
     assert not extras, f"an environment without extras holds {extras}"
     with tempfile.TemporaryDirectory() as folder:
         for strategy in ("ddp", "fsdp"):
-            with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="spawn") as fabric:
+            with Fabric(
+                accelerator="cpu", devices=2, strategy=strategy, launcher="spawn"
+            ) as fabric:
                 fabric.launch(train, Path(folder, strategy))
             print(f"{strategy}: trained, saved and loaded on 2 processes")
 

@@ -32,7 +32,9 @@ RESULTS = Path(__file__).parent / "results"
 def all_cases() -> dict[str, tuple[str, Case]]:
     """The cases by name, each with the module that defines it."""
     names = [f"benchmarks.cases.{module}" for module in MODULES]
-    return {case.name: (module, case) for module in names for case in cases_of(import_module(module))}
+    return {
+        case.name: (module, case) for module in names for case in cases_of(import_module(module))
+    }
 
 
 def machine() -> str:
@@ -83,9 +85,13 @@ def earlier() -> dict[str, Any]:
 
 def main() -> int:
     cases = all_cases()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="name", help="cases: " + ", ".join(cases))
-    parser.add_argument("--quick", action="store_true", help="each case once, as small as possible, in two minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="each case once, as small as possible, in two minutes"
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in cases]:
         parser.error(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
@@ -95,7 +101,10 @@ def main() -> int:
         os.environ["BENCHMARK_FOLDER"] = folder
         records, failed = run({name: cases[name] for name in args.names or cases}, args.quick)
     merged = {**earlier(), **records} if args.names else records
-    results = {"machine": machine(), "cases": {name: merged[name] for name in cases if name in merged}}
+    results = {
+        "machine": machine(),
+        "cases": {name: merged[name] for name in cases if name in merged},
+    }
     if not args.quick:
         print(tables({**results, "cases": records}))
         if not failed:

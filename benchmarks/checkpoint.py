@@ -51,7 +51,10 @@ def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
     )
     report(
         ("fabric.load, verified", lambda: fabric.load(own, {"model": model})),
-        ("torch.load, load_state_dict", lambda: net.load_state_dict(torch.load(other, weights_only=True)["model"])),
+        (
+            "torch.load, load_state_dict",
+            lambda: net.load_state_dict(torch.load(other, weights_only=True)["model"]),
+        ),
         rounds,
     )
 
@@ -107,7 +110,9 @@ def save_plainly(net: nn.Module, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def report(ours: tuple[str, Callable[[], Any]], plain: tuple[str, Callable[[], Any]], rounds: int) -> None:
+def report(
+    ours: tuple[str, Callable[[], Any]], plain: tuple[str, Callable[[], Any]], rounds: int
+) -> None:
     """Measure two actions alternately, after one round of rehearsal, and print them."""
     taken: dict[str, list[float]] = {ours[0]: [], plain[0]: []}
     for number in range(rounds + 1):

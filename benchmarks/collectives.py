@@ -67,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
     quick = parser.parse_args(arguments).quick
     lines, missed = (
-        ["| ranks | what | ms | beside | ms | ratio | quartiles | target |", "|--:|---|--:|---|--:|--:|--:|--:|"],
+        [
+            "| ranks | what | ms | beside | ms | ratio | quartiles | target |",
+            "|--:|---|--:|---|--:|--:|--:|--:|",
+        ],
         0,
     )
     for ranks in (2, 4):
@@ -85,7 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table)
     if not quick:
         load = f"load {os.getloadavg()[0]:.0f}"
-        where = f"{platform.system()}, {os.cpu_count()} cores, {load}, torch {torch.__version__}, gloo"
+        where = (
+            f"{platform.system()}, {os.cpu_count()} cores, {load}, torch {torch.__version__}, gloo"
+        )
         RESULTS.write_text(
             f"# Collections beside flat tensors\n\n`python -m benchmarks.collectives`. {where}.\n\n{table}\n"
         )
@@ -96,7 +101,9 @@ def compared(target: Target, rounds: Rounds, ranks: int) -> tuple[str, float]:
     """A line of the table, and the median of the ratios."""
     ratios = [one[target.one] / one[target.other] for one in rounds]
     low, middle, high = quantiles(ratios, n=4)
-    one, other = (1e3 * median(each[name] for each in rounds) for name in (target.one, target.other))
+    one, other = (
+        1e3 * median(each[name] for each in rounds) for name in (target.one, target.other)
+    )
     limit = f"{'>=' if target.at_least else '<='} {target.limits[ranks]:g}"
     limit += "" if target.holds(middle, ranks) else ", missed"
     spread = f"{low:.2f} to {high:.2f}"
@@ -109,11 +116,20 @@ def compared(target: Target, rounds: Rounds, ranks: int) -> tuple[str, float]:
 def measured(fabric: Fabric, rounds: int) -> Rounds:
     """On a rank: seconds for one call of each contestant, in every round but a first that is for warming up."""
     actions = contestants(fabric)
-    groups = [[name for name in actions if name not in LARGE], list(LARGE)]  # so that none always follows a large one
+    groups = [
+        [name for name in actions if name not in LARGE],
+        list(LARGE),
+    ]  # so that none always follows a large one
     found = []
     for turn in range(rounds + 1):
-        order = [name for group in groups for name in group[turn % len(group) :] + group[: turn % len(group)]]
-        found.append({name: seconds(actions[name], REPETITIONS.get(name, NUMBER)) for name in order})
+        order = [
+            name
+            for group in groups
+            for name in group[turn % len(group) :] + group[: turn % len(group)]
+        ]
+        found.append(
+            {name: seconds(actions[name], REPETITIONS.get(name, NUMBER)) for name in order}
+        )
     return found[1:]
 
 
@@ -128,8 +144,13 @@ def seconds(action: Callable[[], Any], number: int) -> float:
 
 def contestants(fabric: Fabric) -> dict[str, Callable[[], Any]]:
     """What is measured; sums, so that no side divides."""
-    floats = {size: {f"metric {index}": float(index) for index in range(size)} for size in (64, 1000)}
-    tensors = {size: {name: torch.tensor(value) for name, value in tree.items()} for size, tree in floats.items()}
+    floats = {
+        size: {f"metric {index}": float(index) for index in range(size)} for size in (64, 1000)
+    }
+    tensors = {
+        size: {name: torch.tensor(value) for name, value in tree.items()}
+        for size, tree in floats.items()
+    }
     flat = {size: torch.zeros(size) for size in floats}
 
     def by_hand() -> dict[str, torch.Tensor]:

@@ -36,7 +36,11 @@ FAULTS = {
 QUICK = ("raises", "exits", "SIGINT-waits_in_cpp")
 ALL = (
     *(fault.__name__ for fault in ON_ONE),
-    *(f"{name}-{state.__name__}" for state in ON_ALL[:4] for name in ("SIGKILL", "SIGTERM", "SIGINT")),
+    *(
+        f"{name}-{state.__name__}"
+        for state in ON_ALL[:4]
+        for name in ("SIGKILL", "SIGTERM", "SIGINT")
+    ),
 )
 # How a report may say it, where it is not the message of the error.
 CAUSES = {
@@ -53,9 +57,15 @@ CAUSES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--launchers", default=",".join(["popen", *COMMANDS]), help="popen, run, spawn, ...")
-    parser.add_argument("--quick", action="store_true", help="three faults, once, in less than a minute")
-    parser.add_argument("--faults", default=",".join(FAULTS), help=f"some of {', '.join(ALL)}; or all")
+    parser.add_argument(
+        "--launchers", default=",".join(["popen", *COMMANDS]), help="popen, run, spawn, ..."
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="three faults, once, in less than a minute"
+    )
+    parser.add_argument(
+        "--faults", default=",".join(FAULTS), help=f"some of {', '.join(ALL)}; or all"
+    )
     parser.add_argument("--runs", type=int, default=3, help="of which a cell is the median")
     options = parser.parse_args()
     launchers, faults, runs = options.launchers.split(","), options.faults.split(","), options.runs
@@ -87,7 +97,11 @@ def measure(launcher: str, name: str, runs: int) -> list[Ended]:
             directory = Path(folder, "tmp")
             directory.mkdir()
             with Job(directory, started) as job:
-                since = job.signal(signal.Signals[number]) if number else float(job.line("fault").split()[1])
+                since = (
+                    job.signal(signal.Signals[number])
+                    if number
+                    else float(job.line("fault").split()[1])
+                )
                 ends.append(job.watch(since, LIMIT))
     return sorted(ends, key=lambda end: end.seconds)
 
@@ -97,7 +111,9 @@ def cell(ends: list[Ended], name: str) -> str:
     lines = ended.errors.rstrip().splitlines()
     said = [f"code {ended.code}" if ended.code is not None else "hangs"]
     seconds = f"{ended.seconds:.1f} s" if ended.seconds < LIMIT else f"over {LIMIT:.0f} s"
-    said.append(f"{seconds} ({worst.seconds:.1f})" if len(ends) > 1 and worst is not ended else seconds)
+    said.append(
+        f"{seconds} ({worst.seconds:.1f})" if len(ends) > 1 and worst is not ended else seconds
+    )
     said.append(f"{len(lines)} lines")
     if "-" not in name:
         pattern = re.compile(CAUSES.get(name, "the loss is not a number"))

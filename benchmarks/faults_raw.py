@@ -16,7 +16,15 @@ __all__ = ["COMMANDS"]
 
 COMMANDS = {
     "torch.multiprocessing": [sys.executable, __file__, "spawn"],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, "env"],
+    "torchrun": [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        __file__,
+        "env",
+    ],
 }
 
 

@@ -100,7 +100,17 @@ class ContestantProcesses:
     """The processes of one contestant in one case; they sleep between two rounds."""
 
     def __init__(self, module: str, case: str, contestant: str, ranks: int, quick: bool) -> None:
-        command = [sys.executable, "-W", "ignore", "-m", "benchmarks.rank", module, case, contestant, str(int(quick))]
+        command = [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "benchmarks.rank",
+            module,
+            case,
+            contestant,
+            str(int(quick)),
+        ]
         self._processes = [
             subprocess.Popen(
                 command,
@@ -160,11 +170,26 @@ def _variables(rank: int, ranks: int, port: int) -> dict[str, str]:
     unwanted = ("RANK", "WORLD_SIZE", "PYTHONDONTWRITEBYTECODE")
     clean = {name: value for name, value in os.environ.items() if name not in unwanted}
     # The ranks write their results to stdout, and errors to stderr, which nobody reads before the end.
-    one = {**clean, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+    one = {
+        **clean,
+        "OMP_NUM_THREADS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     if ranks == 1:
         return one
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "benchmark"}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
+    rendezvous = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "benchmark",
+    }
     return one | {name: str(value) for name, value in (variables | rendezvous).items()}
 
 
@@ -177,7 +202,9 @@ def _free_port() -> int:
 Rounds = list[dict[str, dict[str, float]]]
 
 
-def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]) -> tuple[Rounds, dict[str, str]]:
+def run_case(
+    case: Case, module: str, *, quick: bool, say: Callable[[str], None]
+) -> tuple[Rounds, dict[str, str]]:
     """Run all contestants of a case.
 
     Args:
@@ -192,7 +219,11 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
     Raises:
         Failed: raw torch or fabric did.
     """
-    missing = {name: case.notes.get(name, "does not have it") for name in CONTESTANTS if name not in case.contestants}
+    missing = {
+        name: case.notes.get(name, "does not have it")
+        for name in CONTESTANTS
+        if name not in case.contestants
+    }
     began = time.monotonic()
     rounds: Rounds = []
     for start in range(1 if quick else case.starts):
@@ -205,7 +236,9 @@ def run_case(case: Case, module: str, *, quick: bool, say: Callable[[str], None]
     return rounds, missing
 
 
-def _run_once(case: Case, module: str, quick: bool, missing: dict[str, str], say: Callable[[int], None]) -> Rounds:
+def _run_once(
+    case: Case, module: str, quick: bool, missing: dict[str, str], say: Callable[[int], None]
+) -> Rounds:
     """All rounds of a case, in processes of their own; notes in ``missing`` who is."""
     running: dict[str, ContestantProcesses] = {}
     rounds: Rounds = []
@@ -231,7 +264,9 @@ def _run_once(case: Case, module: str, quick: bool, missing: dict[str, str], say
     return rounds[1 - first :]
 
 
-def _result(running: dict[str, ContestantProcesses], name: str, missing: dict[str, str]) -> dict[str, float] | None:
+def _result(
+    running: dict[str, ContestantProcesses], name: str, missing: dict[str, str]
+) -> dict[str, float] | None:
     """A contestant's numbers; a peer that has none is dropped, with its reason."""
     try:
         return running[name].result()

@@ -86,7 +86,13 @@ def measure(job: Job) -> Peak:
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     environment = {**clean, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=DEADLINE, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=DEADLINE,
+        text=True,
     )
     return Peak(*json.loads(done.stdout))
 
@@ -94,12 +100,18 @@ def measure(job: Job) -> Peak:
 def run_job(job: Job) -> Peak:
     """Train in ``job.ranks`` processes; a single rank is this one."""
     strategy, in_init_module = KINDS[job.kind]
-    with Fabric(accelerator="cpu", devices=job.ranks, strategy=strategy, launcher="forkserver") as fabric:
-        results = fabric.launch(train_and_weigh, in_init_module, (job.layers, job.width), return_all=True)
+    with Fabric(
+        accelerator="cpu", devices=job.ranks, strategy=strategy, launcher="forkserver"
+    ) as fabric:
+        results = fabric.launch(
+            train_and_weigh, in_init_module, (job.layers, job.width), return_all=True
+        )
     return Peak(*(max(values) for values in zip(*results, strict=True)))
 
 
-def train_and_weigh(fabric: Fabric, in_init_module: bool, size: tuple[int, int]) -> tuple[int, int, int]:
+def train_and_weigh(
+    fabric: Fabric, in_init_module: bool, size: tuple[int, int]
+) -> tuple[int, int, int]:
     """Runs in every rank; returns the three numbers of a :class:`Peak`."""
     for _ in train(fabric, in_init_module, *WARM_UP):
         pass
@@ -175,7 +187,9 @@ def compare(size: Size, all_ranks: Sequence[int]) -> list[str]:
             if kind != "ddp" and ratio < TARGET:
                 broken.append(f"{kind} on {ranks} ranks is not {TARGET} times below ddp")
         if results["fsdp, init_module"].set_up >= results["ddp"].parameters:
-            broken.append(f"on {ranks} ranks a model built in init_module() took the memory of the whole model")
+            broken.append(
+                f"on {ranks} ranks a model built in init_module() took the memory of the whole model"
+            )
     return broken
 
 
@@ -197,12 +211,18 @@ def cells(result: Peak) -> str:
 
 def main() -> int:
     """Print both tables; 0 where every statement of the module's text holds, else 1."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model and at most two ranks, in two minutes")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="a smaller model and at most two ranks, in two minutes"
+    )
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if not os.access("/proc/self/clear_refs", os.W_OK):
-        parser.error("the peak of a process can only be set back on Linux, where /proc/self/clear_refs is writable")
+        parser.error(
+            "the peak of a process can only be set back on Linux, where /proc/self/clear_refs is writable"
+        )
     if args.job is not None:
         print(json.dumps(run_job(Job(*args.job))))
         return 0

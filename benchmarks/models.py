@@ -10,12 +10,19 @@ from torch.nn.functional import mse_loss
 __all__ = ["step_of", "tiny"]
 
 
-def tiny(device: str = "cpu", width: int = 16) -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor, Tensor]:
+def tiny(
+    device: str = "cpu", width: int = 16
+) -> tuple[nn.Sequential, torch.optim.Optimizer, Tensor, Tensor]:
     """A model so small that a step is nothing but overhead, its optimizer, and a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    return model, optimizer, torch.randn(8, width, device=device), torch.randn(8, width, device=device)
+    return (
+        model,
+        optimizer,
+        torch.randn(8, width, device=device),
+        torch.randn(8, width, device=device),
+    )
 
 
 def step_of(

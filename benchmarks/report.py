@@ -6,7 +6,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.framework import CONTESTANTS, OURS, RAW, ROOT, Case, Comparison, Rounds, Row, compare, spread
+from benchmarks.framework import (
+    CONTESTANTS,
+    OURS,
+    RAW,
+    ROOT,
+    Case,
+    Comparison,
+    Rounds,
+    Row,
+    compare,
+    spread,
+)
 
 __all__ = ["PAGES", "chart", "headline", "in_page", "missed", "tables", "to_record"]
 
@@ -64,7 +75,13 @@ def _row_record(rounds: Rounds, name: str, row: Row) -> Record:
         for other in CONTESTANTS
         if other != OURS and (found := compare(rounds, name, OURS, other, row.by)) is not None
     }
-    return {"unit": row.unit, "by": row.by, "budget": row.budget, "values": values, "against": against}
+    return {
+        "unit": row.unit,
+        "by": row.by,
+        "budget": row.budget,
+        "values": values,
+        "against": against,
+    }
 
 
 def missed(record: Record) -> list[str]:
@@ -79,7 +96,9 @@ def missed(record: Record) -> list[str]:
         if over > 0:
             sure = against["high"] < budget if higher_is_better else against["low"] > budget
             how = "beyond the spread" if sure else "within the spread"
-            lines.append(f"{record['title']}: {name}: {_relation(row, RAW)}, budget {_limit(row)}, {how}")
+            lines.append(
+                f"{record['title']}: {name}: {_relation(row, RAW)}, budget {_limit(row)}, {how}"
+            )
     return lines
 
 
@@ -92,7 +111,9 @@ def tables(results: Mapping[str, Any]) -> str:
         "the same round, with the quartiles: a factor, or a difference in the row's unit.",
     ]
     for name, record in results["cases"].items():
-        parts.append(f"## {record['title']}\n\n`python -m benchmarks {name}`, {record['rounds']} rounds")
+        parts.append(
+            f"## {record['title']}\n\n`python -m benchmarks {name}`, {record['rounds']} rounds"
+        )
         parts.append(_table(record))
         parts += [f"- {other}: {reason}" for other, reason in record["missing"].items()]
     late = [line for record in results["cases"].values() for line in missed(record)]
@@ -123,7 +144,10 @@ def headline(results: Mapping[str, Any]) -> str:
         row = results["cases"].get(case, {}).get("rows", {}).get(name)
         if row is not None:
             unit = row["unit"]
-            cells = [f"{cell} {unit}" if cell != "-" else cell for cell in (_median(row, one) for one in CONTESTANTS)]
+            cells = [
+                f"{cell} {unit}" if cell != "-" else cell
+                for cell in (_median(row, one) for one in CONTESTANTS)
+            ]
             rows.append([label, *cells, _relation(row, RAW)])
     made = f"Made by `make bench` on {results['machine']}: medians, and in brackets the quartiles."
     return "\n\n".join([MARKERS[0], _markdown(rows), made, MARKERS[1]])
@@ -145,15 +169,23 @@ def chart(results: Mapping[str, Any], path: Path) -> None:
     rows = {
         label: row
         for (case, name), label in PICTURE.items()
-        if (row := results["cases"].get(case, {}).get("rows", {}).get(name)) and RAW in row["values"]
+        if (row := results["cases"].get(case, {}).get("rows", {}).get(name))
+        and RAW in row["values"]
     }
     times = {label: {who: _time(row, who) for who in row["values"]} for label, row in rows.items()}
-    ratios = {label: {who: time / of[RAW] for who, time in of.items() if who != RAW} for label, of in times.items()}
-    panels = [(ratios, "times raw torch (the line); 2 ranks but for the first three, load and save")]
+    ratios = {
+        label: {who: time / of[RAW] for who, time in of.items() if who != RAW}
+        for label, of in times.items()
+    }
+    panels = [
+        (ratios, "times raw torch (the line); 2 ranks but for the first three, load and save")
+    ]
     if imported := results["cases"].get("import", {}).get("rows", {}).get("time"):
         others = {who: _time(imported, who) for who in imported["values"] if who != RAW}
         panels.insert(0, ({"import": others}, "ms beyond torch's own import"))
-    figure = Figure(figsize=(9, 1.4 + 0.32 * sum(len(found) for found, _ in panels)), layout="constrained")
+    figure = Figure(
+        figsize=(9, 1.4 + 0.32 * sum(len(found) for found, _ in panels)), layout="constrained"
+    )
     heights = [len(found) + 0.6 for found, _ in panels]
     drawn = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
     for axes, (found, title) in zip(drawn, panels, strict=True):
@@ -176,9 +208,15 @@ def _bars(axes: Any, found: Mapping[str, Mapping[str, float]]) -> None:
     """A group of bars for each label, with the numbers at their ends; what is missing is no bar."""
     drawn = [name for name in CONTESTANTS if name != RAW]
     height = 0.8 / len(drawn)
-    for place, (name, color) in enumerate(zip(drawn, ("#2a6fdb", "#b8a2d8", "#e0b060"), strict=True)):
-        bars = [(at + place * height, of[name]) for at, of in enumerate(found.values()) if name in of]
-        drawn_bars = axes.barh([at for at, _ in bars], [length for _, length in bars], height, label=name, color=color)
+    for place, (name, color) in enumerate(
+        zip(drawn, ("#2a6fdb", "#b8a2d8", "#e0b060"), strict=True)
+    ):
+        bars = [
+            (at + place * height, of[name]) for at, of in enumerate(found.values()) if name in of
+        ]
+        drawn_bars = axes.barh(
+            [at for at, _ in bars], [length for _, length in bars], height, label=name, color=color
+        )
         axes.bar_label(drawn_bars, [_number(length) for _, length in bars], padding=2, fontsize=6)
     axes.set_yticks([at + height for at in range(len(found))], list(found))
     axes.invert_yaxis()
@@ -206,7 +244,11 @@ def _relation(row: Record, other: str) -> str:
 def _limit(row: Record) -> str:
     if row["budget"] is None:
         return ""
-    return f"+{row['budget']:g} {row['unit']}" if row["by"] == "difference" else f"{row['budget']:.2f}x"
+    return (
+        f"+{row['budget']:g} {row['unit']}"
+        if row["by"] == "difference"
+        else f"{row['budget']:.2f}x"
+    )
 
 
 def _number(value: float) -> str:
@@ -227,4 +269,6 @@ def _signed(value: float) -> str:
 def _markdown(rows: Iterable[Iterable[str]]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     columns = lines[0].count("|") - 1
-    return "\n".join([lines[0], "|" + "|".join(["---"] + ["--:"] * (columns - 1)) + "|", *lines[1:]])
+    return "\n".join(
+        [lines[0], "|" + "|".join(["---"] + ["--:"] * (columns - 1)) + "|", *lines[1:]]
+    )

@@ -83,7 +83,9 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mlp(self.norm(x))
@@ -127,13 +129,27 @@ def measure(worlds: Sequence[int], layers: int, rounds: int, deadline: float = D
 
     Raises ``CalledProcessError`` or ``TimeoutExpired``.
     """
-    command = [sys.executable, "-m", "benchmarks.scaling", "--job", json.dumps([worlds, layers, rounds])]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.scaling",
+        "--job",
+        json.dumps([worlds, layers, rounds]),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, check=True, timeout=deadline, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        check=True,
+        timeout=deadline,
+        text=True,
     )
     return {
-        world: {kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in kinds.items()}
+        world: {
+            kind: {who: Cost(*cost) for who, cost in costs.items()} for kind, costs in kinds.items()
+        }
         for world, kinds in zip(worlds, json.loads(done.stdout), strict=True)
     }
 
@@ -177,7 +193,13 @@ def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, C
 @contextmanager
 def posing(world: int) -> Any:
     """Within, this process is rank 0 of a process group of that size that talks to nobody; yields its store."""
-    place = {"RANK": 0, "LOCAL_RANK": 0, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": NODE}
+    place = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": NODE,
+    }
     # Nothing listens there: the process group is made before fabric looks for one.
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
     os.environ.update({name: str(value) for name, value in place.items()})
@@ -208,17 +230,25 @@ def set_up(make: Callable[..., Any], kind: str, layers: int) -> Any:
         close()
 
 
-def set_up_raw(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
+def set_up_raw(
+    kind: str, model: Any
+) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
     """As one writes it by hand."""
     if kind == "ddp":
         model = DistributedDataParallel(model)
         model.register_comm_hook(None, average)
     elif kind == "model_parallel":
         from torch.distributed.fsdp import fully_shard  # takes a second to import
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         sizes = dist.get_world_size() // NODE, NODE
-        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel"))
+        mesh = dist.init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("data_parallel", "tensor_parallel")
+        )
         for block in model.blocks:
             plan: Any = {"mlp.0": ColwiseParallel(), "mlp.2": RowwiseParallel()}
             parallelize_module(block, mesh["tensor_parallel"], plan)
@@ -229,14 +259,18 @@ def set_up_raw(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Calla
 
         world = dist.get_world_size()
         sizes = (world // NODE, NODE) if kind == "HYBRID_SHARD" else (world,)
-        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :])
+        mesh = dist.init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("replicas", "shards")[-len(sizes) :]
+        )
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters()), Tensor.backward, lambda: None
 
 
-def set_up_ours(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
+def set_up_ours(
+    kind: str, model: Any
+) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Any]:
     """With fabric, every default on."""
     strategies = {
         "ddp": lambda: DDPStrategy(ddp_comm_hook=average),
@@ -245,7 +279,8 @@ def set_up_ours(kind: str, model: Any) -> tuple[Any, torch.optim.Optimizer, Call
             sharding_strategy="HYBRID_SHARD", device_mesh=(dist.get_world_size() // NODE, NODE)
         ),
         "model_parallel": lambda: ModelParallelStrategy(
-            tensor_parallel_size=NODE, tp_plan={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+            tensor_parallel_size=NODE,
+            tp_plan={"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"},
         ),
     }
     fabric = Fabric(accelerator="cpu", strategy=strategies[kind]())
@@ -299,14 +334,23 @@ class Enlarged(Communicator):
     """
 
     def __init__(self, inner: Communicator, size: int) -> None:
-        self._inner, self.rank, self.size, self.device = inner, inner.rank * (size - 1), size, inner.device
+        self._inner, self.rank, self.size, self.device = (
+            inner,
+            inner.rank * (size - 1),
+            size,
+            inner.device,
+        )
         self.bytes = 0
 
     @override
     def run(self, collective: Collective) -> Any:
         rows = collective.rows
-        answer = self._inner.run(collective if rows is None else collective._replace(rows=rows[[0, -1]].clone()))
-        if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and isinstance(answer, Tensor):
+        answer = self._inner.run(
+            collective if rows is None else collective._replace(rows=rows[[0, -1]].clone())
+        )
+        if collective.operation in (Operation.GATHER, Operation.ALL_GATHER) and isinstance(
+            answer, Tensor
+        ):
             copies = answer[1:].expand(self.size - 1, *answer.shape[1:])
             answer = torch.cat([answer[:1], copies])
         elif isinstance(answer, list):
@@ -374,11 +418,31 @@ def plot(results: Results, path: Path) -> None:
     panels = figure.subplots(1, 3)
     for kind, color in zip(KINDS, ("tab:blue", "tab:orange", "tab:green", "tab:red"), strict=True):
         costs = [results[world][kind] for world in results]
-        for axes, value in zip(panels[:2], (lambda cost: 1e3 * cost.seconds, per_step), strict=True):
-            axes.plot(list(results), [value(cost["raw"]) for cost in costs], "o--", color=color, mfc="none")
-            axes.plot(list(results), [value(cost["ours"]) for cost in costs], "x-", color=color, label=kind)
-        panels[2].plot(list(results), [beyond(cost) / 1024 for cost in costs], "x-", color=color, label=kind)
-    titles = ("setup, ms of the processor", "collectives per step", "Python memory beyond raw torch, KiB")
+        for axes, value in zip(
+            panels[:2], (lambda cost: 1e3 * cost.seconds, per_step), strict=True
+        ):
+            axes.plot(
+                list(results),
+                [value(cost["raw"]) for cost in costs],
+                "o--",
+                color=color,
+                mfc="none",
+            )
+            axes.plot(
+                list(results),
+                [value(cost["ours"]) for cost in costs],
+                "x-",
+                color=color,
+                label=kind,
+            )
+        panels[2].plot(
+            list(results), [beyond(cost) / 1024 for cost in costs], "x-", color=color, label=kind
+        )
+    titles = (
+        "setup, ms of the processor",
+        "collectives per step",
+        "Python memory beyond raw torch, KiB",
+    )
     for axes, title in zip(panels, titles, strict=True):
         axes.set_xscale("log", base=8)
         axes.set_xticks(list(results), [f"{world:,}" for world in results])
@@ -389,24 +453,37 @@ def plot(results: Results, path: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="worlds of 8 and 512, a smaller model, one round")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="worlds of 8 and 512, a smaller model, one round"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw the figure")
     parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.job is not None:
         print(json.dumps(run_job(*args.job)))
         return 0
-    print("| strategy | processes | setup, ms of the processor: raw | ours | collectives a step: raw | ours ", end="")
-    print("| bytes a step: raw | ours | Python memory, KiB: raw | ours beyond | our keys in the store |")
+    print(
+        "| strategy | processes | setup, ms of the processor: raw | ours | collectives a step: raw | ours ",
+        end="",
+    )
+    print(
+        "| bytes a step: raw | ours | Python memory, KiB: raw | ours beyond | our keys in the store |"
+    )
     print("|---|" + "--:|" * 10)
-    results = measure(QUICK_WORLDS, QUICK_LAYERS, 1) if args.quick else measure(WORLDS, LAYERS, ROUNDS)
+    results = (
+        measure(QUICK_WORLDS, QUICK_LAYERS, 1) if args.quick else measure(WORLDS, LAYERS, ROUNDS)
+    )
     for world, costs in results.items():
         for kind, cost in costs.items():
             print(row(world, kind, cost))
     print("\n| processes | bytes exchanged by a save: first rank | any other |\n|--:|--:|--:|")
     for world in results:
-        print(f"| {world:,} |", " | ".join(f"{count:,}" for count in exchanged_by_a_save(world)), "|")
+        print(
+            f"| {world:,} |", " | ".join(f"{count:,}" for count in exchanged_by_a_save(world)), "|"
+        )
     if args.plot is not None:
         plot(results, args.plot)
     failures = list(broken(results))

@@ -41,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("| what | seconds | a second |\n|---|--:|--:|")
     print(f"| the first call, cold | {start:.2f} | |")
     print(f"| {count} calls of `all_reduce` | {plain:.2f} | {count / plain:.0f} |")
-    print(f"| {count} examples, drawn by hypothesis and compared with the oracle | {drawn:.2f} | {count / drawn:.0f} |")
+    print(
+        f"| {count} examples, drawn by hypothesis and compared with the oracle | {drawn:.2f} | {count / drawn:.0f} |"
+    )
     print(f"| the same in a world of threads | {threads:.2f} | {count / threads:.0f} |")
-    print(f"| an example in which a rank raises, and a call of the ranks that replace it | {failing:.2f} | |")
+    print(
+        f"| an example in which a rank raises, and a call of the ranks that replace it | {failing:.2f} | |"
+    )
     print(f"\n1,000 examples and the start: {whole:.1f} s, target {TARGET:.0f} s")
     return int(whole >= TARGET)
 
@@ -51,7 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def examples(world: World, count: int) -> None:
     """A property test of all_reduce in so many examples."""
 
-    @settings(max_examples=count, deadline=None, database=None, derandomize=True, suppress_health_check=SLOW)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=SLOW,
+    )
     @given(per_rank_tensors(2))
     def law(values: PerRank) -> None:
         assert_same(world.run(total, values), oracles.all_reduce(values.values, "sum"))

@@ -63,7 +63,10 @@ def draw(trace: Path, picture: Path) -> None:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
-    ranks, start = sorted({event["pid"] for event in events}), min(e["ts"] for e in events if e["name"] in COLORS)
+    ranks, start = (
+        sorted({event["pid"] for event in events}),
+        min(e["ts"] for e in events if e["name"] in COLORS),
+    )
     figure = Figure(figsize=(9, 1.2 + 1.1 * len(ranks)), layout="constrained")
     axes, begun = figure.subplots(), dict[tuple[int, int], float]()
     for event in events:
@@ -79,7 +82,10 @@ def draw(trace: Path, picture: Path) -> None:
             since = begun[rank, event["id"]]
             axes.broken_barh([(since, at - since)], (rank + 0.15, 0.2), color="0.4", lw=0)
     named = {"gradients": "waits for gradients of others"}
-    handles = [axes.broken_barh([], (0, 0), color=color, label=named.get(name, name)) for name, color in COLORS.items()]
+    handles = [
+        axes.broken_barh([], (0, 0), color=color, label=named.get(name, name))
+        for name, color in COLORS.items()
+    ]
     handles.append(axes.broken_barh([], (0, 0), color="0.4", label="collectives of torch"))
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
     axes.set(xlabel="ms", ylim=(max(ranks) + 0.5, -0.5))
@@ -90,9 +96,13 @@ def draw(trace: Path, picture: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path, nargs="?", help="what fabric.profile wrote")
-    parser.add_argument("picture", type=Path, nargs="?", default=DOCS / "timeline.png", help="docs/timeline.png")
+    parser.add_argument(
+        "picture", type=Path, nargs="?", default=DOCS / "timeline.png", help="docs/timeline.png"
+    )
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         if args.trace is None:

@@ -15,7 +15,9 @@ def seconds(action: Callable[[], Any], number: int) -> float:
     return Timer("action()", globals={"action": action}).timeit(number).mean
 
 
-def times(row: str, action: Callable[[], Any], number: int, scale: float = 1e6) -> Callable[[], dict[str, float]]:
+def times(
+    row: str, action: Callable[[], Any], number: int, scale: float = 1e6
+) -> Callable[[], dict[str, float]]:
     """A function that measures one row, by default in microseconds."""
     return lambda: {row: scale * seconds(action, number)}
 

@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from fabric.seed import seed_everything
     from fabric.throughput import Throughput
 
-__all__ = ["EntryPoint", "Fabric", "FabricModule", "Throughput", "__version__", "plan", "seed_everything"]
+__all__ = [
+    "EntryPoint",
+    "Fabric",
+    "FabricModule",
+    "Throughput",
+    "__version__",
+    "plan",
+    "seed_everything",
+]
 
 __version__ = "0.1.0"
 
@@ -20,7 +28,11 @@ def __getattr__(name: str) -> Any:
     # The command line and the launchers, which need no torch, start without waiting for it.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    homes = {"EntryPoint": "fabric.accelerators", "Throughput": "fabric.throughput", "plan": "fabric.dry_run"}
+    homes = {
+        "EntryPoint": "fabric.accelerators",
+        "Throughput": "fabric.throughput",
+        "plan": "fabric.dry_run",
+    }
     return getattr(import_module(homes.get(name, "fabric._fabric")), name)
 
 

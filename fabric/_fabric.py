@@ -22,7 +22,14 @@ from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
 from fabric.communicators.base import ReduceName, ReduceOp
-from fabric.data import FabricDataLoader, LoaderOptions, Uneven, Windows, gather_batch, without_repeats
+from fabric.data import (
+    FabricDataLoader,
+    LoaderOptions,
+    Uneven,
+    Windows,
+    gather_batch,
+    without_repeats,
+)
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
@@ -230,7 +237,11 @@ class Fabric(Reporting):
         if not callable(function) or (needs_function and not is_given):
             request = f"fabric.launch({repr(function) if is_given else ''})"
             problem = f"start method {plan.launcher.name!r} has no function to run in each process with these arguments"
-            raise UsageError(request, problem, suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))")
+            raise UsageError(
+                request,
+                problem,
+                suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
+            )
         if plan.world is None:
             results = "none" if not return_result else "all" if return_all else "first"
             spec = replace(plan.launch_spec, results=results)
@@ -288,9 +299,13 @@ class Fabric(Reporting):
         self, module: M, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
     ) -> tuple[M, *Os]: ...
     @overload
-    def setup(self, module: M, *optimizers: *Os, scheduler: S, move_to_device: bool = ...) -> tuple[M, *Os, S]: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup(
+        self, module: M, *optimizers: *Os, scheduler: S, move_to_device: bool = ...
+    ) -> tuple[M, *Os, S]: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
-    def setup(self, module: Compiled, *, scheduler: None = ..., move_to_device: bool = ...) -> FabricModule: ...
+    def setup(
+        self, module: Compiled, *, scheduler: None = ..., move_to_device: bool = ...
+    ) -> FabricModule: ...
     @overload
     def setup(
         self, module: Compiled, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
@@ -344,7 +359,9 @@ class Fabric(Reporting):
         return _without_none(*optimizers, scheduler)
 
     @overload
-    def setup_dataloaders(self, loader: DataLoader[Any], /, **options: Unpack[LoaderOptions]) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup_dataloaders(
+        self, loader: DataLoader[Any], /, **options: Unpack[LoaderOptions]
+    ) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
     @overload
     def setup_dataloaders(
         self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[LoaderOptions]
@@ -375,7 +392,9 @@ class Fabric(Reporting):
         ]  # fmt: skip
         return prepared if more else prepared[0]
 
-    def init_module(self, empty_init: bool = False, source: _Source = "every_rank") -> AbstractContextManager[Any]:
+    def init_module(
+        self, empty_init: bool = False, source: _Source = "every_rank"
+    ) -> AbstractContextManager[Any]:
         """A context in which modules are created on this process's device and in the dtype of the precision.
 
         Under a strategy that shards, they are built on the CPU with the values of a plain build, but in scratch space
@@ -401,7 +420,9 @@ class Fabric(Reporting):
     def to_device(self, obj: T) -> T:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
         strategy = self._running("to_device").strategy
-        move: Any = strategy.module_to_device if isinstance(obj, nn.Module) else strategy.batch_to_device
+        move: Any = (
+            strategy.module_to_device if isinstance(obj, nn.Module) else strategy.batch_to_device
+        )
         return move(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
@@ -422,7 +443,12 @@ class Fabric(Reporting):
         return obj.loader if isinstance(obj, FabricDataLoader) else obj
 
     def backward(
-        self, tensor: Tensor, *args: Any, weight: float | Tensor | None = None, optimizer: _Optims = None, **kwargs: Any
+        self,
+        tensor: Tensor,
+        *args: Any,
+        weight: float | Tensor | None = None,
+        optimizer: _Optims = None,
+        **kwargs: Any,
     ) -> None:
         """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
 
@@ -442,7 +468,11 @@ class Fabric(Reporting):
         for spec, state in active:
             if spec.uneven == "longest":
                 tensor, weight = without_repeats(state, tensor, weight)
-        if weight is not None or optimizer is not None or (session is not None and session.weights is not None):
+        if (
+            weight is not None
+            or optimizer is not None
+            or (session is not None and session.weights is not None)
+        ):
             session = self._running("backward")
             tensor = loss_weights(session).scale_loss(tensor, weight, optimizer)
         elif session is None:
@@ -490,7 +520,9 @@ class Fabric(Reporting):
         """
         models = set_up_modules("clip_gradients", module)
         session = self._running("clip_gradients")
-        return session.clip_gradients(models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type))
+        return session.clip_gradients(
+            models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type)
+        )
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the last ``step`` of a set-up optimizer changed nothing, since gradients overflowed in ``16-mixed``.
@@ -500,7 +532,9 @@ class Fabric(Reporting):
         """
         return self._running("step_was_skipped").step_was_skipped(optimizer)
 
-    def no_backward_sync(self, module: Module | Sequence[Module], enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(
+        self, module: Module | Sequence[Module], enabled: bool = True
+    ) -> AbstractContextManager[Any]:
         """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
 
         It has to hold the forward and the backward pass of one set-up module or several; if not ``enabled``, it does
@@ -509,7 +543,9 @@ class Fabric(Reporting):
         models = set_up_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
             self._session.scaler.accumulates |= enabled
-        prepared = [model._fabric_prepared for model in models if not isinstance(model.module, bare.BARE)]
+        prepared = [
+            model._fabric_prepared for model in models if not isinstance(model.module, bare.BARE)
+        ]
         return without_sync(self.strategy, prepared, enabled)
 
     def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:
@@ -518,10 +554,16 @@ class Fabric(Reporting):
 
     def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[Any]:
         """This rank's part of a batch of sequences; see :func:`fabric.sequence_parallel.sequence_parallel`."""
-        return sequence_parallel(self._running("sequence_parallel").runtime, self.device_mesh, batch, dim)
+        return sequence_parallel(
+            self._running("sequence_parallel").runtime, self.device_mesh, batch, dim
+        )
 
     def ema(
-        self, module: Module, decay: float | Callable[[int], float] = 0.999, *, buffers: bool = False
+        self,
+        module: Module,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        buffers: bool = False,
     ) -> ExponentialMovingAverage:
         """Averages of a set-up module's weights; see :class:`fabric.ema.ExponentialMovingAverage`. Not a collective."""
         [model] = set_up_modules("ema", module)
@@ -545,7 +587,9 @@ class Fabric(Reporting):
         models = set_up_modules("join", module)
         return self._running("join").join(models, divide_by_initial_world_size)
 
-    def all_reduce(self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean") -> T:
+    def all_reduce(
+        self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean"
+    ) -> T:
         """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
 
         Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
@@ -555,24 +599,42 @@ class Fabric(Reporting):
             reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
                 ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans have min (all), max (any), bitwise.
         """
-        return collectives.all_reduce(self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op)
+        return collectives.all_reduce(
+            self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op
+        )
 
-    def reduce_scatter(self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean") -> T:
+    def reduce_scatter(
+        self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean"
+    ) -> T:
         """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
 
         The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes, those of the collection
         that is returned ``s``: row ``rank`` of what :meth:`all_reduce` returns. Sum and mean are differentiable.
         """
-        return collectives.reduce_scatter(self._communicator("reduce_scatter", group), data, Reduce(reduce_op))
+        return collectives.reduce_scatter(
+            self._communicator("reduce_scatter", group), data, Reduce(reduce_op)
+        )
 
     @overload
-    def all_gather(self, data: Tensor, group: Group = ..., sync_grads: bool = ..., *, concat: bool = ...) -> Tensor: ...
+    def all_gather(
+        self, data: Tensor, group: Group = ..., sync_grads: bool = ..., *, concat: bool = ...
+    ) -> Tensor: ...
     @overload
     def all_gather(
-        self, data: Any, group: Group = ..., sync_grads: bool = ..., ragged: bool = ..., concat: bool = ...
+        self,
+        data: Any,
+        group: Group = ...,
+        sync_grads: bool = ...,
+        ragged: bool = ...,
+        concat: bool = ...,
     ) -> Any: ...
     def all_gather(
-        self, data: Any, group: Group = None, sync_grads: bool = False, ragged: bool = False, concat: bool = False
+        self,
+        data: Any,
+        group: Group = None,
+        sync_grads: bool = False,
+        ragged: bool = False,
+        concat: bool = False,
     ) -> Any:
         """Collect every tensor and number from all processes, by rank. Collective, see [Note: Collectives].
 
@@ -587,7 +649,9 @@ class Fabric(Reporting):
         """
         communicator = self._communicator("all_gather", group)
         if ragged or concat:
-            return collectives.all_gather_ragged(communicator, data, sync_grads=sync_grads, concat=concat)
+            return collectives.all_gather_ragged(
+                communicator, data, sync_grads=sync_grads, concat=concat
+            )
         return collectives.all_gather(communicator, data, sync_grads=sync_grads)
 
     def gather_for_metrics(self, data: T) -> T:
@@ -602,14 +666,18 @@ class Fabric(Reporting):
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
         """
         session = self._running("gather_for_metrics")
-        return gather_batch(session.strategy._data_parallel_communicator(), session.active_iterators, data)
+        return gather_batch(
+            session.strategy._data_parallel_communicator(), session.active_iterators, data
+        )
 
     def compute_metrics(self, metrics: Any) -> Any:
         """``metrics.compute()`` over the samples of all processes, in one exchange; the same on each. Collective.
 
         It is a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
         """
-        return compute_metrics(self._running("compute_metrics").strategy._loss_communicator(), metrics)
+        return compute_metrics(
+            self._running("compute_metrics").strategy._loss_communicator(), metrics
+        )
 
     def all_to_all(self, data: T, group: Group = None) -> T:
         """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
@@ -625,7 +693,9 @@ class Fabric(Reporting):
         """
         strategy = self._running("broadcast").strategy
         # Those of others need not know groups.
-        return strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
+        return (
+            strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
+        )
 
     def scatter(self, parts: Sequence[T] | None = None, src: int = 0, group: Group = None) -> T:
         """Send one object or collection to each process, and return this process's part. Collective.
@@ -665,7 +735,9 @@ class Fabric(Reporting):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        return self._running("reduce_boolean_decision").strategy.reduce_boolean_decision(decision, all)
+        return self._running("reduce_boolean_decision").strategy.reduce_boolean_decision(
+            decision, all
+        )
 
     @property
     def should_stop(self) -> bool:
@@ -696,14 +768,32 @@ class Fabric(Reporting):
 
     @overload
     def save(
-        self, path: _Path, state: _State, filter: _Keep = ..., trainable_only: bool = ..., *, async_: Literal[True]
+        self,
+        path: _Path,
+        state: _State,
+        filter: _Keep = ...,
+        trainable_only: bool = ...,
+        *,
+        async_: Literal[True],
     ) -> PendingSave: ...
     @overload
     def save(
-        self, path: _Path, state: _State, filter: _Keep = ..., trainable_only: bool = ..., *, async_: bool = ...
+        self,
+        path: _Path,
+        state: _State,
+        filter: _Keep = ...,
+        trainable_only: bool = ...,
+        *,
+        async_: bool = ...,
     ) -> PendingSave | None: ...
     def save(
-        self, path: _Path, state: _State, filter: _Keep = None, trainable_only: bool = False, *, async_: bool = False
+        self,
+        path: _Path,
+        state: _State,
+        filter: _Keep = None,
+        trainable_only: bool = False,
+        *,
+        async_: bool = False,
     ) -> PendingSave | None:
         """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
 
@@ -772,7 +862,9 @@ class Fabric(Reporting):
         with self._running("load").checkpoints("load") as checkpoints:
             return checkpoints.load(path, state, strict, rng, weights_only is not False)
 
-    def load_raw(self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True) -> None:
+    def load_raw(
+        self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True
+    ) -> None:
         """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
 
         Args:
@@ -791,7 +883,9 @@ class Fabric(Reporting):
         with self._running("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
-    def seed_everything(self, seed: int | None = None, workers: bool = True, per_rank: bool = False) -> int:
+    def seed_everything(
+        self, seed: int | None = None, workers: bool = True, per_rank: bool = False
+    ) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
         Called before the processes exist, it seeds each of them at its start. ``fabric.seed_everything`` of the module
@@ -842,13 +936,21 @@ class Fabric(Reporting):
 
     def _not_running(self, call: str) -> UsageError:
         if self._closed:
-            return UsageError(f"fabric.{call}", "teardown() has closed this Fabric", suggestion="a new Fabric(...)")
+            return UsageError(
+                f"fabric.{call}",
+                "teardown() has closed this Fabric",
+                suggestion="a new Fabric(...)",
+            )
         problem = f"this Fabric is for {self.world_size} processes, and they are not connected before launch()"
         expected = "everything that needs a device or other ranks, after fabric.launch()"
-        suggestion = "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
+        suggestion = (
+            "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
+        )
         return UsageError(f"fabric.{call}", problem, expected, suggestion)
 
-    def _communicator(self, call: str, group: Group = None, op: Reduce | None = None) -> Communicator:
+    def _communicator(
+        self, call: str, group: Group = None, op: Reduce | None = None
+    ) -> Communicator:
         return self._running(call).strategy.communicator(group, op)
 
     def _world(self, call: str) -> World:
@@ -873,7 +975,9 @@ def _without_none(*results: Any) -> Any:
     return given[0] if len(given) == 1 else given
 
 
-def _run_in_rank(fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _run_in_rank(
+    fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """What a function launcher runs in every process that it makes."""
     fabric._enter_rank(World.from_env(os.environ))
     with fabric:

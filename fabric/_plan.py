@@ -45,17 +45,27 @@ STRATEGIES: Mapping[str, Any] = {
     "single_device": SingleDeviceStrategy,
     "dp": strategies.DataParallelStrategy,
     **_DDP,
-    **{f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True) for name, row in _DDP.items()},
+    **{
+        f"{name}_find_unused_parameters_true": partial(row, find_unused_parameters=True)
+        for name, row in _DDP.items()
+    },
     "fsdp": lambda **options: strategies.FSDPStrategy(**options),  # imported then
     "model_parallel": lambda **options: strategies.ModelParallelStrategy(**options),
     "fsdp_cpu_offload": lambda **options: strategies.FSDPStrategy(cpu_offload=True, **options),
 }
 # The environment variables that `fabric run` sets, by the argument of Fabric that each stands for.
-RUN_OPTIONS = {key: f"FABRIC_{key.upper()}" for key in ("accelerator", "strategy", "devices", "num_nodes", "precision")}
-LATE = "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
+RUN_OPTIONS = {
+    key: f"FABRIC_{key.upper()}"
+    for key in ("accelerator", "strategy", "devices", "num_nodes", "precision")
+}
+LATE = (
+    "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
+)
 _DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys(RUN_OPTIONS, "auto"),
-    **dict.fromkeys(("precision", "environment", "launcher", "timeout", "time_limit", "stop_margin")),
+    **dict.fromkeys(
+        ("precision", "environment", "launcher", "timeout", "time_limit", "stop_margin")
+    ),
     "check_collectives": False,
     "watchdog": DEFAULT_WATCHDOG,
 }
@@ -106,7 +116,11 @@ class Plan:
     def world_size(self) -> int:
         """Number of processes of the job."""
         # Nodes may hold different numbers of processes, which the launcher that made them knows.
-        return self.launch_spec.num_processes * self.num_nodes if self.world is None else self.world.world_size
+        return (
+            self.launch_spec.num_processes * self.num_nodes
+            if self.world is None
+            else self.world.world_size
+        )
 
     def describe(self) -> list[str]:
         """What was resolved, a line each."""
@@ -148,10 +162,14 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     hardware = _parse_accelerator(given["accelerator"])
     where = _parse_devices(hardware, given["devices"], known, found)
     nodes = _parse_num_nodes(given["num_nodes"], found)
-    kind = SingleDeviceStrategy if len(where) * nodes == 1 else partial(DDPStrategy, num_nodes=nodes)
+    kind = (
+        SingleDeviceStrategy if len(where) * nodes == 1 else partial(DDPStrategy, num_nodes=nodes)
+    )
     chosen = named or kind(precision=precision)
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
-    spec = LaunchSpec(num_processes=1 if chosen.drives_all_devices else len(where), device_type=hardware.name)
+    spec = LaunchSpec(
+        num_processes=1 if chosen.drives_all_devices else len(where), device_type=hardware.name
+    )
     if world is None and spec.num_processes == 1:
         world = World()
     launcher = _choose_launcher(given, chosen, spec, world, found)
@@ -165,17 +183,26 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
         launcher=launcher,
         launch_spec=spec,
         started_by=_maker(found) if found else launcher.name if world is None else "this script",
-        check_collectives=given["check_collectives"] or env.get("FABRIC_CHECK", "").strip().lower() not in _OFF,
-        timeout=_parse_duration("timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]),
+        check_collectives=given["check_collectives"]
+        or env.get("FABRIC_CHECK", "").strip().lower() not in _OFF,
+        timeout=_parse_duration(
+            "timeout", DEFAULT_TIMEOUT if given["timeout"] is None else given["timeout"]
+        ),
         watchdog=given["watchdog"],
-        deadline=float("inf") if given["time_limit"] is None else monotonic() + given["time_limit"].total_seconds(),
+        deadline=float("inf")
+        if given["time_limit"] is None
+        else monotonic() + given["time_limit"].total_seconds(),
         stop_margin=given["stop_margin"],
     )
 
 
 def parse_strategy(strategy: Strategy | strategies.StrategyName, **options: Any) -> Strategy | None:
     """The strategy that an object or a name, of ours with options, stands for; None for ``"auto"``."""
-    return None if strategy == "auto" else _parse_name("strategy", strategy, STRATEGIES, Strategy, **options)
+    return (
+        None
+        if strategy == "auto"
+        else _parse_name("strategy", strategy, STRATEGIES, Strategy, **options)
+    )
 
 
 def _parse_accelerator(accelerator: Any) -> Accelerator:
@@ -183,19 +210,26 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
         return next(kind() for kind in ACCELERATORS.values() if kind().is_available())
     chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not chosen.is_available():
-        problem, expected = "there is none on this machine, or torch was built without it", '"auto" or "cpu"'
+        problem, expected = (
+            "there is none on this machine, or torch was built without it",
+            '"auto" or "cpu"',
+        )
         raise ConfigurationError(f"accelerator={chosen.name!r}", problem, expected)
     return chosen
 
 
-def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type, **options: Any) -> Any:
+def _parse_name(
+    argument: str, value: Any, table: Mapping[str, Any], kind: type, **options: Any
+) -> Any:
     """The object that a name stands for, in the table or among the entry points of installed packages."""
     if isinstance(value, kind):
         return value
     key = value.lower() if isinstance(value, str) else ""
     # Only for names that are not ours: looking through all installed packages takes milliseconds.
     group = "fabric.strategies" if argument == "strategy" else f"fabric.{argument}s"
-    plugins = {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=group)}
+    plugins = (
+        {} if key in table else {plugin.name: plugin.load for plugin in entry_points(group=group)}
+    )
     if key in table or key in plugins:
         found = table[key] if key in table else plugins[key]()
         return found if isinstance(found, kind) else found(**(options if key in table else {}))
@@ -215,7 +249,11 @@ def _parse_name(argument: str, value: Any, table: Mapping[str, Any], kind: type,
 def _parse_duration(argument: str, value: Any) -> timedelta:
     """Seconds, a timedelta or a text; zero only for the watchdog, which it turns off."""
     seconds = seconds_of(value)
-    if isinstance(seconds, int | float) and 0 <= seconds <= _LONGEST and (seconds > 0 or argument == "watchdog"):
+    if (
+        isinstance(seconds, int | float)
+        and 0 <= seconds <= _LONGEST
+        and (seconds > 0 or argument == "watchdog")
+    ):
         return timedelta(seconds=seconds)
     least = "at least 0 (off)" if argument == "watchdog" else "more than 0"
     expected = f"seconds, a timedelta or 'D-HH:MM:SS', {least} and at most {_LONGEST:,} s"
@@ -239,7 +277,9 @@ def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
     """The value of an argument that may be given to ``Fabric`` and in a second place; two that differ are an error."""
     if other is None or given in ("auto", None):
         return given if other is None else other
-    same_count = isinstance(other, tuple) and _spelling(argument, given) == str(len(other))  # devices as a number
+    same_count = isinstance(other, tuple) and _spelling(argument, given) == str(
+        len(other)
+    )  # devices as a number
     if same_count or _spelling(argument, given) == _spelling(argument, other):
         return given
     raise ConfigurationError(
@@ -252,8 +292,14 @@ def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
 
 def _refuse_late_options(env: Mapping[str, str], given: Mapping[str, Any]) -> None:
     """Raise for options of ``fabric run`` after the script that nobody reads: the job would run without them."""
-    late = {name: env.get(variable + LATE) for name, variable in RUN_OPTIONS.items() if given[name] in ("auto", None)}
-    if words := " ".join(f"--{name.replace('_', '-')}={value}" for name, value in late.items() if value):
+    late = {
+        name: env.get(variable + LATE)
+        for name, variable in RUN_OPTIONS.items()
+        if given[name] in ("auto", None)
+    }
+    if words := " ".join(
+        f"--{name.replace('_', '-')}={value}" for name, value in late.items() if value
+    ):
         raise ConfigurationError(
             f"fabric run script.py {words}",
             "what comes after the script is the script's own, and its Fabric() leaves these open",
@@ -284,7 +330,9 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     if environment == "none":
         return None
     if isinstance(environment, str | type):
-        expected = 'None to detect one, "none" to detect nothing, or an object such as SlurmEnvironment()'
+        expected = (
+            'None to detect one, "none" to detect nothing, or an object such as SlurmEnvironment()'
+        )
         raise ArgumentTypeError(f"environment={environment!r}", "it is no environment", expected)
     world = environment.detect(env)
     if world is None:
@@ -297,13 +345,17 @@ def _find_environment(environment: Any, env: Mapping[str, str]) -> _Found:
     return environment, world
 
 
-def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found) -> _Devices:
+def _parse_devices(
+    accelerator: Accelerator, devices: Any, strategy: Strategy, found: _Found
+) -> _Devices:
     """The devices of this node: the strategy's own, those that were asked for, or one for each process."""
     own = strategy.parallel_devices
     if not found or (strategy.drives_all_devices and found[1].world_size == 1):
         return own or accelerator.parse_devices(devices)
     world, maker = found[1], _maker(found)
-    if strategy.drives_all_devices or (isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1):
+    if strategy.drives_all_devices or (
+        isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
+    ):
         raise ConfigurationError(
             f"strategy={strategy.name!r} with {world.world_size} processes on {world.num_nodes} node(s) by "
             f"{maker} (rank {world.rank})",
@@ -314,7 +366,9 @@ def _parse_devices(accelerator: Accelerator, devices: Any, strategy: Strategy, f
     processes = world.local_world_size
     if devices == "auto":  # and not the strategy's own
         devices, count = processes, accelerator.device_count()
-        if accelerator.name != "cpu" and count == 1:  # a scheduler that shows each process its own device only
+        if (
+            accelerator.name != "cpu" and count == 1
+        ):  # a scheduler that shows each process its own device only
             return accelerator.parse_devices(1) * processes
         if accelerator.name != "cpu" and count < processes:
             raise ConfigurationError(
@@ -347,12 +401,23 @@ def _parse_num_nodes(num_nodes: Any, found: _Found) -> int:
 
 
 def _choose_launcher(
-    given: Mapping[str, Any], strategy: Strategy, spec: LaunchSpec, world: World | None, found: _Found
+    given: Mapping[str, Any],
+    strategy: Strategy,
+    spec: LaunchSpec,
+    world: World | None,
+    found: _Found,
 ) -> Launcher:
     is_open = given["launcher"] in (None, "auto")
-    chosen = _parse_name("launcher", strategy.start_method if is_open else given["launcher"], LAUNCHERS, Launcher)
+    chosen = _parse_name(
+        "launcher", strategy.start_method if is_open else given["launcher"], LAUNCHERS, Launcher
+    )
     method = chosen.name
-    if found and found[1].store is None and found[1].world_size > 1 and method not in ("popen", "inline"):
+    if (
+        found
+        and found[1].store is None
+        and found[1].world_size > 1
+        and method not in ("popen", "inline")
+    ):
         raise ConfigurationError(
             f"launcher or start method {method!r} (rank {found[1].rank})",
             f"{found[0].name} has made the processes of this job already",

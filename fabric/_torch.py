@@ -45,7 +45,9 @@ operations_recorded: Callable[[], int] = torch.autograd._get_sequence_nr
 # write this rank's part into an output; all 1-D and contiguous. Called as ``(output, tensor, group=group)``. Both
 # functions were renamed in torch 2.13, where the old names warn.
 all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+reduce_scatter_into: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 # The kernels behind ``torch.amp.GradScaler``, which have no public names. With gradients of one device and dtype, and
@@ -122,7 +124,9 @@ def full_tensor(tensor: Any) -> Tensor:
 
     for number in range(1, tensor.device_mesh.ndim):
         # One dimension of the mesh after the other, from the outermost: at once, torch warns of its own order.
-        tensor = tensor.redistribute(placements=[Replicate()] * number + [*tensor.placements[number:]])
+        tensor = tensor.redistribute(
+            placements=[Replicate()] * number + [*tensor.placements[number:]]
+        )
     return tensor.full_tensor()
 
 
@@ -170,8 +174,14 @@ def datasets_iterated_in_full() -> list[str]:
     """
     whole, kind = (data.SequentialSampler, data.RandomSampler), dataloader._BaseDataLoaderIter
     iterators: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    orders = ((each, getattr(each, "_index_sampler", None)) for each in iterators)  # none while it is being made
-    return [type(each._dataset).__name__ for each, order in orders if type(getattr(order, "sampler", order)) in whole]
+    orders = (
+        (each, getattr(each, "_index_sampler", None)) for each in iterators
+    )  # none while it is being made
+    return [
+        type(each._dataset).__name__
+        for each, order in orders
+        if type(getattr(order, "sampler", order)) in whole
+    ]
 
 
 def in_backward() -> bool:
@@ -185,11 +195,15 @@ def backward_unfinished(root: Any) -> Callable[[], bool]:
     FSDP2 ends each by a callback, and notes in a private record that it is due. As long as it is, no other is called,
     so that gradients stay unreduced.
     """
-    return partial(attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state())
+    return partial(
+        attrgetter("_state_ctx.post_backward_final_callback_queued"), root._get_fsdp_state()
+    )
 
 
 # Inside of a backward pass, have a function be called at its end, as FSDP2 does. DDP and FSDP2 rely on it.
-at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+at_end_of_backward: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def share_gradient_hooks(source: Tensor, target: Tensor) -> None:
@@ -221,10 +235,15 @@ def is_compiling() -> bool:
     torch says it of the thread that asks only. By the names of two functions, since those files have others that run
     compiled code.
     """
-    compilers = {("_dynamo/convert_frame.py", "_compile"), ("_inductor/compile_fx.py", "compile_fx_inner")}
+    compilers = {
+        ("_dynamo/convert_frame.py", "_compile"),
+        ("_inductor/compile_fx.py", "compile_fx_inner"),
+    }
     stacks = map(traceback.walk_stack, sys._current_frames().values())
     codes = (frame.f_code for stack in stacks for frame, _ in stack)
-    return any(("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes)
+    return any(
+        ("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes
+    )
 
 
 # The name under which a ``torch.compile(module)`` holds the module.
@@ -247,7 +266,9 @@ def _param_groups(module: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's records of parameters that are gathered together, of all parts of a module."""
     for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
         state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # the latter up to torch 2.11
+        groups = getattr(state, "_fsdp_param_groups", None) or [
+            state._fsdp_param_group
+        ]  # the latter up to torch 2.11
         yield from (group for group in groups if group is not None)
 
 
@@ -259,12 +280,17 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     found = []
     for record in (record for group in _param_groups(module) for record in group.fsdp_params):
         whole = getattr(record, "_unsharded_param", None)
-        if record.unsharded_accumulated_grad is not None or getattr(whole, "grad", None) is not None:
+        if (
+            record.unsharded_accumulated_grad is not None
+            or getattr(whole, "grad", None) is not None
+        ):
             found.append(record.sharded_param)
     return found
 
 
-def wrap_collectives(module: torch.nn.Module, context: Callable[[str], ContextDecorator], undo: ExitStack) -> None:
+def wrap_collectives(
+    module: torch.nn.Module, context: Callable[[str], ContextDecorator], undo: ExitStack
+) -> None:
     """Have a sharded module issue its collectives within ``context(name)``, until ``undo`` is closed.
 
     FSDP2's own setters of what issues them say nothing of what was there before, and refuse some meshes.
@@ -294,7 +320,9 @@ def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy of torch
+            warnings.filterwarnings(
+                "ignore", "Accessing the data pointer of FakeTensor"
+            )  # by deepcopy of torch
             yield FakeTensorMode(allow_non_fake_inputs=True)
     finally:
         dist.destroy_process_group()
@@ -319,7 +347,9 @@ class Rank0Chunks(TorchFunctionMode):
 _RANKS = (torch.int32, torch.int64, torch.bool)
 
 
-def run_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def run_fake(
+    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """What an ATen operator gives for fake tensors, where a value is asked for a one; called by a mode above it.
 
     DDP's C++ code writes numbers of parameters into tensors of int32, and reads them: these are real. So are ranks, of
@@ -335,7 +365,9 @@ def run_fake(mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Map
         if func is not torch.ops.aten._local_scalar_dense.default:
             raise
         with real_tensors():
-            return (torch.ones((), dtype=args[0].dtype) if isinstance(args[0], FakeTensor) else args[0]).item()
+            return (
+                torch.ones((), dtype=args[0].dtype) if isinstance(args[0], FakeTensor) else args[0]
+            ).item()
     finally:
         memo = mode.fake_tensor_converter.meta_converter
         memo.tensor_memo.clear()
@@ -352,9 +384,15 @@ def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
 def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, dist.ProcessGroup] | None:
     """The name of the collective that an operator issues, and its group; None for any other operator."""
     if func.namespace == "c10d":
-        return func._opname, dist.ProcessGroup.unbox(next(x for x in args if isinstance(x, torch.ScriptObject)))
-    names: list[Any] = [x for x in args if isinstance(x, str)] if func.namespace == "_c10d_functional" else []
-    return (func._opname, dist.distributed_c10d._resolve_process_group(names[-1])) if names else None
+        return func._opname, dist.ProcessGroup.unbox(
+            next(x for x in args if isinstance(x, torch.ScriptObject))
+        )
+    names: list[Any] = (
+        [x for x in args if isinstance(x, str)] if func.namespace == "_c10d_functional" else []
+    )
+    return (
+        (func._opname, dist.distributed_c10d._resolve_process_group(names[-1])) if names else None
+    )
 
 
 @cache
@@ -378,12 +416,19 @@ def profiled(device: torch.device, found: list[tuple[str, int, int]]) -> Iterato
     told to leave them out.
     """
     torchs = torch.autograd
-    activities = {torchs.ProfilerActivity.CPU, getattr(torchs.ProfilerActivity, device.type.upper())}
+    activities = {
+        torchs.ProfilerActivity.CPU,
+        getattr(torchs.ProfilerActivity, device.type.upper()),
+    }
     config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())  # pyright: ignore[reportCallIssue] - the stub lacks some
     torchs._prepare_profiler(config, activities)
     torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # pyright: ignore[reportCallIssue]
     try:
         yield
     finally:
-        events = [each for each in torchs._disable_profiler().events() if _COLLECTIVES.match(each.name())]
-        found += [(each.name().partition("(")[0], each.start_ns(), each.end_ns()) for each in events]
+        events = [
+            each for each in torchs._disable_profiler().events() if _COLLECTIVES.match(each.name())
+        ]
+        found += [
+            (each.name().partition("(")[0], each.start_ns(), each.end_ns()) for each in events
+        ]

@@ -137,8 +137,14 @@ class CPUAccelerator(Accelerator):
         """
         # Other C libraries have no such function, and give large blocks back at once.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-        is_set = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"))
-        if mallopt is not None and not is_set and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", ""):
+        is_set = any(
+            name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_")
+        )
+        if (
+            mallopt is not None
+            and not is_set
+            and "glibc.malloc" not in os.environ.get("GLIBC_TUNABLES", "")
+        ):
             for parameter, value in _MALLOPT:
                 mallopt(parameter, value)
 
@@ -184,14 +190,23 @@ class MPSAccelerator(Accelerator):
 
 
 # In the order in which "auto" asks for them; the CPU is always there.
-ACCELERATORS = {"cuda": CUDAAccelerator, "gpu": CUDAAccelerator, "mps": MPSAccelerator, "cpu": CPUAccelerator}
+ACCELERATORS = {
+    "cuda": CUDAAccelerator,
+    "gpu": CUDAAccelerator,
+    "mps": MPSAccelerator,
+    "cpu": CPUAccelerator,
+}
 
 
 def _parse(devices: Any, expected: str) -> Any:
     """``"auto"``, a number, or a tuple of indices, from any of their spellings; the numbers are not checked."""
     try:
         if not isinstance(devices, str):
-            return tuple(map(operator.index, devices)) if isinstance(devices, Sequence) else operator.index(devices)
+            return (
+                tuple(map(operator.index, devices))
+                if isinstance(devices, Sequence)
+                else operator.index(devices)
+            )
         text = devices.strip()
         if text == "auto":
             return text

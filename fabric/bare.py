@@ -42,7 +42,9 @@ class BareParameters:
             self._parameters[parameter] = None
         # Of all optimizers: one with such parameters may have been set up before them.
         if self._hook is None:
-            self._hook = self._cleanup.enter_context(register_optimizer_step_pre_hook(self.average_gradients))
+            self._hook = self._cleanup.enter_context(
+                register_optimizer_step_pre_hook(self.average_gradients)
+            )
         contract = Strategy.gradient_contract(self._strategy, module)
         replicated = contract.parameters if self._strategy.is_distributed else dict
         return replace(contract, replicated=replicated, gradients_differ=False)
@@ -57,15 +59,23 @@ class BareParameters:
         """
         bare = self._parameters
         # Most often there are none, and an optimizer may have thousands.
-        own = [each for group in optimizer.param_groups for each in group["params"] if each in bare] if bare else []
+        own = (
+            [each for group in optimizer.param_groups for each in group["params"] if each in bare]
+            if bare
+            else []
+        )
         if not own or not self._strategy.is_distributed:
             return
         args, kwargs = call or ((), {})
         if kwargs.get("closure", *args[1:2]) is not None:
             request = f"{type(optimizer).__name__}.step(closure) of an nn.ParameterList or nn.ParameterDict"
             problem = "its gradients are averaged before the step, and those of the closure are computed within"
-            raise UsageError(request, problem, suggestion="fabric.backward(loss), then optimizer.step()")
+            raise UsageError(
+                request, problem, suggestion="fabric.backward(loss), then optimizer.step()"
+            )
         grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
-        *means, shares = self._strategy.all_reduce([*grads, grads[0].new_tensor([p.grad is not None for p in own])])
+        *means, shares = self._strategy.all_reduce(
+            [*grads, grads[0].new_tensor([p.grad is not None for p in own])]
+        )
         for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
             parameter.grad = mean if share else None

@@ -59,7 +59,9 @@ def clip_gradients(
 
 def _total_norm(grads: Any, several_meshes: bool, norm_type: float) -> Tensor:
     sharded = [grad for grad in grads if local_tensor(grad) is not grad]
-    splits = max((sum(not each.is_replicate() for each in grad.placements) for grad in sharded), default=0)
+    splits = max(
+        (sum(not each.is_replicate() for each in grad.placements) for grad in sharded), default=0
+    )
     if not sharded or (not several_meshes and splits < 2 and not math.isinf(norm_type)):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
     # Not torch's: it has none for several meshes; a shard may be empty, which has no infinity norm; and a maximum over
@@ -67,9 +69,13 @@ def _total_norm(grads: Any, several_meshes: bool, norm_type: float) -> Tensor:
     device = sharded[0].device_mesh.device_type  # not that of gradients that are kept on the CPU
     if math.isinf(norm_type):
         local = [local_tensor(grad) for grad in grads]
-        maxima = [tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in local]
+        maxima = [
+            tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in local
+        ]
         largest = torch.stack([maximum.to(device) for maximum in maxima]).max()
-        dist.all_reduce(largest := largest.nan_to_num(nan=math.inf, posinf=math.inf), dist.ReduceOp.MAX)
+        dist.all_reduce(
+            largest := largest.nan_to_num(nan=math.inf, posinf=math.inf), dist.ReduceOp.MAX
+        )
         return largest
     parts: dict[int, list[Tensor]] = {}
     for grad in grads:
@@ -84,5 +90,7 @@ def _total_norm(grads: Any, several_meshes: bool, norm_type: float) -> Tensor:
 
 
 def _number_of_shards(grad: Any) -> int:
-    sizes = zip(getattr(grad, "placements", ()), getattr(grad, "device_mesh", grad).shape, strict=False)
+    sizes = zip(
+        getattr(grad, "placements", ()), getattr(grad, "device_mesh", grad).shape, strict=False
+    )
     return math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -34,7 +34,17 @@ _IMPORTING = 30.0  # extra seconds for the import of torch, from a slow disk or 
 _IMPORT = 'python -c "import torch, fabric"'
 _PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
 # Prefixes of variables that affect a job, for the first lines of the report.
-_VARIABLES = ("CUDA_", "FABRIC_", "GLOO_", "MASTER_", "NCCL_", "OMP_", "PYTHONPATH", "TMPDIR", "TORCH")
+_VARIABLES = (
+    "CUDA_",
+    "FABRIC_",
+    "GLOO_",
+    "MASTER_",
+    "NCCL_",
+    "OMP_",
+    "PYTHONPATH",
+    "TMPDIR",
+    "TORCH",
+)
 
 
 def doctor(processes: int, seconds: float) -> int:
@@ -49,15 +59,32 @@ def doctor(processes: int, seconds: float) -> int:
     """
     failures = 0
     try:
-        with _part("the place of this process in its job", seconds, "start it as its launcher does"):
+        with _part(
+            "the place of this process in its job", seconds, "start it as its launcher does"
+        ):
             launcher, world = detect(os.environ) or (None, World(world_size=processes))
         if world.rank == 0:
-            versions = (f"{each.name} {each.version}" for name in _PACKAGES for each in distributions(name=name))
+            versions = (
+                f"{each.name} {each.version}"
+                for name in _PACKAGES
+                for each in distributions(name=name)
+            )
             print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
             by = launcher.name if launcher and not world.store else "fabric"
-            print(f"{world.world_size} processes by {by} on {available_cores()} cores: {sys.executable}")
-            print(*(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_VARIABLES)), flush=True)
-        with _part("this machine", 2 * seconds, "what the line after the last one would have been about"):
+            print(
+                f"{world.world_size} processes by {by} on {available_cores()} cores: {sys.executable}"
+            )
+            print(
+                *(
+                    f"{name}={value}"
+                    for name, value in os.environ.items()
+                    if name.startswith(_VARIABLES)
+                ),
+                flush=True,
+            )
+        with _part(
+            "this machine", 2 * seconds, "what the line after the last one would have been about"
+        ):
             for finding in _examine_machine() if world.local_rank == 0 else ():
                 failures += finding.startswith("FAIL")
                 if world.rank == 0 or finding.startswith("FAIL"):
@@ -66,8 +93,12 @@ def doctor(processes: int, seconds: float) -> int:
             examine_rank(seconds)
         else:
             # The ranks may import torch twice, one after the other. On the signal the launcher ends them.
-            with _part(f"{processes} processes", 60 + 7 * seconds, _IMPORT, lambda _: raise_signal(SIGTERM)):
-                LAUNCHERS["spawn"].launch(examine_rank, (seconds, True), {}, LaunchSpec(num_processes=processes))
+            with _part(
+                f"{processes} processes", 60 + 7 * seconds, _IMPORT, lambda _: raise_signal(SIGTERM)
+            ):
+                LAUNCHERS["spawn"].launch(
+                    examine_rank, (seconds, True), {}, LaunchSpec(num_processes=processes)
+                )
         return min(1, failures)
     except SystemExit as error:
         print(error if isinstance(error.code, str) else "ended by a signal", flush=True)
@@ -79,11 +110,16 @@ def _finding(text: str, remedy: str = "") -> str:
 
 
 @contextmanager
-def _part(title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit) -> Iterator[None]:
+def _part(
+    title: str, seconds: float, remedy: str, end: Callable[[int], object] = os._exit
+) -> Iterator[None]:
     """A part of the report: the process exits when the time is over, or with an error of the part as a finding."""
 
     def expire() -> None:
-        print(_finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy), flush=True)
+        print(
+            _finding(f"{title}: not done after {seconds:g} s, which --timeout sets", remedy),
+            flush=True,
+        )
         end(1)
 
     timer = threading.Timer(seconds, expire)
@@ -97,17 +133,36 @@ def _part(title: str, seconds: float, remedy: str, end: Callable[[int], object] 
 
 
 def _examine_machine() -> Iterator[str]:
-    found = [f"{each.version} in {Path(str(each.locate_file('')))}" for each in distributions(name="torch")]
-    remedy = "leave one: python -m pip uninstall torch, or unset PYTHONPATH" if found else "python -m pip install torch"
-    yield _finding(f"torch: {' and '.join(found) or 'not installed'}", "" if len({*found}) == 1 else remedy)
+    found = [
+        f"{each.version} in {Path(str(each.locate_file('')))}"
+        for each in distributions(name="torch")
+    ]
+    remedy = (
+        "leave one: python -m pip uninstall torch, or unset PYTHONPATH"
+        if found
+        else "python -m pip install torch"
+    )
+    yield _finding(
+        f"torch: {' and '.join(found) or 'not installed'}", "" if len({*found}) == 1 else remedy
+    )
 
     own = Path(__file__).parent
-    places = [Path(folder, name) for folder in (os.getcwd(), *sys.path) for name in ("fabric.py", "fabric/__init__.py")]
-    for place in {each.resolve() for each in places if each.exists() and each.resolve().parent != own}:
-        yield _finding(f"import fabric: {place} may be imported in place of {own}", "give it another name")
+    places = [
+        Path(folder, name)
+        for folder in (os.getcwd(), *sys.path)
+        for name in ("fabric.py", "fabric/__init__.py")
+    ]
+    for place in {
+        each.resolve() for each in places if each.exists() and each.resolve().parent != own
+    }:
+        yield _finding(
+            f"import fabric: {place} may be imported in place of {own}", "give it another name"
+        )
     if others := {*packages_distributions().get("fabric", ())} - {"torch-fabric"}:
         remedy = f"pip uninstall {' '.join(others)} torch-fabric; pip install torch-fabric"
-        yield _finding(f"import fabric: {' '.join(others)} has the same name in this environment", remedy)
+        yield _finding(
+            f"import fabric: {' '.join(others)} has the same name in this environment", remedy
+        )
     command = shutil.which("fabric")
     is_ours = command is None or "from fabric.cli " in Path(command).read_text(errors="replace")
     remedy = "" if is_ours else "it is another package's: python -m fabric"
@@ -117,8 +172,18 @@ def _examine_machine() -> Iterator[str]:
     remedy = f"ulimit -n 65536; beyond {most}: docker run --ulimit nofile=65536, or /etc/security/limits.conf"
     yield _finding(f"open files: at most {files}", remedy if 0 <= files < 1024 else "")
     if sys.platform == "linux":
-        yield _space("shared memory", "/dev/shm", 256 * _MIB, "docker run --shm-size=8g; workers of loaders use it")
-    yield _space("scratch", read(os.environ, "TMPDIR") or tempfile.gettempdir(), _GIB, "export TMPDIR=<another folder>")
+        yield _space(
+            "shared memory",
+            "/dev/shm",
+            256 * _MIB,
+            "docker run --shm-size=8g; workers of loaders use it",
+        )
+    yield _space(
+        "scratch",
+        read(os.environ, "TMPDIR") or tempfile.gettempdir(),
+        _GIB,
+        "export TMPDIR=<another folder>",
+    )
     yield _space("working folder", os.getcwd(), _GIB, "make room, or save checkpoints elsewhere")
 
 
@@ -127,7 +192,9 @@ def _space(title: str, folder: str, least: int, remedy: str) -> str:
         free = shutil.disk_usage(folder).free
         with tempfile.TemporaryFile(dir=folder) as file:  # a quota shows only here
             file.write(bytes(_MIB))
-        return _finding(f"{title} {folder}: {free / _GIB:.1f} GiB free", remedy if free < least else "")
+        return _finding(
+            f"{title} {folder}: {free / _GIB:.1f} GiB free", remedy if free < least else ""
+        )
     except OSError as error:
         return _finding(f"{title} {folder}: {error}", remedy)
 
@@ -161,8 +228,15 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
             probe.connect(main)  # sends nothing
             own = probe.getsockname()[0]
         # torch's store without waiting for all ranks, since its timeout would not say which ranks are missing.
-        wait, hosts = timedelta(seconds=seconds), rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        base = TCPStore(address, port, None, hosts, wait, False, True) if port else find_store(world, wait)
+        wait, hosts = (
+            timedelta(seconds=seconds),
+            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+        base = (
+            TCPStore(address, port, None, hosts, wait, False, True)
+            if port
+            else find_store(world, wait)
+        )
         store = JobStore(PrefixStore("doctor", base), rank, size)
         store.publish("rank", f"{me}: at {own}, rank 0 at {main[0]}, {cards} CUDA devices")
         there = store.read("rank", awaited := range(size if rank == 0 else 1), seconds)
@@ -172,14 +246,19 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
     names = ", ".join(name for _, name in socket.if_nameindex())
     remedy = f"GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME: of {names} the one that leads to the others; NCCL_DEBUG=INFO"
     with _part(f"{me}: process group", 2 * seconds, remedy):
-        fabric = Fabric(accelerator="cpu" if is_new and cards < size else "auto", timeout=seconds, watchdog=0)
+        fabric = Fabric(
+            accelerator="cpu" if is_new and cards < size else "auto", timeout=seconds, watchdog=0
+        )
         fabric.launch()
     with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
         ranks, began = [*range(size)], monotonic()
         row = torch.tensor(ranks, device=fabric.device)
         results = {
             # A large message, which finds packets that are too long for the network.
-            "all_reduce": (fabric.all_reduce(row[rank].repeat(_MIB), reduce_op="sum").unique().tolist(), [sum(ranks)]),
+            "all_reduce": (
+                fabric.all_reduce(row[rank].repeat(_MIB), reduce_op="sum").unique().tolist(),
+                [sum(ranks)],
+            ),
             "all_gather": (fabric.all_gather(row[rank]).tolist(), ranks),
             "reduce_scatter": (fabric.reduce_scatter(row, reduce_op="sum").item(), rank * size),
             "all_to_all": (fabric.all_to_all(torch.full_like(row, rank)).tolist(), ranks),

@@ -23,11 +23,25 @@ from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
-from fabric._torch import DispatchMode, FakeTensor, Rank0Chunks, collective_of, fake_ranks, local_tensor, run_fake
+from fabric._torch import (
+    DispatchMode,
+    FakeTensor,
+    Rank0Chunks,
+    collective_of,
+    fake_ranks,
+    local_tensor,
+    run_fake,
+)
 from fabric.accelerators import ACCELERATORS, AcceleratorName
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName, parse_precision
-from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy, StrategyName
+from fabric.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyName,
+)
 from fabric.strategies.fsdp_options import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
 from fabric.tree import PLAIN, flatten, parameters_of
@@ -90,14 +104,24 @@ class DryRun:
 
     def __str__(self) -> str:
         lines = [f"{self.title}: {self._verdict}"]
-        lines += [f"  {kind:<36}{_text(nbytes):>12}" for kind, nbytes in self.peak.items() if nbytes]
+        lines += [
+            f"  {kind:<36}{_text(nbytes):>12}" for kind, nbytes in self.peak.items() if nbytes
+        ]
         for name, axis, ranks, calls, nbytes in self.traffic:
-            lines.append(f"  {f'{calls} {name} over {ranks} ({axis})':<36}{_text(nbytes):>12} a step")
-        return "\n".join([*lines, *(f"{text}: {other._verdict}" for text, other in self.alternatives.items())])
+            lines.append(
+                f"  {f'{calls} {name} over {ranks} ({axis})':<36}{_text(nbytes):>12} a step"
+            )
+        return "\n".join(
+            [*lines, *(f"{text}: {other._verdict}" for text, other in self.alternatives.items())]
+        )
 
     @property
     def _verdict(self) -> str:
-        fits = "" if self.memory is None else f", {'within' if self.fits else 'more than'} {_text(self.memory)}"
+        fits = (
+            ""
+            if self.memory is None
+            else f", {'within' if self.fits else 'more than'} {_text(self.memory)}"
+        )
         return f"{_text(self.peak_bytes)} a rank{fits}"
 
 
@@ -128,7 +152,9 @@ def plan(
         ValueError: this process belongs to a job.
     """
     if world % num_nodes:
-        raise ConfigurationError(f"fabric.plan({world=}, {num_nodes=})", expected="equally many processes on each node")
+        raise ConfigurationError(
+            f"fabric.plan({world=}, {num_nodes=})", expected="equally many processes on each node"
+        )
     if accelerator not in ACCELERATORS:
         raise ConfigurationError(f"fabric.plan({accelerator=})", expected=", ".join(ACCELERATORS))
     try:
@@ -144,8 +170,14 @@ def plan(
             problem = "a dry run does not cover cpu_offload and ddp_comm_hook yet"
             raise ConfigurationError(f"fabric.plan({strategy=})", problem)
         own = parse_precision(strategy.precision if precision is None else precision)
-        options: Any = {"environment": SimpleNamespace(name="fabric plan", detect=lambda env: place), "watchdog": 0}
-        options |= {"precision": replace(own, loss_scale=None), "check_training": False}  # both look at values
+        options: Any = {
+            "environment": SimpleNamespace(name="fabric plan", detect=lambda env: place),
+            "watchdog": 0,
+        }
+        options |= {
+            "precision": replace(own, loss_scale=None),
+            "check_training": False,
+        }  # both look at values
         fabric = Fabric(accelerator="cpu", strategy=strategy, **options)
         with fake_ranks(world) as fake, fabric.launch(lambda own: own), fake, _Trace(fake) as trace:
             built: Any = build(fabric)
@@ -174,7 +206,11 @@ def plan(
     given = parse_strategy(strategy) or (DDPStrategy() if world > 1 else SingleDeviceStrategy())
     found, on_mesh = run(given, precision), isinstance(given, ModelParallelStrategy)
     recompute = {"activation_checkpointing": tuple(blocks) or None}
-    shown = f"activation_checkpointing=[{', '.join(block.__name__ for block in blocks)}]" if blocks else ""
+    shown = (
+        f"activation_checkpointing=[{', '.join(block.__name__ for block in blocks)}]"
+        if blocks
+        else ""
+    )
     others: dict[str, DryRun] = {}
     rows: Any = (
         ('sharding_strategy="SHARD_GRAD_OP"', {"sharding_strategy": "SHARD_GRAD_OP"}, precision),
@@ -206,15 +242,23 @@ class _Trace(DispatchMode):
         DispatchMode.__init__(self)
         self._fake = fake
         self._live: dict[int, _Storage] = {}
-        self._gathered: set[_Storage] = set()  # what FSDP frees and allocates, where no operation shows it
+        self._gathered: set[_Storage] = (
+            set()
+        )  # what FSDP frees and allocates, where no operation shows it
         self._nbytes = self.peak = 0
         self.at_peak: list[tuple[_Storage, int]] = []
         self.calls: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        gathered = kwargs.get("out") if func.namespace == "fsdp" else [x for x in args if isinstance(x, nn.Parameter)]
-        self._gathered.update(each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED)
+        gathered = (
+            kwargs.get("out")
+            if func.namespace == "fsdp"
+            else [x for x in args if isinstance(x, nn.Parameter)]
+        )
+        self._gathered.update(
+            each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED
+        )
         if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
             return NotImplemented  # DTensor calls operators on what it has
         self.see(made := run_fake(self._fake, func, args, kwargs))
@@ -224,12 +268,17 @@ class _Trace(DispatchMode):
             if (memory := storage.ref()) is not None:
                 self._resize(storage, memory.nbytes())
         if self._nbytes > self.peak:
-            self.peak, self.at_peak = self._nbytes, [(each, each.nbytes) for each in self._live.values()]
+            self.peak, self.at_peak = (
+                self._nbytes,
+                [(each, each.nbytes) for each in self._live.values()],
+            )
         return made
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:
         """Know what an optimizer holds; a hook of it."""
-        self.see([parameter.grad for parameter in parameters_of(optimizer)], "gradients", always=True)
+        self.see(
+            [parameter.grad for parameter in parameters_of(optimizer)], "gradients", always=True
+        )
         self.see([*optimizer.state.values()], "optimizer state")
 
     def see(self, tree: Any, kind: str = _OTHERS, always: bool = False) -> list[_Storage]:
@@ -256,9 +305,14 @@ class _Trace(DispatchMode):
 
     def _count(self, name: str, group: Any, passed: tuple[Any, ...]) -> None:
         self.see(passed, "communication")
-        operation = next((each for each in _OPERATIONS if each.replace("_", "") in name.replace("_", "")), name)
+        operation = next(
+            (each for each in _OPERATIONS if each.replace("_", "") in name.replace("_", "")), name
+        )
         axis = group.group_desc.replace("default_pg", "world").removeprefix("mesh_")
-        sizes = [sum(leaf.nbytes for leaf in flatten(each)[0] if isinstance(leaf, Tensor)) for each in passed]
+        sizes = [
+            sum(leaf.nbytes for leaf in flatten(each)[0] if isinstance(leaf, Tensor))
+            for each in passed
+        ]
         self.calls[operation, axis, group.size()].append(max(sizes))
 
 
@@ -266,7 +320,9 @@ def _parse_memory(memory: int | str | None) -> int | None:
     found = re.fullmatch(r"([\d.]+) *([KMGT]?)(I?)B?", str(memory).upper())
     if found is None and memory is not None:
         raise ConfigurationError(f"fabric.plan({memory=})", expected='bytes, or such as "80GiB"')
-    return found and int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " "))
+    return found and int(
+        float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+    )
 
 
 def _text(nbytes: int) -> str:

@@ -39,11 +39,15 @@ class ExponentialMovingAverage(nn.Module):
         UsageError: the module is a copy of a set-up module.
     """
 
-    def __init__(self, model: FabricModule, decay: float | Callable[[int], float], buffers: bool) -> None:
+    def __init__(
+        self, model: FabricModule, decay: float | Callable[[int], float], buffers: bool
+    ) -> None:
         super().__init__()
         contract = model._fabric_contract
         if contract is None:
-            raise UsageError(f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself")
+            raise UsageError(
+                f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself"
+            )
         self._decay = decay if callable(decay) else _checked(decay)
         self._updates, self._is_applied, self._reshard = 0, False, contract.reshard
         self._current: Callable[[], dict[str, Tensor]] = partial(_weights, contract, buffers)
@@ -54,12 +58,16 @@ class ExponentialMovingAverage(nn.Module):
             part: nn.Module = self
             for owner in owners:
                 part = part._modules.setdefault(owner, nn.Module())  # pyright: ignore[reportAssignmentType]  # no None
-            dtype = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
+            dtype = (
+                torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
+            )
             # Not by register_buffer, which refuses names of attributes of this class.
             part._buffers[name] = weight.detach().to(dtype, copy=True)
             self._places[path] = part._buffers, name
         if contract.is_sharded:
-            from fabric.strategies.fsdp_state import take_shards  # takes a second to import; already imported here
+            from fabric.strategies.fsdp_state import (
+                take_shards,
+            )  # takes a second to import; already imported here
 
             for part in self.modules():
                 part.register_load_state_dict_pre_hook(partial(take_shards, part._buffers))
@@ -68,9 +76,13 @@ class ExponentialMovingAverage(nn.Module):
     def update(self) -> None:
         """Update the averages with the weights, after an optimizer step. Not a collective."""
         if self._is_applied:
-            raise UsageError("ema.update() within ema.applied()", "the weights are the averages themselves")
+            raise UsageError(
+                "ema.update() within ema.applied()", "the weights are the averages themselves"
+            )
         first = self._updates == 0
-        decay = 0.0 if first else self._decay(self._updates) if callable(self._decay) else self._decay
+        decay = (
+            0.0 if first else self._decay(self._updates) if callable(self._decay) else self._decay
+        )
         average_all = get_ema_multi_avg_fn(_checked(decay))
         same: tuple[list[Any], list[Any]] = [], []
         for average, weight in self._pairs():
@@ -117,10 +129,18 @@ class ExponentialMovingAverage(nn.Module):
         """The local averages of this process, each with its weight."""
         weights = self._current()
         if changed := sorted(weights.keys() ^ self._places.keys()):
-            problem = f"these were added to the model or removed from it since: {', '.join(changed)}"
-            raise UsageError("an average of the weights", problem, suggestion="fabric.ema(model) after such a change")
+            problem = (
+                f"these were added to the model or removed from it since: {', '.join(changed)}"
+            )
+            raise UsageError(
+                "an average of the weights",
+                problem,
+                suggestion="fabric.ema(model) after such a change",
+            )
         places = ((self._places[name], weight) for name, weight in weights.items())
-        return [(local_tensor(owner[name]), local_tensor(weight)) for (owner, name), weight in places]
+        return [
+            (local_tensor(owner[name]), local_tensor(weight)) for (owner, name), weight in places
+        ]
 
     @torch.no_grad()
     def _write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -137,5 +157,7 @@ def _weights(contract: Any, buffers: bool) -> dict[str, Tensor]:
 
 def _checked(decay: float) -> float:
     if not 0 <= decay <= 1:
-        raise ConfigurationError(f"ema with decay={decay!r}", expected="a number in [0, 1], such as 0.999")
+        raise ConfigurationError(
+            f"ema with decay={decay!r}", expected="a number in [0, 1], such as 0.999"
+        )
     return decay

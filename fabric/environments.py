@@ -63,7 +63,9 @@ _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 # Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
 _FIRST_PORT, _PORTS = 10_000, 20_000
 
-_Names = tuple[str, ...]  # names of one variable in different releases; the first that is set is used
+_Names = tuple[
+    str, ...
+]  # names of one variable in different releases; the first that is set is used
 
 
 class _Launcher:
@@ -76,7 +78,9 @@ class _Launcher:
     _local_world_size: _Names  # a number, or one for each node as SLURM writes them
     _node_rank: _Names = ()  # empty: derived from the ranks
     _hosts: _Names = ()  # of the job's nodes, as SLURM writes them
-    _job_id: tuple[_Names, ...] = ()  # together the same in all processes of a job, and in no other job
+    _job_id: tuple[
+        _Names, ...
+    ] = ()  # together the same in all processes of a job, and in no other job
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
@@ -93,7 +97,11 @@ class _Launcher:
                 # Nodes of equal size are assumed, filled one after the other unless local_rank says that ranks
                 # alternate.
                 in_order = rank % local_world_size == local_rank
-                node_rank = rank // local_world_size if in_order else rank % -(-world_size // local_world_size)
+                node_rank = (
+                    rank // local_world_size
+                    if in_order
+                    else rank % -(-world_size // local_world_size)
+                )
         address, port = self._find_rendezvous(env, world_size, local_world_size)
         return World(
             rank=rank,
@@ -136,13 +144,17 @@ class _Launcher:
     ) -> tuple[str, int | None]:
         """``MASTER_ADDR`` and ``MASTER_PORT`` if set, else derived from the job; a single process needs no port."""
         is_one_node = local_world_size == world_size
-        address = read(env, "MASTER_ADDR") or ("127.0.0.1" if is_one_node else self._first_host(env))
+        address = read(env, "MASTER_ADDR") or (
+            "127.0.0.1" if is_one_node else self._first_host(env)
+        )
         port = read_integer(env, "MASTER_PORT")
         job_id = [read(env, *names) for names in self._job_id]
         if port is None and world_size > 1 and job_id and None not in job_id:
             port = _FIRST_PORT + zlib.crc32(".".join(map(str, job_id)).encode()) % _PORTS
         if address is None or (port is None and world_size > 1):
-            name, value = ("MASTER_ADDR", "host of rank 0") if address is None else ("MASTER_PORT", "port")
+            name, value = (
+                ("MASTER_ADDR", "host of rank 0") if address is None else ("MASTER_PORT", "port")
+            )
             raise ConfigurationError(
                 f"a job of {world_size} processes of {self.name}, {local_world_size} of them on this node",
                 f"{name} is not set, and cannot be derived from the other variables",
@@ -175,7 +187,11 @@ class TorchrunEnvironment(_Launcher):
     def detect(self, env: Mapping[str, str]) -> World | None:
         """This process's place, from :meth:`fabric.world.World.from_env`. See :meth:`Environment.detect`."""
         world = World.from_env(env)
-        others = [f"{name}={env[name]}" for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if read(env, name)]
+        others = [
+            f"{name}={env[name]}"
+            for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
+            if read(env, name)
+        ]
         if world is None and read(env, "RANK") and others:
             raise ConfigurationError(
                 f"RANK={env['RANK']} and {', '.join(others)} in the environment",
@@ -198,7 +214,9 @@ class RayEnvironment:
     def detect(self, env: Mapping[str, str]) -> World | None:
         """See :meth:`Environment.detect`."""
         # Ray sets torchrun's variables except GROUP_RANK; torchrun inside a worker sets that too.
-        is_worker = all(read(env, name) for name in ("RAY_JOB_ID", "NODE_RANK")) and not read(env, "GROUP_RANK")
+        is_worker = all(read(env, name) for name in ("RAY_JOB_ID", "NODE_RANK")) and not read(
+            env, "GROUP_RANK"
+        )
         return World.from_env({**env, "GROUP_RANK": env["NODE_RANK"]}) if is_worker else None
 
 
@@ -263,12 +281,23 @@ class SlurmEnvironment(_Launcher):
         """See :meth:`Environment.detect`."""
         step = read_integer(env, "SLURM_STEP_ID", "SLURM_STEPID")
         is_shell = read(env, "SLURM_PTY_PORT") and read_integer(env, *self._world_size) == 1
-        return None if step is None or step >= _FIRST_RESERVED_STEP or is_shell else super().detect(env)
+        return (
+            None
+            if step is None or step >= _FIRST_RESERVED_STEP or is_shell
+            else super().detect(env)
+        )
 
 
 # The innermost launcher first. Ray sets torchrun's variables and more. The variables of torchrun, of fabric's own
 # launchers and those set by hand always win. mpirun precedes SLURM because in a SLURM job it starts its daemons with
 # srun: its processes then have the variables of both, and SLURM's describe the daemons.
 _INNERMOST_FIRST = [
-    kind() for kind in (RayEnvironment, TorchrunEnvironment, OpenMPIEnvironment, MPICHEnvironment, SlurmEnvironment)
+    kind()
+    for kind in (
+        RayEnvironment,
+        TorchrunEnvironment,
+        OpenMPIEnvironment,
+        MPICHEnvironment,
+        SlurmEnvironment,
+    )
 ]

@@ -43,13 +43,23 @@ class FabricError(Exception):
         suggestion: the line to write instead.
     """
 
-    def __init__(self, request: str, problem: str = "", expected: str = "", suggestion: str = "") -> None:
+    def __init__(
+        self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
+    ) -> None:
         # OSError keeps only two of its arguments, and FileNotFoundError is one: the four live in attributes of ours.
-        self.request, self.problem, self.expected, self.suggestion = request, problem, expected, suggestion
+        self.request, self.problem, self.expected, self.suggestion = (
+            request,
+            problem,
+            expected,
+            suggestion,
+        )
         Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
-        advice = (self.expected and f"Valid: {self.expected}", self.suggestion and f"Write: {self.suggestion}")
+        advice = (
+            self.expected and f"Valid: {self.expected}",
+            self.suggestion and f"Write: {self.suggestion}",
+        )
         return "\n  ".join(filter(None, (self.request, self.problem, *advice)))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,7 +105,14 @@ class RankFailedError(FabricError, RuntimeError):
         traceback: the traceback it left, as text; empty when it left none.
     """
 
-    def __init__(self, request: str, rank: int = 0, exit_code: int = 1, traceback: str = "", problem: str = "") -> None:
+    def __init__(
+        self,
+        request: str,
+        rank: int = 0,
+        exit_code: int = 1,
+        traceback: str = "",
+        problem: str = "",
+    ) -> None:
         self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
         FabricError.__init__(self, request, problem)
 

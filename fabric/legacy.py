@@ -73,15 +73,21 @@ class _OlderMethods(ParallelStrategy):
 
     def model_to_device(self) -> None:
         """Move :attr:`model` to this process's device; a model that has been set up is there already."""
-        _deprecated("model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too")
+        _deprecated(
+            "model_to_device()", "fabric.to_device(model); fabric.setup(model) moves it, too"
+        )
         if self.model is not None and not self._is_prepared(self.model):
             self.module_to_device(self.model)
 
     @override
-    def block_backward_sync(self, module: nn.Module | None = None, enabled: bool = True) -> AbstractContextManager[Any]:
+    def block_backward_sync(
+        self, module: nn.Module | None = None, enabled: bool = True
+    ) -> AbstractContextManager[Any]:
         """Older name of ``no_backward_sync``; without a module for every one that has been set up."""
         _deprecated("block_backward_sync()", "with fabric.no_backward_sync(model):")
-        return super().block_backward_sync(None if module is None else prepared_module(module), enabled)
+        return super().block_backward_sync(
+            None if module is None else prepared_module(module), enabled
+        )
 
     def model_sharded_context(self) -> AbstractContextManager[Any]:
         """Older name of ``module_init_context``."""
@@ -99,9 +105,13 @@ def _step(name: str) -> Callable[..., Any]:
         elif self._prepared_modules:
             last = self._prepared_modules[-1]
         if last is None:
-            raise UsageError(f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern)
+            raise UsageError(
+                f"{type(self).__name__}.{name}(...)", "no module is set up", suggestion=modern
+            )
         runtime = self.runtime
-        model = FabricModule(last, last, runtime.precision, runtime.device, Hooks(), self.gradient_contract(last))
+        model = FabricModule(
+            last, last, runtime.precision, runtime.device, Hooks(), self.gradient_contract(last)
+        )
         return getattr(model, name)(*args, **kwargs)
 
     step.__name__ = name
@@ -164,7 +174,9 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         # The state of the model that process 0 set up, on the CPU.
         self._weights: dict[str, Any] | None = None
 
-    def spawn(self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any) -> Any:
+    def spawn(
+        self, function: Callable[..., Any], *args: Any, return_result: bool = True, **kwargs: Any
+    ) -> Any:
         """Run ``function(*args, **kwargs)`` in a process for each parallel device, connected by this strategy.
 
         The modern spelling is ``Fabric(strategy="ddp_spawn", devices=2).launch(function)``, whose function gets the
@@ -188,10 +200,14 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         modern = 'Fabric(strategy="ddp_spawn", devices=2).launch(function)'
         _deprecated("spawn(function)", modern)
         if not self.parallel_devices:
-            problem = "this strategy has no parallel_devices, so that the number of processes is unknown"
+            problem = (
+                "this strategy has no parallel_devices, so that the number of processes is unknown"
+            )
             raise ConfigurationError(f"spawn({function!r})", problem, suggestion=modern)
         with Fabric(strategy=self) as fabric:
-            result, items, weights = fabric.launch(_run_spawned, self, function, args, kwargs, return_result)
+            result, items, weights = fabric.launch(
+                _run_spawned, self, function, args, kwargs, return_result
+            )
         self.mp_queue.extend(items)
         self._weights = weights
         return result
@@ -205,9 +221,14 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
             trainer: an object with ``callback_metrics``, a mapping.
             queue: an object with ``put``; :attr:`mp_queue`, or a queue of ``multiprocessing`` that the processes share.
         """
-        _deprecated("add_to_queue(trainer, queue)", "return trainer.callback_metrics from the launched function")
+        _deprecated(
+            "add_to_queue(trainer, queue)",
+            "return trainer.callback_metrics from the launched function",
+        )
         # The copies keep a view from dragging all of its storage along.
-        metrics = map_tensors(lambda tensor: tensor.detach().cpu().clone(), dict(trainer.callback_metrics))
+        metrics = map_tensors(
+            lambda tensor: tensor.detach().cpu().clone(), dict(trainer.callback_metrics)
+        )
         queue.put(pickle.dumps(metrics))
 
     def get_from_queue(self, trainer: Any, queue: Any) -> None:
@@ -224,7 +245,9 @@ class DDPSpawnPlugin(_OlderMethods, DDPStrategy):
         Args:
             trainer: an object with ``model`` where one was set up, and ``callback_metrics`` where there are metrics.
         """
-        _deprecated("post_dispatch(trainer)", "fabric.launch(function), which returns what function returns")
+        _deprecated(
+            "post_dispatch(trainer)", "fabric.launch(function), which returns what function returns"
+        )
         if self._weights is not None:
             self.load_module_state_dict(trainer.model, self._weights)
             self._weights = None
@@ -302,8 +325,14 @@ def _deprecated(older: str, modern: str) -> None:
     warnings.warn(f"{older} is an older name. Write: {modern}", DeprecationWarning, stacklevel=3)
 
 
-def _run_spawned(fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool) -> Any:
+def _run_spawned(
+    fabric: Fabric, strategy: Any, function: Any, args: Any, kwargs: Any, return_result: bool
+) -> Any:
     result = function(*args, **kwargs)
     model = strategy.model
-    weights = strategy.get_module_state_dict(model) if model is not None and strategy._is_prepared(model) else None
+    weights = (
+        strategy.get_module_state_dict(model)
+        if model is not None and strategy._is_prepared(model)
+        else None
+    )
     return result if return_result else None, list(strategy.mp_queue), weights

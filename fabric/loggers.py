@@ -61,11 +61,17 @@ class Loggers:
         if is_class or not callable(getattr(logger, "log_metrics", None)):
             if not is_class and callable(getattr(logger, "add_scalar", None)):
                 adapted = _SummaryWriter(logger)
-            elif type(logger).__module__.partition(".")[0] == "wandb" and callable(getattr(logger, "log", None)):
+            elif type(logger).__module__.partition(".")[0] == "wandb" and callable(
+                getattr(logger, "log", None)
+            ):
                 adapted = _WandbRun(logger)
             else:
-                problem = "it is a class" if is_class else "it has no method log_metrics(metrics, step)"
-                expected = "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
+                problem = (
+                    "it is a class" if is_class else "it has no method log_metrics(metrics, step)"
+                )
+                expected = (
+                    "an object with that method, a run of W&B, or a SummaryWriter of TensorBoard"
+                )
                 suggestion = "CSVLogger(); or a class with def log_metrics(self, metrics, step=None): ... (three lines)"
                 raise ArgumentTypeError(f"loggers={logger!r}", problem, expected, suggestion)
         self.given.append(logger)
@@ -122,7 +128,10 @@ class _RunLogger:
     """A logger that writes into the folder ``root_dir/name/version_k`` of one run, created at the first write."""
 
     def __init__(
-        self, root_dir: str | os.PathLike[str] = "logs", name: str = "run", version: int | str | None = None
+        self,
+        root_dir: str | os.PathLike[str] = "logs",
+        name: str = "run",
+        version: int | str | None = None,
     ) -> None:
         self._parent = Path(root_dir) / name
         self._name = f"version_{version}" if isinstance(version, int) else version
@@ -171,7 +180,9 @@ class CSVLogger(_RunLogger):
         """
         values = metrics_as_floats(metrics)
         if "step" in values:
-            raise ConfigurationError("log a metric named 'step'", "that is the column of log_metrics(..., step=...)")
+            raise ConfigurationError(
+                "log a metric named 'step'", "that is the column of log_metrics(..., step=...)"
+            )
         row = {"step": None if step is None else operator.index(step), **values}
         path = self._folder() / "metrics.csv"
         if not row.keys() <= set(self._columns):
@@ -260,7 +271,9 @@ class TensorBoardLogger(_EventFiles, _RunLogger):
 
     def _open(self) -> Any:
         if self._writer is None:
-            suggestion = 'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
+            suggestion = (
+                'pip install "torch-fabric[tensorboard]", or CSVLogger(), which needs no package'
+            )
             with MissingDependencyError.unless_installed("TensorBoardLogger", suggestion):
                 from torch.utils.tensorboard import SummaryWriter  # slow to import
             self._writer = SummaryWriter(log_dir=str(self._folder()))
@@ -309,6 +322,8 @@ def _add_columns(path: Path, names: Iterable[str]) -> list[str]:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file; a crash leaves the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.tmp")  # always one name, so a crash's leftover is overwritten
+    temporary = path.with_name(
+        f".{path.name}.tmp"
+    )  # always one name, so a crash's leftover is overwritten
     temporary.write_text(text, encoding="utf-8", newline="")
     os.replace(temporary, path)

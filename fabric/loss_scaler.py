@@ -28,7 +28,9 @@ __all__ = ["LossScaler", "gradients", "holds_gradients"]
 class _OptimizerState:
     found_inf: Tensor
     is_scaled: bool = False  # the gradients, if there are any
-    held: Sequence[tuple[Any, Tensor]] = ()  # parameters and their gradients while a step is skipped
+    held: Sequence[
+        tuple[Any, Tensor]
+    ] = ()  # parameters and their gradients while a step is skipped
     skipped: bool = False  # whether the last step was
 
 
@@ -52,11 +54,16 @@ class LossScaler:
     """
 
     def __init__(
-        self, device: torch.device, settings: LossScale, max_over_ranks: Callable[[Tensor], Tensor] | None = None
+        self,
+        device: torch.device,
+        settings: LossScale,
+        max_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self._pending: Tensor | None = None  # whether any step since the last change of scale overflowed
+        self._pending: Tensor | None = (
+            None  # whether any step since the last change of scale overflowed
+        )
         self._growth_interval, self._max_over_ranks = settings.growth_interval, max_over_ranks
         self.gradients_differ = self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
@@ -84,7 +91,9 @@ class LossScaler:
         gradients.
         """
         if self._pending is not None and not self._any_holds_scaled():
-            backoff_or_grow(self._scale, self._growth_tracker, self._pending, 2.0, 0.5, self._growth_interval)
+            backoff_or_grow(
+                self._scale, self._growth_tracker, self._pending, 2.0, 0.5, self._growth_interval
+            )
             self._pending = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
@@ -115,7 +124,11 @@ class LossScaler:
             )
         found = torch.zeros_like(self._scale)
         # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
-        inverse = self._scale.double().reciprocal().float() if self._scale.device.type != "mps" else 1 / self._scale
+        inverse = (
+            self._scale.double().reciprocal().float()
+            if self._scale.device.type != "mps"
+            else 1 / self._scale
+        )
         for grads in groups:
             found_here = found.to(grads[0].device)
             unscale_and_check(grads, found_here, inverse.to(grads[0].device))
@@ -133,16 +146,24 @@ class LossScaler:
     def state_dict(self) -> dict[str, float | int | None]:
         """The state from which :meth:`load_state_dict` resumes exactly."""
         pending = None if self._pending is None else float(self._pending)
-        return {"scale": float(self._scale), "growth_tracker": int(self._growth_tracker), "pending": pending}
+        return {
+            "scale": float(self._scale),
+            "growth_tracker": int(self._growth_tracker),
+            "pending": pending,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of another scaler. Raises a KeyError for a missing entry, with nothing changed."""
-        scale, growth_tracker, pending = (state[name] for name in ("scale", "growth_tracker", "pending"))
+        scale, growth_tracker, pending = (
+            state[name] for name in ("scale", "growth_tracker", "pending")
+        )
         self._scale.fill_(scale)
         self._growth_tracker.fill_(growth_tracker)
         self._pending = None if pending is None else torch.full_like(self._scale, pending)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         if kwargs.get("closure", *args[1:2]) is not None:
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
@@ -154,12 +175,16 @@ class LossScaler:
         found = state.found_inf
         self._pending = found if self._pending is None else torch.maximum(self._pending, found)
         if state.skipped:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             state.held = [(parameter, parameter.grad) for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
 
-    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         state = self._states[optimizer]
         for parameter, grad in state.held:
             parameter.grad = grad
@@ -173,7 +198,11 @@ class LossScaler:
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
         holds = any(map(holds_gradients, waiting))
-        if not waiting or self._max_over_ranks is None or not (self.gradients_differ or self.accumulates):
+        if (
+            not waiting
+            or self._max_over_ranks is None
+            or not (self.gradients_differ or self.accumulates)
+        ):
             return holds
         # Gradients that are zero on this rank may not be zero on others.
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))

@@ -29,19 +29,29 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     try:
         sent = [_recorded(metric) for metric in found]
         if not found:
-            raise ArgumentTypeError(request, "it is no metric or collection of torchmetrics, and holds none")
+            raise ArgumentTypeError(
+                request, "it is no metric or collection of torchmetrics, and holds none"
+            )
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
-        error = UsageError(request, f"on rank {communicator.rank}, {type(caught).__name__}: {caught}")
-    of_ranks = communicator.gather_objects(sent, CallDescription("compute_metrics", lambda: ""), error)
+        error = UsageError(
+            request, f"on rank {communicator.rank}, {type(caught).__name__}: {caught}"
+        )
+    of_ranks = communicator.gather_objects(
+        sent, CallDescription("compute_metrics", lambda: ""), error
+    )
     counts = [[*map(len, rank)] for rank in of_ranks]
     if any(each != counts[0] for each in counts):
         problem = f"ranks hold different numbers of states: {counts}"
-        raise UsageError(request, problem, "states with a reduction, and the same metrics on all ranks")
+        raise UsageError(
+            request, problem, "states with a reduction, and the same metrics on all ranks"
+        )
     with ExitStack() as stack:
         for metric, own, *parts in zip(found, sent, *of_ranks, strict=True):
             for name in ("dist_sync_fn", "distributed_available_fn", "_to_sync"):
                 stack.callback(setattr, metric, name, getattr(metric, name))
-            metric.dist_sync_fn = partial(_replay, request, zip(own, zip(*parts, strict=True), strict=True))
+            metric.dist_sync_fn = partial(
+                _replay, request, zip(own, zip(*parts, strict=True), strict=True)
+            )
             metric.distributed_available_fn = lambda: True
             metric._to_sync = True  # also with sync_on_compute=False
             metric._computed = None  # other ranks may have been updated since it was cached
@@ -51,11 +61,18 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
 def rank_states(state: Mapping[str, Any]) -> dict[str, Any]:
     """The states of this rank's metrics, copied to the CPU, by entry and path; see ``[Note: metrics]``."""
     found = {name: _metrics_in(value) for name, value in state.items()}
-    return {name: {path: _held(each) for path, each in metrics.items()} for name, metrics in found.items() if metrics}
+    return {
+        name: {path: _held(each) for path, each in metrics.items()}
+        for name, metrics in found.items()
+        if metrics
+    }
 
 
 def load_rank_states(
-    state: Mapping[str, Any], saved: Sequence[Mapping[str, Any]], sizes: tuple[int, int], strict: bool
+    state: Mapping[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    sizes: tuple[int, int],
+    strict: bool,
 ) -> None:
     """Restore the states of this rank's metrics.
 
@@ -73,8 +90,12 @@ def load_rank_states(
             continue
         entries = [each[name] for each in saved]
         if entries[0].keys() != metrics.keys():
-            problem = f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
-        elif sizes[0] != sizes[1] and any(held["_update_count"] for entry in entries for held in entry.values()):
+            problem = (
+                f"it was saved with the metrics {sorted(entries[0])}, and has {sorted(metrics)}"
+            )
+        elif sizes[0] != sizes[1] and any(
+            held["_update_count"] for entry in entries for held in entry.values()
+        ):
             problem = f"each of {sizes[0]} ranks held a part of its samples, and there are {sizes[1]} ranks"
         else:
             for path, metric in metrics.items():
@@ -84,14 +105,20 @@ def load_rank_states(
                     vars(metric).update(map_tensors(copied, entries[0][path]))
             continue
         if strict:
-            expected = "the same metrics on as many ranks, or a checkpoint from after metric.reset()"
-            raise CheckpointError(f"load state[{name!r}]", problem, expected, "strict=False to leave it as it is")
+            expected = (
+                "the same metrics on as many ranks, or a checkpoint from after metric.reset()"
+            )
+            raise CheckpointError(
+                f"load state[{name!r}]", problem, expected, "strict=False to leave it as it is"
+            )
 
 
 def _metrics_in(value: Any) -> dict[str, Any]:
     """The torchmetrics metrics in a module, including itself, by path."""
     torchmetrics: Any = sys.modules.get("torchmetrics")  # optional; imported if there is a metric
-    modules: Any = nn.Module.named_modules(value) if torchmetrics and isinstance(value, nn.Module) else ()
+    modules: Any = (
+        nn.Module.named_modules(value) if torchmetrics and isinstance(value, nn.Module) else ()
+    )
     found = {}
     for path, each in modules:
         if isinstance(each, torchmetrics.MetricCollection):
@@ -103,12 +130,17 @@ def _metrics_in(value: Any) -> dict[str, Any]:
 
 def _held(metric: Any) -> dict[str, Any]:
     if metric._is_synced:
-        raise UsageError(f"save a {type(metric).__name__} that is synced", "its states are those of all ranks now")
+        raise UsageError(
+            f"save a {type(metric).__name__} that is synced",
+            "its states are those of all ranks now",
+        )
     names = [
         name
         for name, value in vars(metric).items()
         if name in (*metric._defaults, "_update_count", "_num_vals_seen")
-        or (isinstance(value, Tensor) and name not in ("_computed", "_forward_cache"))  # these are results
+        or (
+            isinstance(value, Tensor) and name not in ("_computed", "_forward_cache")
+        )  # these are results
     ]
     return {name: map_tensors(_copied, vars(metric)[name]) for name in names}
 
@@ -132,10 +164,16 @@ def _recorded(metric: Any) -> list[Tensor]:
     return sent
 
 
-def _replay(request: str, states: Iterator[tuple[Tensor, Any]], tensor: Tensor, group: Any = None) -> list[Tensor]:
+def _replay(
+    request: str, states: Iterator[tuple[Tensor, Any]], tensor: Tensor, group: Any = None
+) -> list[Tensor]:
     """The gathered tensors in place of a state of this rank."""
     sent, of_ranks = next(states)
     if not torch.equal(tensor.cpu().nan_to_num(), sent.nan_to_num()):
-        raise UsageError(request, "a metric computes from other states than it holds", suggestion="metrics.compute()")
+        raise UsageError(
+            request,
+            "a metric computes from other states than it holds",
+            suggestion="metrics.compute()",
+        )
     # A rank without samples has empty states, whose dtype may differ.
     return [each.to(tensor.device) for each in of_ranks if each.numel()] or [tensor]

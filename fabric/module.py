@@ -180,13 +180,27 @@ class FabricModule(nn.Module):
                 "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
                 suggestion="fabric.ema(model) for averaged weights; fabric.save(path, {'model': model}) for a copy",
             )
-        return self._fabric_marked, self._fabric_module, prepared, self._fabric_precision, self._fabric_device
+        return (
+            self._fabric_marked,
+            self._fabric_module,
+            prepared,
+            self._fabric_precision,
+            self._fabric_device,
+        )
 
     def _bind_forward(self) -> None:
         """Have the forward pass cast to the dtypes that the parameters have now."""
-        contract, precision, forward = self._fabric_contract, self._fabric_precision, self._fabric_prepared
+        contract, precision, forward = (
+            self._fabric_contract,
+            self._fabric_precision,
+            self._fabric_prepared,
+        )
         if contract is None or not contract.casts:
-            dtypes = {each.dtype for each in self._fabric_original.parameters() if each.is_floating_point()}
+            dtypes = {
+                each.dtype
+                for each in self._fabric_original.parameters()
+                if each.is_floating_point()
+            }
             if precision.compute_dtype is not None:
                 forward = _mixed_forward(forward, precision, self._fabric_device.type)
             elif len(dtypes) == 1:

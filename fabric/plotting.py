@@ -28,7 +28,9 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
         ConfigurationError: there are no metrics in a folder.
         MissingDependencyError: matplotlib is not installed.
     """
-    with MissingDependencyError.unless_installed("plot the metrics of a run", 'pip install "torch-fabric[plot]"'):
+    with MissingDependencyError.unless_installed(
+        "plot the metrics of a run", 'pip install "torch-fabric[plot]"'
+    ):
         from matplotlib.figure import Figure
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     tables = [table for folder in folders for table in _tables(Path(folder))]
@@ -43,14 +45,18 @@ def plot(*folders: str | os.PathLike[str], output: str | os.PathLike[str] | None
                     lines = panels.setdefault(name.rpartition("/")[2], {})
                     lines.setdefault(label, []).append((step, float(value)))
     if not panels:
-        raise ConfigurationError(f"plot {', '.join(map(str, tables))}", "no metric has been logged there yet")
+        raise ConfigurationError(
+            f"plot {', '.join(map(str, tables))}", "no metric has been logged there yet"
+        )
     columns = min(len(panels), 3)
     rows_of_panels = -(-len(panels) // columns)
     figure = Figure(figsize=(4.5 * columns, 3 * rows_of_panels), layout="constrained")
     for place, (name, lines) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows_of_panels, columns, place, title=name, xlabel="step")
         for label, points in lines.items():
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) == 1 else "", label=label)
+            axes.plot(
+                *zip(*points, strict=True), marker="." if len(points) == 1 else "", label=label
+            )
         if len(lines) > 1:
             axes.legend(fontsize="small")
     # Notebooks render figures only once pyplot is imported, which is slow; but they call this method.
@@ -70,6 +76,10 @@ def _tables(folder: Path) -> list[Path]:
     here = folder / "metrics.csv"
     found = [here] if here.is_file() else sorted(folder.rglob("metrics.csv"))
     if not found:
-        problem = "there is no metrics.csv in it or below it" if folder.is_dir() else "there is no such folder"
+        problem = (
+            "there is no metrics.csv in it or below it"
+            if folder.is_dir()
+            else "there is no such folder"
+        )
         raise ConfigurationError(f"plot {folder}", problem, "a folder that CSVLogger has written")
     return found

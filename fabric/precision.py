@@ -27,7 +27,12 @@ PrecisionName = Literal[
     "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16", 64, 32, 16
 ]  # fmt: skip
 
-_CONVERTERS = {torch.float64: "double", torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}
+_CONVERTERS = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "half",
+    torch.bfloat16: "bfloat16",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +55,14 @@ class LossScale:
         mantissa, exponent = math.frexp(self.init_scale)
         if mantissa != 0.5 or not -125 <= exponent <= 128:
             expected = "a power of two in the range of float32, such as 2.0**16"
-            raise ConfigurationError(f"LossScale(init_scale={self.init_scale!r})", expected=expected)
+            raise ConfigurationError(
+                f"LossScale(init_scale={self.init_scale!r})", expected=expected
+            )
         if type(self.growth_interval) is not int or not 1 <= self.growth_interval < 2**31:
             expected = "a number of steps, at least 1, such as 2000"
-            raise ConfigurationError(f"LossScale(growth_interval={self.growth_interval!r})", expected=expected)
+            raise ConfigurationError(
+                f"LossScale(growth_interval={self.growth_interval!r})", expected=expected
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +137,9 @@ def cast_inputs(
     Arguments that are tensors of that dtype, or of integers, take one check each, and nothing is allocated.
     """
     for value in args:
-        if not isinstance(value, Tensor) or (value.dtype is not dtype and value.is_floating_point()):
+        if not isinstance(value, Tensor) or (
+            value.dtype is not dtype and value.is_floating_point()
+        ):
             break
     else:
         if not kwargs:

@@ -69,20 +69,38 @@ class StopRequest:
     def _decide(self) -> bool:
         if not self._listens:
             self._listen()
-        until, reporter = time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE, self._reporter
+        until, reporter = (
+            time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE,
+            self._reporter,
+        )
         if reporter is None:
-            return any(self._communicator.gather_objects(self._is_requested or time.monotonic() >= self._deadline))
+            return any(
+                self._communicator.gather_objects(
+                    self._is_requested or time.monotonic() >= self._deadline
+                )
+            )
         with reporter.recorder.during("should_stop"):
-            while self._calls >= self._held_at and self._agreed == math.inf and self._reporter is not None:
+            while (
+                self._calls >= self._held_at
+                and self._agreed == math.inf
+                and self._reporter is not None
+            ):
                 if time.monotonic() > until:
-                    raise UsageError("fabric.should_stop", "a rank has not read it within the timeout, or hangs")
+                    raise UsageError(
+                        "fabric.should_stop", "a rank has not read it within the timeout, or hangs"
+                    )
                 time.sleep(_PAUSE)
         return self._calls >= self._agreed
 
     def _listen(self) -> None:
-        self._deadline = min(self._deadline, slurm_deadline(os.environ, self._margin, self._runtime.world.rank))
+        self._deadline = min(
+            self._deadline, slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
+        )
         self._listens = True
-        is_main, control = threading.current_thread() is threading.main_thread(), ControlThread.of_this_process()
+        is_main, control = (
+            threading.current_thread() is threading.main_thread(),
+            ControlThread.of_this_process(),
+        )
         for number in stop_signals():
             handler = signal.getsignal(number)
             if isinstance(handler, SignalHandler):
@@ -93,7 +111,10 @@ class StopRequest:
         if control is not None:
             control.send("saving")
         elif not is_main:
-            warnings.warn("should_stop cannot note signals in this thread: read it in the main one first", stacklevel=5)
+            warnings.warn(
+                "should_stop cannot note signals in this thread: read it in the main one first",
+                stacklevel=5,
+            )
         if self._reporter is not None:
             self._held_at = math.inf
             self._reporter.polls.append(self._poll)
@@ -106,14 +127,22 @@ class StopRequest:
                 self._look(self._reporter.store, now)
             except dist.DistError:
                 # The process that hosted the store has ended: there are no ranks to agree with.
-                self._communicator, self._reporter, self._held_at = LocalCommunicator(self._runtime.device), None, 0
+                self._communicator, self._reporter, self._held_at = (
+                    LocalCommunicator(self._runtime.device),
+                    None,
+                    0,
+                )
                 raise
 
     def _look(self, store: JobStore, now: float) -> None:
         if self._held_at == math.inf:
-            if not (self._is_requested or now >= self._deadline or store.get_nowait("stop/requested")):
+            if not (
+                self._is_requested or now >= self._deadline or store.get_nowait("stop/requested")
+            ):
                 return
-            while not self._calls < self._held_at < math.inf:  # the main thread may call is_due meanwhile
+            while (
+                not self._calls < self._held_at < math.inf
+            ):  # the main thread may call is_due meanwhile
                 self._held_at = self._calls + 1
             store.set("stop/requested", "yes")
             store.publish("stop/held", self._held_at)
@@ -131,7 +160,10 @@ class StopRequest:
         for number, previous in self._handlers.items():
             if isinstance(previous, SignalHandler):
                 previous.listeners.remove(self._note)
-            elif signal.getsignal(number) == self._note and threading.current_thread() is threading.main_thread():
+            elif (
+                signal.getsignal(number) == self._note
+                and threading.current_thread() is threading.main_thread()
+            ):
                 # None: installed from C, which Python cannot put back.
                 signal.signal(number, previous or signal.SIG_DFL)
         with self._lock, suppress(dist.DistError):
@@ -141,7 +173,9 @@ class StopRequest:
 
     def _note(self, number: int, frame: Any = None) -> None:
         self._is_requested, previous = True, self._handlers.get(number)
-        if not self._listens and signal.getsignal(number) == self._note:  # closed by a thread that is not the main one
+        if (
+            not self._listens and signal.getsignal(number) == self._note
+        ):  # closed by a thread that is not the main one
             signal.signal(number, previous or signal.SIG_DFL)
             signal.raise_signal(number)
         elif callable(previous) and not isinstance(previous, SignalHandler):
@@ -177,16 +211,25 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
         request = f"fabric.should_stop {before:g} s before the end of a SLURM job"
         problem = f"SLURM_JOB_ID={job}, SLURM_JOBID={env.get('SLURM_JOBID', job)}, and the end is in {left:.0f} s"
         expected = "the variables of one job that has not ended, and a margin shorter than that"
-        raise ConfigurationError(request, problem, expected, "unset SLURM_JOB_ID   # in a shell older than its job")
+        raise ConfigurationError(
+            request, problem, expected, "unset SLURM_JOB_ID   # in a shell older than its job"
+        )
     return time.monotonic() + left - before
 
 
 def _ask_for_end(job: str) -> float | None:
     try:
         shown = re.search(r"\bEndTime=(\S+)", _scontrol("show", "job", "-o", job))
-        return None if shown is None or shown[1] == "Unknown" else datetime.fromisoformat(shown[1]).timestamp()
+        return (
+            None
+            if shown is None or shown[1] == "Unknown"
+            else datetime.fromisoformat(shown[1]).timestamp()
+        )
     except (UsageError, ValueError) as error:
-        warnings.warn(f"the end of job {job} of SLURM is not known, time_limit= says it: {error}", stacklevel=6)
+        warnings.warn(
+            f"the end of job {job} of SLURM is not known, time_limit= says it: {error}",
+            stacklevel=6,
+        )
         return None
 
 
@@ -198,7 +241,9 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
     """
     close()
     if requeue and (job := read(os.environ, "SLURM_JOB_ID")):
-        array = read(os.environ, "SLURM_ARRAY_JOB_ID")  # not SLURM_JOB_ID; to scontrol it means all tasks
+        array = read(
+            os.environ, "SLURM_ARRAY_JOB_ID"
+        )  # not SLURM_JOB_ID; to scontrol it means all tasks
         _scontrol("requeue", f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else job)
     raise SystemExit(PREEMPTED)
 
@@ -206,6 +251,10 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
 def _scontrol(*words: str) -> str:
     command, env = ["scontrol", *words], {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=_SCONTROL, check=True).stdout
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=_SCONTROL, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(" ".join(command), f"{error} {getattr(error, 'stderr', None) or ''}") from error
+        raise UsageError(
+            " ".join(command), f"{error} {getattr(error, 'stderr', None) or ''}"
+        ) from error

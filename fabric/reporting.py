@@ -51,14 +51,18 @@ class Reporting:
 
     def describe(self) -> str:
         """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        return "\n".join([*self._plan.describe(), *(self._session.describe() if self._session else [])])
+        return "\n".join(
+            [*self._plan.describe(), *(self._session.describe() if self._session else [])]
+        )
 
     __repr__ = describe
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
 
-    def profile(self, path: str | os.PathLike[str], steps: range | None = None) -> AbstractContextManager[None]:
+    def profile(
+        self, path: str | os.PathLike[str], steps: range | None = None
+    ) -> AbstractContextManager[None]:
         """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
         from fabric.timeline import profile  # few programs need it
 
@@ -79,12 +83,16 @@ class Reporting:
             communicator = self._running("print").strategy.communicator()
             print(*args, **{**kwargs, "file": (text := io.StringIO()), "flush": False})
             parts = collectives.gather(communicator, text.getvalue(), 0, communicator.device) or []
-            args = ("".join(indent(part, f"[rank {rank}] ", bool) for rank, part in enumerate(parts)),)
+            args = (
+                "".join(indent(part, f"[rank {rank}] ", bool) for rank, part in enumerate(parts)),
+            )
             kwargs |= {"end": ""}
         if self._is_first():
             print(*args, **kwargs)
 
-    def progress(self, batches: Iterable[T], desc: str = "", metrics: Metrics = None) -> Iterable[T]:
+    def progress(
+        self, batches: Iterable[T], desc: str = "", metrics: Metrics = None
+    ) -> Iterable[T]:
         """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
 
         The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
@@ -92,7 +100,9 @@ class Reporting:
         memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
         written, which waits for a tensor on a device. A set-up loader whose position was loaded counts on from there.
         """
-        ranks = (self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
+        ranks = (
+            self._running("progress").strategy.distributed_sampler_kwargs or {"num_replicas": 1}
+        )["num_replicas"]
         return Progress(batches, desc, metrics, ranks, self._is_first())
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
@@ -163,26 +173,41 @@ class Progress(Generic[T]):
     def _line(self, own: int, samples: int, seconds: float) -> str:
         done = own + getattr(self.batches, "resumed_at", 0)
         total = len(self.batches) if hasattr(self.batches, "__len__") else 0  # pyright: ignore[reportArgumentType]
-        metrics = metrics_as_floats((self.metrics() if callable(self.metrics) else self.metrics) or {})
+        metrics = metrics_as_floats(
+            (self.metrics() if callable(self.metrics) else self.metrics) or {}
+        )
         rate, unit = (samples * self.ranks, "samples") if samples else (own, "batches")
         parts = [self.desc, f"{done}/{total} {done / total:.0%}" if total else f"{done}"]
         parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
         parts += [f"{rate / max(seconds, 1e-9):,.4g} {unit}/s"]
-        parts += [f"{_clock(seconds / own * (total - done))} left" if own and done < total else _clock(seconds)]
+        parts += [
+            f"{_clock(seconds / own * (total - done))} left"
+            if own and done < total
+            else _clock(seconds)
+        ]
         return "  ".join(filter(None, [*parts, f"{_peak_memory() / 2**30:.2f} GiB"]))
 
 
 def _clock(seconds: float) -> str:
     minutes, second = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}" if minutes >= 60 else f"{minutes}:{second:02}"
+    return (
+        f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+        if minutes >= 60
+        else f"{minutes}:{second:02}"
+    )
 
 
 def _samples(batch: Any) -> int:
-    return next((len(leaf) for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+    return next(
+        (len(leaf) for leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()),
+        0,
+    )
 
 
 def _peak_memory() -> int:
     """Bytes: of the accelerator once it is used, else of this process."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )

@@ -21,7 +21,12 @@ from fabric._torch import (
 )
 from fabric.accelerators import Accelerator
 from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCommunicator
-from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG, HangReporter, announced_wait, second_connection
+from fabric.diagnostics.hang_report import (
+    DEFAULT_WATCHDOG,
+    HangReporter,
+    announced_wait,
+    second_connection,
+)
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
@@ -81,7 +86,9 @@ class Runtime:
         self._node_group: Communicator | None = None
         self.meshes: dict[tuple[tuple[str, int], ...], dist.DeviceMesh] = {}
 
-    def start(self, communicator: Communicator | None = None, store: dist.Store | None = None) -> None:
+    def start(
+        self, communicator: Communicator | None = None, store: dist.Store | None = None
+    ) -> None:
         """Take the device and connect to the other processes.
 
         Collective when the processes of the job communicate: returns once all are connected.
@@ -95,7 +102,9 @@ class Runtime:
         if communicator is None:
             # What rank-zero functions of other libraries read; to import it would take as long as a launch.
             utilities = sys.modules.get("lightning_utilities.core.rank_zero")
-            if utilities and (self.connected or not hasattr(utilities.rank_zero_only, "rank")):  # no job inside a rank
+            if utilities and (
+                self.connected or not hasattr(utilities.rank_zero_only, "rank")
+            ):  # no job inside a rank
                 utilities.rank_zero_only.rank = self.world.rank
         if communicator is None and not self.connected:
             return
@@ -103,14 +112,18 @@ class Runtime:
         with announced_wait(rank, size, self.watchdog):
             shared = store or self._connect()
         self.store = JobStore(shared, rank, size)
-        self.communicator = communicator or ProcessGroupCommunicator(None, self.device, self.timeout)
+        self.communicator = communicator or ProcessGroupCommunicator(
+            None, self.device, self.timeout
+        )
         if size == 1:
             return
         self.recorder = FlightRecorder()
         own = second_connection(shared, bool(self.watchdog)) if communicator is None else None
         if own is not None:
             is_asynchronous = self.communicator.device.type != "cpu"
-            self.reporter = HangReporter(JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous)
+            self.reporter = HangReporter(
+                JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous
+            )
             reporter, self.recorder = self.reporter, self.reporter.recorder
             self._closers.callback(reporter.close)
             reporter.start()
@@ -118,8 +131,13 @@ class Runtime:
             # A file that few programs need.
             from fabric.diagnostics.checker import CollectiveChecker
 
-            checker = CollectiveChecker(dist.PrefixStore("checks", shared), rank, size, self.timeout)
-            self.recorder.checks, self.recorder.phase_checks = (checker.check,), (checker.check_phase,)
+            checker = CollectiveChecker(
+                dist.PrefixStore("checks", shared), rank, size, self.timeout
+            )
+            self.recorder.checks, self.recorder.phase_checks = (
+                (checker.check,),
+                (checker.check_phase,),
+            )
             self._closers.callback(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
@@ -153,8 +171,13 @@ class Runtime:
         communicator, world = self.communicator, self.world
         if self._node_group is None and world.num_nodes > 1:
             nodes = communicator.gather_objects(world.node_rank)
-            ranks = ([rank for rank, other in enumerate(nodes) if other == node] for node in sorted(set(nodes)))
-            [self._node_group] = [group for members in ranks if (group := communicator.new_group(members))]
+            ranks = (
+                [rank for rank, other in enumerate(nodes) if other == node]
+                for node in sorted(set(nodes))
+            )
+            [self._node_group] = [
+                group for members in ranks if (group := communicator.new_group(members))
+            ]
         return self._node_group or communicator
 
     def close(self) -> None:
@@ -185,7 +208,9 @@ class Runtime:
         key = tuple(sizes.items())
         if key not in self.meshes:
             with real_tensors():  # in a dry run, too
-                mesh = dist.init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+                mesh = dist.init_device_mesh(
+                    self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+                )
             for group in mesh.get_all_groups():
                 # That of all processes has its own, which a user may have given it.
                 if group is not dist.group.WORLD:
@@ -200,7 +225,9 @@ class Runtime:
         self._users.discard(self)
         self._is_started = False
         self._background.clear()
-        if any(mesh.ndim > 1 for mesh in self.meshes.values()):  # else there is the group of all alone
+        if any(
+            mesh.ndim > 1 for mesh in self.meshes.values()
+        ):  # else there is the group of all alone
             forget_meshes()
         self.meshes.clear()
         self.store.close()
@@ -208,10 +235,15 @@ class Runtime:
 
     def _connect(self) -> dist.Store:
         world, is_connected = self.world, dist.is_initialized()
-        if is_connected and (dist.get_rank(), dist.get_world_size()) != (world.rank, world.world_size):
+        if is_connected and (dist.get_rank(), dist.get_world_size()) != (
+            world.rank,
+            world.world_size,
+        ):
             request = f"a job of {world.world_size} processes, this one rank {world.rank}"
             problem = f"torch.distributed has made this process rank {dist.get_rank()} of {dist.get_world_size()}"
-            raise ConfigurationError(request, problem, suggestion="dist.destroy_process_group() before launch()")
+            raise ConfigurationError(
+                request, problem, suggestion="dist.destroy_process_group() before launch()"
+            )
         shared = default_store() if is_connected else find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job: each has a part of the store.
         store = dist.PrefixStore(f"fabric/{generation(shared, world, self.timeout)}", shared)

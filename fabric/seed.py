@@ -17,7 +17,14 @@ import torch
 
 from fabric.errors import ConfigurationError
 
-__all__ = ["Streams", "WorkerSeeding", "rng_state", "sample_generator", "seed_everything", "set_rng_state"]
+__all__ = [
+    "Streams",
+    "WorkerSeeding",
+    "rng_state",
+    "sample_generator",
+    "seed_everything",
+    "set_rng_state",
+]
 
 _SEEDS = 2**32  # numpy's legacy generator takes at most 32 bits
 
@@ -39,7 +46,9 @@ def seed_everything(seed: int | None = None, *, rank: int = 0, per_rank: bool = 
     """
     chosen = secrets.randbelow(_SEEDS) if seed is None else operator.index(seed)
     if not 0 <= chosen < _SEEDS:
-        raise ConfigurationError(f"seed_everything({chosen})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it")
+        raise ConfigurationError(
+            f"seed_everything({chosen})", expected=f"0 <= seed < {_SEEDS}, as numpy takes it"
+        )
     _seed_streams(chosen, rank if per_rank else 0)
     return chosen
 
@@ -58,7 +67,9 @@ def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
     Returns:
         A generator on the CPU. Its 64-bit ``initial_seed()`` can seed ``numpy.random.default_rng``.
     """
-    return torch.Generator().manual_seed(_mixed("sample", *map(operator.index, (seed, epoch, index))))
+    return torch.Generator().manual_seed(
+        _mixed("sample", *map(operator.index, (seed, epoch, index)))
+    )
 
 
 @dataclass(frozen=True)
@@ -128,7 +139,10 @@ def rng_state() -> dict[str, Any]:
     """
     state = Streams(("python", "numpy", "torch")).state()
     if torch.cuda.is_initialized():
-        state["cuda"] = {"current": torch.cuda.current_device(), "states": torch.cuda.get_rng_state_all()}
+        state["cuda"] = {
+            "current": torch.cuda.current_device(),
+            "states": torch.cuda.get_rng_state_all(),
+        }
     return state
 
 

@@ -69,28 +69,47 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     leaves, structure = flatten(batch)
     tensors = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     split = {place: leaf for place, leaf in tensors.items() if -leaf.dim() <= dim < leaf.dim()}
-    found = {leaf_paths(structure, "batch")[place]: leaf.shape[dim] for place, leaf in split.items()}
+    found = {
+        leaf_paths(structure, "batch")[place]: leaf.shape[dim] for place, leaf in split.items()
+    }
     length = max(found.values(), default=0)
     if length < ranks.size or {*found.values()} != {length}:
-        expected = f"one length of all tensors that have that dimension, of at least {ranks.size} tokens"
-        raise ConfigurationError(f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others")
+        expected = (
+            f"one length of all tensors that have that dimension, of at least {ranks.size} tokens"
+        )
+        raise ConfigurationError(
+            f"{_BLOCK} with {dim=}", f"the lengths are {found}", expected, "leave out others"
+        )
     # Otherwise parts of different batches would be combined into one.
-    sums = [int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu]
+    sums = [
+        int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu
+    ]
     name, own = f"{_BLOCK} of {found}", torch.tensor(sums or [0], device=ranks.device)
     seen = all_gather(ranks, {name: own})[name]
     if sums and len({*map(tuple, seen.tolist())}) > 1:
         problem = f"the bytes of these tensors have the sums {seen.tolist()}, by rank of the group"
-        raise CollectiveMismatchError(name, problem, "the same batch on all of them, as set-up loaders give it")
+        raise CollectiveMismatchError(
+            name, problem, "the same batch on all of them, as set-up loaders give it"
+        )
     lengths = [length // ranks.size + (rank < length % ranks.size) for rank in range(ranks.size)]
     for place, leaf in split.items():
         leaves[place] = leaf.split(lengths, dim)[ranks.rank].contiguous()
-    seed, devices = int(torch.randint(1 << 62, ())), [] if runtime.device.type == "cpu" else [runtime.device]
+    seed, devices = (
+        int(torch.randint(1 << 62, ())),
+        [] if runtime.device.type == "cpu" else [runtime.device],
+    )
     # After the block, the ranks have the same random numbers again.
-    with torch.random.fork_rng(devices, device_type=runtime.device.type), _Attention(ranks, lengths) as attention:
+    with (
+        torch.random.fork_rng(devices, device_type=runtime.device.type),
+        _Attention(ranks, lengths) as attention,
+    ):
         torch.manual_seed(seed + ranks.rank)
         yield unflatten(structure, leaves)
     if not attention.calls:
-        raise UsageError(_BLOCK, "scaled_dot_product_attention was not called: each rank has used its own tokens alone")
+        raise UsageError(
+            _BLOCK,
+            "scaled_dot_product_attention was not called: each rank has used its own tokens alone",
+        )
 
 
 class _Attention(TorchFunctionMode):
@@ -104,12 +123,19 @@ class _Attention(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is multi_head_attention_forward:
-            raise UsageError(_BLOCK, "nn.MultiheadAttention would compute attention over the tokens of this rank alone")
+            raise UsageError(
+                _BLOCK,
+                "nn.MultiheadAttention would compute attention over the tokens of this rank alone",
+            )
         if func is Tensor.backward:
             # Checkpointed modules recompute in it. Given an edge instead of the loss, torch does not call this mode.
             with self:
-                return torch.autograd.backward(get_gradient_edge(args[0]), kwargs.pop("gradient"), **kwargs)
-        return (self._call if func is scaled_dot_product_attention else func)(*args, **(kwargs or {}))
+                return torch.autograd.backward(
+                    get_gradient_edge(args[0]), kwargs.pop("gradient"), **kwargs
+                )
+        return (self._call if func is scaled_dot_product_attention else func)(
+            *args, **(kwargs or {})
+        )
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
@@ -120,27 +146,39 @@ class _Attention(TorchFunctionMode):
         own, end, total = lengths[ranks.rank], sum(lengths[: ranks.rank + 1]), sum(lengths)
         counts, mask = [each.shape[-2] for each in inputs], [*getattr(attn_mask, "shape", ())][-2:]
         if counts != [own] * 3 or mask not in ([], [own, total], [1, total], [1, own]):
-            request = f"attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
+            request = (
+                f"attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
+            )
             problem = f"queries, keys and values have {counts} tokens, and the shape of the mask ends in {mask}"
             expected = f"{own} of each, and a mask of shape (..., {own}, {total}), (..., 1, {total}) or (..., 1, {own})"
-            raise ConfigurationError(request, problem, expected, "other attention outside of the block")
+            raise ConfigurationError(
+                request, problem, expected, "other attention outside of the block"
+            )
         options["dropout_p"] = dropout_p
         if not mask and all(each.dim() > 2 and each.shape[-3] % ranks.size == 0 for each in inputs):
-            chunks = [self._pad(each).unflatten(-3, (ranks.size, -1)).movedim(-4, 0) for each in inputs]
+            chunks = [
+                self._pad(each).unflatten(-3, (ranks.size, -1)).movedim(-4, 0) for each in inputs
+            ]
             query, key, value = map(self._join, all_to_all(ranks, chunks))
             whole = scaled_dot_product_attention(query, key, value, is_causal=is_causal, **options)
             heads = all_to_all(ranks, torch.stack([*map(self._pad, whole.split(lengths, -2))]))
             return heads[..., :own, :].movedim(0, -4).flatten(-4, -3)
         sent = [key, value] if mask != [1, own] else [key, value, attn_mask.mT]
-        key, value, *masks = map(self._join, all_gather(ranks, [*map(self._pad, sent)], sync_grads=True))
+        key, value, *masks = map(
+            self._join, all_gather(ranks, [*map(self._pad, sent)], sync_grads=True)
+        )
         attn_mask = masks[0].mT if masks else attn_mask
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(own, end, dtype=torch.bool, device=query.device).tril(end - own)
             is_causal, key, value = False, key[..., :end, :], value[..., :end, :]
-        return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **options)
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask, is_causal=is_causal, **options
+        )
 
     def _pad(self, part: Tensor) -> Tensor:
         return pad(part, (0, 0, 0, self._lengths[0] - part.shape[-2]))  # to the longest part
 
     def _join(self, parts: Tensor) -> Tensor:
-        return torch.cat([part[..., :n, :] for part, n in zip(parts, self._lengths, strict=True)], -2)
+        return torch.cat(
+            [part[..., :n, :] for part, n in zip(parts, self._lengths, strict=True)], -2
+        )

@@ -108,7 +108,9 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
             "start the job with torchrun or `fabric run`, or export MASTER_PORT=29500",
         )
     host = f"[{world.address}]" if ":" in world.address else world.address
-    return next(rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout))[0]
+    return next(
+        rendezvous(f"tcp://{host}:{world.port}", world.rank, world.world_size, timeout=timeout)
+    )[0]
 
 
 def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
@@ -135,5 +137,7 @@ def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
             jobs.set(name, own)
         missing -= jobs.read(own, missing, _POLL).keys()
         if time.monotonic() > deadline:
-            raise dist.DistStoreError(f"ranks {missing} of {world.world_size} have not connected within the timeout")
+            raise dist.DistStoreError(
+                f"ranks {missing} of {world.world_size} have not connected within the timeout"
+            )
     return own

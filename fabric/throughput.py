@@ -34,14 +34,22 @@ class Throughput:
         ConfigurationError: a number is out of range.
     """
 
-    def __init__(self, fabric: Fabric, *, every: int = 50, warmup: int = 10, peak_flops: float | None = None) -> None:
+    def __init__(
+        self, fabric: Fabric, *, every: int = 50, warmup: int = 10, peak_flops: float | None = None
+    ) -> None:
         if every < 1 or warmup < 1 or (peak_flops is not None and not peak_flops > 0):
-            expected = "every and warmup of at least 1, and more than 0 FLOPs a second, such as 989e12"
-            raise ConfigurationError(f"Throughput({every=}, {warmup=}, {peak_flops=})", expected=expected)
+            expected = (
+                "every and warmup of at least 1, and more than 0 FLOPs a second, such as 989e12"
+            )
+            raise ConfigurationError(
+                f"Throughput({every=}, {warmup=}, {peak_flops=})", expected=expected
+            )
         self._fabric, self._every, self._warmup, self._peak = fabric, every, warmup, peak_flops
         self._counter = _FlopCounter()
         self._steps = self._start = self._samples = self._tokens = 0
-        self._first: tuple[Any, Any] | None = None  # samples and tokens of the step whose FLOPs were counted
+        self._first: tuple[Any, Any] | None = (
+            None  # samples and tokens of the step whose FLOPs were counted
+        )
 
     @contextmanager
     def count_flops(self) -> Iterator[None]:
@@ -66,7 +74,9 @@ class Throughput:
         finally:
             self._start += self._now() - before
 
-    def update(self, samples: Any, tokens: Any = 0, step: int | None = None) -> dict[str, float] | None:
+    def update(
+        self, samples: Any, tokens: Any = 0, step: int | None = None
+    ) -> dict[str, float] | None:
         """Add a step. Collective at the end of each window, with one message.
 
         Args:
@@ -94,17 +104,27 @@ class Throughput:
 
     def _exchange(self, elapsed: int, *first: Any) -> dict[str, float]:
         own = [*map(int, (self._samples, self._tokens, *first)), self._counter.flops, elapsed, 1]
-        samples, tokens, *firsts, counted, elapsed, ranks = self._fabric.all_reduce(own, reduce_op="sum")
+        samples, tokens, *firsts, counted, elapsed, ranks = self._fabric.all_reduce(
+            own, reduce_op="sum"
+        )
         if self._peak and not counted:
-            problem, suggestion = "no FLOPs were counted in the first step", "with throughput.count_flops(): ..."
+            problem, suggestion = (
+                "no FLOPs were counted in the first step",
+                "with throughput.count_flops(): ...",
+            )
             raise UsageError(f"Throughput(peak_flops={self._peak})", problem, suggestion=suggestion)
         seconds = elapsed / ranks / 1e9
         first = firsts[1] or firsts[0]
-        flops = counted * (tokens or samples) / first / ranks / seconds if first else 0.0  # of one process
+        flops = (
+            counted * (tokens or samples) / first / ranks / seconds if first else 0.0
+        )  # of one process
         # The sum counts ranks that have parts of a batch, but not those that compute parts of a layer.
         samples *= self._fabric.strategy._data_parallel_communicator().size / ranks
         rates = {"samples_per_second": samples / seconds, "tokens_per_second": tokens / seconds}
-        rates |= {"flops_per_second": flops * self._fabric.world_size, "mfu": flops / (self._peak or float("inf"))}
+        rates |= {
+            "flops_per_second": flops * self._fabric.world_size,
+            "mfu": flops / (self._peak or float("inf")),
+        }
         return {name: rate for name, rate in rates.items() if rate}
 
     def _now(self) -> int:
@@ -133,11 +153,17 @@ class _FlopCounter(DispatchMode):
         if not is_fake and not PLAIN.issuperset(types):
             return NotImplemented  # DTensor calls operators on local tensors
         made = func(*args, **kwargs)
-        operation = getattr(func, "_overloadpacket", func)  # control flow, flex_attention and the like have none
+        operation = getattr(
+            func, "_overloadpacket", func
+        )  # control flow, flex_attention and the like have none
         formula = self._formulas.get(operation)
         if operation is func and formula is None:
-            suggestion = "torch.utils.flop_counter.register_flop_formula for it; or no count_flops()"
-            raise UsageError("count_flops()", f"torch has no formula for {func}", suggestion=suggestion)
+            suggestion = (
+                "torch.utils.flop_counter.register_flop_formula for it; or no count_flops()"
+            )
+            raise UsageError(
+                "count_flops()", f"torch has no formula for {func}", suggestion=suggestion
+            )
         # Checkpointed blocks are recomputed in backward with gradients enabled, which are otherwise off there.
         if formula and not is_fake and not (in_backward() and torch.is_grad_enabled()):
             self.flops += formula(*args, **kwargs, out_val=made)

@@ -32,7 +32,10 @@ from time import time_ns
 from typing import Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fabric._session import Session, rank_zero_first
 from fabric._torch import in_backward, profiled, wrap_collectives
@@ -45,7 +48,10 @@ __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 Span = tuple[str, str, Any, Any]  # its name, the phase around it, and marks of its start and end
 
 _OTHER, _END = "other", object()  # time in no phase
-_KEPT, _MOST_SPANS = 100, 40_000  # rounds kept; spans in a trace, which are some megabytes in the job's store
+_KEPT, _MOST_SPANS = (
+    100,
+    40_000,
+)  # rounds kept; spans in a trace, which are some megabytes in the job's store
 _SHOWN = 0.01  # of a step: shorter waits are not shown
 _READINGS, _GRACE = 8, 10.0  # clock readings; seconds that rank 0 waits for the other ranks' spans
 
@@ -94,7 +100,9 @@ class Timeline:
         contract, undo = model._fabric_contract, self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
-            wrap_collectives(model._fabric_prepared, lambda name: self.during(Wait(name)), self._hooks)
+            wrap_collectives(
+                model._fabric_prepared, lambda name: self.during(Wait(name)), self._hooks
+            )
         elif self._has_peers:
             for each in (each for each in contract.parameters().values() if each.requires_grad):
                 undo(each.register_post_accumulate_grad_hook(self._note_gradient).remove)
@@ -108,7 +116,9 @@ class Timeline:
             yield batch
 
     @contextmanager
-    def during(self, name: str, inner: AbstractContextManager[None] | None = None) -> Iterator[None]:
+    def during(
+        self, name: str, inner: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
         """A context recorded as a span, around ``inner``."""
         self._enter(name)
         try:
@@ -134,7 +144,10 @@ class Timeline:
             torch.cuda.synchronize()
 
     def _watch(self, name: str, hooks: Hooks) -> None:
-        calls: list[tuple[list[Any], Any]] = [(hooks.before, self._enter), (hooks.after, self._exit)]
+        calls: list[tuple[list[Any], Any]] = [
+            (hooks.before, self._enter),
+            (hooks.after, self._exit),
+        ]
         for each, own in calls:
             each.insert(0, bound := partial(own, name))
             self._hooks.callback(each.remove, bound)
@@ -197,7 +210,9 @@ def _nanoseconds(begin: Any, end: Any) -> float:
 
 
 def _total(begin: Any, end: Any, spans: Sequence[Span]) -> dict[str, list[float]]:
-    totals = defaultdict[str, list[float]](lambda: [0.0, 0.0], {_OTHER: [_nanoseconds(begin, end) / 1e9, 0.0]})
+    totals = defaultdict[str, list[float]](
+        lambda: [0.0, 0.0], {_OTHER: [_nanoseconds(begin, end) / 1e9, 0.0]}
+    )
     for name, outer, *ends in spans:
         took = _nanoseconds(*ends) / 1e9
         if isinstance(name, Wait):
@@ -232,27 +247,42 @@ class Timings(NamedTuple):
         return next(iter(self.delays), None)
 
     def __str__(self) -> str:
-        lines = [f"{self.steps} step(s) of {1e3 * self.seconds:.1f} ms on {len(self.waited)} rank(s)"]
+        lines = [
+            f"{self.steps} step(s) of {1e3 * self.seconds:.1f} ms on {len(self.waited)} rank(s)"
+        ]
         lines.append(f"{'':14}{'mean':>8}{'share':>7}{'fastest rank':>17}{'slowest rank':>17}")
         for name, times in {**self.own, "waits": self.waited}.items():
             mean = sum(times) / len(times)
-            ends = "".join(f"{f'{1e3 * end:.1f} ({times.index(end)})':>17}" for end in (min(times), max(times)))
+            ends = "".join(
+                f"{f'{1e3 * end:.1f} ({times.index(end)})':>17}" for end in (min(times), max(times))
+            )
             lines.append(f"{name:14}{1e3 * mean:8.1f}{mean / self.seconds:7.0%}{ends}")
         for (rank, phase), delay in self.delays.items():
             if delay > _SHOWN * self.seconds:
-                lines.append(f"the others wait {1e3 * delay:.1f} ms a step for rank {rank}, in {phase}")
+                lines.append(
+                    f"the others wait {1e3 * delay:.1f} ms a step for rank {rank}, in {phase}"
+                )
         return "\n".join(lines)
 
 
 def timings(session: Session) -> Timings:
     """``fabric.timings()`` of the latest steps, with ``Fabric(timings=True)`` or after a profile. Collective."""
     if session.measured is None:
-        raise UsageError("fabric.timings()", "nothing has been measured", suggestion="Fabric(timings=True), profile()")
+        raise UsageError(
+            "fabric.timings()",
+            "nothing has been measured",
+            suggestion="Fabric(timings=True), profile()",
+        )
     rounds = session.runtime.communicator.gather_objects(session.measured.totals())
     numbers = [number for number in rounds[0] if all(number in each for each in rounds)]
-    names = list(dict.fromkeys(name for number in numbers for each in rounds for name in each[number]))
+    names = list(
+        dict.fromkeys(name for number in numbers for each in rounds for name in each[number])
+    )
     # Dimensions: rounds, ranks, phases.
-    rows = [[[each[number].get(name, [0.0, 0.0]) for name in names] for each in rounds] for number in numbers]
+    rows = [
+        [[each[number].get(name, [0.0, 0.0]) for name in names] for each in rounds]
+        for number in numbers
+    ]
     took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     waits = called - called.amin(1, keepdim=True)
     own, waited, delays = took - waits, waits.sum(2), defaultdict[tuple[int, str], float](float)
@@ -285,7 +315,9 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     """
     request, steps = f"fabric.profile({path!r}, {steps=})", range(2**62) if steps is None else steps
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
-        raise ConfigurationError(request, expected="steps that follow each other, from 0 on, such as range(10, 20)")
+        raise ConfigurationError(
+            request, expected="steps that follow each other, from 0 on, such as range(10, 20)"
+        )
     runtime, current = session.runtime, session.timeline
     if current is not None and current.on_step is not bool:
         raise UsageError(request, "another profile is under way")
@@ -295,12 +327,20 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.open("a").close()
     # See [Note: Clocks].
-    readings = [(time_ns(), runtime.communicator.barrier("fabric.profile"), time_ns()) for _ in range(_READINGS)]
+    readings = [
+        (time_ns(), runtime.communicator.barrier("fabric.profile"), time_ns())
+        for _ in range(_READINGS)
+    ]
     firsts = runtime.communicator.broadcast_object(readings, 0)
-    start, lag = firsts[0][0], min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True))
+    start, lag = (
+        firsts[0][0],
+        min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True)),
+    )
     topic, events, calls = f"trace/{start}", list[dict[str, Any]](), list[tuple[str, int, int]]()
     for kind, name in (("process_name", f"rank {store.rank}"), ("thread_name", "phases")):
-        events.append({"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}})
+        events.append(
+            {"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}}
+        )
 
     def add(kind: str, name: str, begin: float, track: int, **options: Any) -> None:
         place = {"pid": store.rank, "tid": track, "ts": (begin - lag - start) / 1e3}
@@ -309,7 +349,9 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     def finish(mark: Any, began: int) -> None:
         for name, _, begin, end in timeline.trace:
             add("X", name, began + _nanoseconds(mark, begin), 0, dur=_nanoseconds(begin, end) / 1e3)
-        for number, (name, begin, end) in enumerate(calls):  # they overlap, so each is a pair of events
+        for number, (name, begin, end) in enumerate(
+            calls
+        ):  # they overlap, so each is a pair of events
             add("b", name, begin, 1, id=f"{store.rank}/{number}")
             add("e", name, end, 1, id=f"{store.rank}/{number}")
 
@@ -332,11 +374,17 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
                 trace = [event for each in found.values() for event in each]
                 target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
                 if missing := {*everyone} - found.keys():
-                    warnings.warn(f"{target} lacks {in_words(missing)}, which did not get to its end", stacklevel=2)
+                    warnings.warn(
+                        f"{target} lacks {in_words(missing)}, which did not get to its end",
+                        stacklevel=2,
+                    )
         except (OSError, RuntimeError) as error:  # must not end the job or hide another error
             warnings.warn(f"{target} was not written: {error}", stacklevel=2)
 
-    with nullcontext(current) if current else closing(Timeline(session)) as timeline, ExitStack() as ends:
+    with (
+        nullcontext(current) if current else closing(Timeline(session)) as timeline,
+        ExitStack() as ends,
+    ):
         before, timeline.on_step = timeline.steps, on_step
         ends.callback(write)
         on_step(before)

@@ -82,8 +82,14 @@ def leaf_paths(structure: Structure, root: str = "") -> list[str]:
     if structure is None:
         return [root]
     children = structure.children
-    keyed = zip(structure.keys, [None] * children if isinstance(children, int) else children, strict=True)
-    return [path for key, child in keyed for path in leaf_paths(child, root + structure.form.format(key))]
+    keyed = zip(
+        structure.keys, [None] * children if isinstance(children, int) else children, strict=True
+    )
+    return [
+        path
+        for key, child in keyed
+        for path in leaf_paths(child, root + structure.form.format(key))
+    ]
 
 
 def outline(structure: Structure) -> str:
@@ -92,7 +98,11 @@ def outline(structure: Structure) -> str:
         return ""
     keys, inner = structure.keys, structure.children
     texts = _STRINGS.issuperset(map(type, keys))
-    own = ", ".join(keys) if texts else str(keys if isinstance(keys, range) else list(map(_sort_key, keys)))
+    own = (
+        ", ".join(keys)
+        if texts
+        else str(keys if isinstance(keys, range) else list(map(_sort_key, keys)))
+    )
     return own if isinstance(inner, int) else f"{own}: ({'; '.join(map(outline, inner))})"
 
 
@@ -102,7 +112,9 @@ def children(tree: Any) -> dict[str, Any]:
     return dict(zip(map(form.format, keys), values, strict=True))
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+def map_leaves(
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
     """Apply ``function`` to every leaf of a collection.
 
     If no leaf changes, the collection itself is returned, not a copy: a forward pass can fill the caller's own list or
@@ -113,7 +125,11 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any
         tree: any collection, or a single leaf.
         is_leaf: whether to treat a collection as a leaf.
     """
-    opened = None if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)) else _open(tree)
+    opened = (
+        None
+        if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree))
+        else _open(tree)
+    )
     if opened is None:
         return function(tree)
     *_, values, rebuild = opened
@@ -198,7 +214,9 @@ def _open(tree: Any) -> _Opened | None:
         # object.__setattr__ reaches the fields of a frozen dataclass.
         return ".{}", fields, opened, partial(_copy_with, tree, object.__setattr__, fields)
     if isinstance(tree, dict):
-        return _open_mapping(tree, lambda items: _copy_with(tree, operator.setitem, items, items.values()))
+        return _open_mapping(
+            tree, lambda items: _copy_with(tree, operator.setitem, items, items.values())
+        )
     if isinstance(tree, list | tuple):
         return _open_sequence(tree, kind)
     return None
@@ -232,7 +250,9 @@ def _sort_key(key: Any) -> tuple[str, Any]:
     return kind, "" if " at 0x" in text else text
 
 
-def _copy_with(tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]) -> Any:
+def _copy_with(
+    tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]
+) -> Any:
     """A copy with other values, which keeps attributes that ``__init__`` does not take."""
     result = copy.copy(tree)
     for name, value in zip(names, values, strict=True):
@@ -246,17 +266,25 @@ def _copy_with(tree: Any, assign: Callable[..., None], names: Iterable[Any], val
 def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     """Raise a ConfigurationError that names the leaf, for a tensor without dense local values."""
     if tensor.is_meta:
-        problem, suggestion = "on the meta device and has no values", "module.to_empty(device=fabric.device)"
+        problem, suggestion = (
+            "on the meta device and has no values",
+            "module.to_empty(device=fabric.device)",
+        )
     elif tensor.is_nested or tensor.is_quantized:
         problem = "nested" if tensor.is_nested else "quantized"
-        suggestion = "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
+        suggestion = (
+            "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
+        )
     elif tensor.layout is not torch.strided:
         problem, suggestion = f"laid out as {tensor.layout}", "x.to_dense()"
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
         problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
     elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
-        problem, suggestion = "sharded over ranks already (a DTensor)", "x.full_tensor(), or x.to_local()"
+        problem, suggestion = (
+            "sharded over ranks already (a DTensor)",
+            "x.full_tensor(), or x.to_local()",
+        )
     else:
         return
     raise ConfigurationError(
@@ -269,13 +297,23 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
 
 def check_opaque(leaf: Any, structure: Structure, place: int) -> None:
     """Raise for another library's array or number, an unknown container, or an object that holds tensors."""
-    held = (value for each in getattr(leaf, "__dict__", {}).values() for value in (each, *children(each).values()))
+    held = (
+        value
+        for each in getattr(leaf, "__dict__", {}).values()
+        for value in (each, *children(each).values())
+    )
     if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
     if hasattr(leaf, "__array__"):
         suggestion = "torch.as_tensor(x), or x.item() for a single value"
     elif isinstance(leaf, Iterable | Number):
-        suggestion = "float(x)" if isinstance(leaf, Number) else "dict(x)" if isinstance(leaf, Mapping) else "list(x)"
+        suggestion = (
+            "float(x)"
+            if isinstance(leaf, Number)
+            else "dict(x)"
+            if isinstance(leaf, Mapping)
+            else "list(x)"
+        )
     elif any(isinstance(value, Tensor) for value in held):
         suggestion = "its tensors, in a dict or a dataclass"
     else:

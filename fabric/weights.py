@@ -21,7 +21,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from fabric._torch import foreach_multiply, local_tensor, unscale_and_check, version
 from fabric.collectives import all_reduce
@@ -39,14 +42,19 @@ __all__ = ["LossWeights"]
 class _Window:
     divisor: Any = None  # of each loss
     weight: Any = 0  # the sum on this rank
-    result: Any = None  # at the step: the factor of the gradients, and the divisor of the next window
+    result: Any = (
+        None  # at the step: the factor of the gradients, and the divisor of the next window
+    )
 
 
 _DIVIDED = _Window()  # for an optimizer whose gradients have been multiplied, until its step
 _OF_OTHERS = _Window()  # for one with gradients of other optimizers' losses, until cleared
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
 # Suggestions in errors.
-_CLEAR, _WHOSE = "optimizer.zero_grad() after step()", "optimizer=... if the loss is not for all that are set up"
+_CLEAR, _WHOSE = (
+    "optimizer.zero_grad() after step()",
+    "optimizer=... if the loss is not for all that are set up",
+)
 _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
 
@@ -74,33 +82,52 @@ class LossWeights:
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self.reads = runtime.device.type != "cuda"
-        self._is_good: Tensor | bool = True  # whether the last sum is valid, once it has been copied
+        self._is_good: Tensor | bool = (
+            True  # whether the last sum is valid, once it has been copied
+        )
         self._copied = torch.cpu.Event() if self.reads else torch.cuda.Event()
         # For optimizers that have had weighted losses: windows, divisors of the next windows, and last seen gradients.
         self._windows: WeakKeyDictionary[Optimizer, _Window | None] = WeakKeyDictionary()
         self._divisors: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
         self._probes: WeakKeyDictionary[Optimizer, object] = WeakKeyDictionary()
-        self._pass: tuple[Sequence[Optimizer], _Window | None, dict[Optimizer, object]] = (), None, {}
+        self._pass: tuple[Sequence[Optimizer], _Window | None, dict[Optimizer, object]] = (
+            (),
+            None,
+            {},
+        )
 
     def scale_loss(self, loss: Tensor, weight: Any, optimizer: Any) -> Tensor:
         """Divide the loss and apply the loss scale, at the start of each backward pass; see ``Fabric.backward``."""
         weight = None if weight is None else self._checked(weight)
         targets = as_list(optimizer) or list(self._optimizers)
         if not targets or any(each not in self._optimizers for each in targets):
-            self._refuse("an optimizer of this loss has not been set up", "fabric.setup(model, optimizer)")
+            self._refuse(
+                "an optimizer of this loss has not been set up", "fabric.setup(model, optimizer)"
+            )
         for each, window in self._windows.items():
             before, self._probes[each] = self._probes[each], _probe(each)
             if window and self._probes[each] != before and not holds_gradients(each):
                 self._windows[each] = None
         window, *more = {self._windows.get(target) for target in targets}
         if more:
-            self._refuse("the optimizers have had different losses with weights since their last steps", _WHOSE)
+            self._refuse(
+                "the optimizers have had different losses with weights since their last steps",
+                _WHOSE,
+            )
         if window is _DIVIDED:
-            self._refuse("clip_gradients has divided the gradients that it would be added to", _CLEAR)
+            self._refuse(
+                "clip_gradients has divided the gradients that it would be added to", _CLEAR
+            )
         if window is _OF_OTHERS:
-            self._refuse("the gradients are of others: those of losses with weights for another optimizer", _CLEAR)
+            self._refuse(
+                "the gradients are of others: those of losses with weights for another optimizer",
+                _CLEAR,
+            )
         if window and weight is None:
-            self._refuse("it has no weight, and a loss since the last step has one", f"weight=...; or {_WHOSE}")
+            self._refuse(
+                "it has no weight, and a loss since the last step has one",
+                f"weight=...; or {_WHOSE}",
+            )
         if weight is not None:
             divisor = window.divisor if window else self._first_divisor(targets, weight)
             window = _Window(divisor, window.weight + weight if window else weight)
@@ -113,10 +140,14 @@ class LossWeights:
     def after_backward(self, loss: Tensor, error: BaseException | None) -> None:
         """Record the end of a backward pass."""
         (targets, new, others), self._pass = self._pass, ((), None, {})
-        for each in (each for each, before in others.items() if error is None and _probe(each) != before):
+        for each in (
+            each for each, before in others.items() if error is None and _probe(each) != before
+        ):
             if self._windows.get(each) not in (None, _OF_OTHERS):
                 problem = f"it reached parameters of {type(each).__name__}, which has weights of other losses"
-                self._refuse(problem, f"x.detach() where the loss enters it, or its step() before; {_WHOSE}")
+                self._refuse(
+                    problem, f"x.detach() where the loss enters it, or its step() before; {_WHOSE}"
+                )
             if new:
                 self._windows[each], self._probes[each] = _OF_OTHERS, _probe(each)
         for each in targets if error is None else ():
@@ -129,7 +160,11 @@ class LossWeights:
         if window is None or window is _DIVIDED:
             return
         if window is _OF_OTHERS:
-            self._refuse("it has gradients of losses with weights for others", _CLEAR, type(optimizer).__name__)
+            self._refuse(
+                "it has gradients of losses with weights for others",
+                _CLEAR,
+                type(optimizer).__name__,
+            )
         if window.result is None:
             self.check()
             mean, next_divisor = self._mean_over_ranks(window.weight)
@@ -166,17 +201,32 @@ class LossWeights:
         number: Any = weight.item() if is_scalar else weight
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
             request = f"fabric.backward(loss, {weight=}) on rank {self._ranks.rank}"
-            raise ConfigurationError(request, expected="a finite number >= 0, or a tensor of one with shape ()")
-        return number if self.reads else torch.full((), number, dtype=torch.float64, device=self._device)
+            raise ConfigurationError(
+                request, expected="a finite number >= 0, or a tensor of one with shape ()"
+            )
+        return (
+            number
+            if self.reads
+            else torch.full((), number, dtype=torch.float64, device=self._device)
+        )
 
     def _first_divisor(self, targets: Sequence[Optimizer], weight: Any) -> Tensor:
         """The divisor of a new window; raises if there cannot be one."""
         if any(each.gradients_differ and not each.is_sharded for each in self._contracts):
             problem = "with model_averaging_period each rank steps by its own gradients"
             self._refuse(problem, "DDPStrategy() without it; or fabric.backward(loss / n)")
-        own = [id(each) for target in targets for group in target.param_groups for each in group["params"]]
+        own = [
+            id(each)
+            for target in targets
+            for group in target.param_groups
+            for each in group["params"]
+        ]
         unreduced = {id(each) for contract in self._contracts for each in contract.unreduced()}
-        if len(own) > len(set(own)) or unreduced.intersection(own) or any(map(holds_gradients, targets)):
+        if (
+            len(own) > len(set(own))
+            or unreduced.intersection(own)
+            or any(map(holds_gradients, targets))
+        ):
             names = ", ".join(type(target).__name__ for target in targets)
             problem = f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters"
             self._refuse(problem, f"{_CLEAR}; {_WHOSE}")
@@ -189,8 +239,12 @@ class LossWeights:
         mean = torch.as_tensor(total, dtype=torch.float64) / self._ranks.size
         return mean, (mean / mean.frexp().mantissa).clamp(2.0**-100, 2.0**100).nan_to_num(1.0)
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._pass[0] or (kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes):
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if optimizer in self._pass[0] or (
+            kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes
+        ):
             self._refuse(_CLOSURE, _NO_CLOSURE, type(optimizer).__name__)
         self.divide(optimizer)
 
@@ -199,7 +253,11 @@ class LossWeights:
             self._refuse(_CLOSURE, _NO_CLOSURE, type(optimizer).__name__)
 
     def _refuse(self, problem: str, suggestion: str, stepping: str = "") -> NoReturn:
-        request = f"a step of {stepping} after weighted losses" if stepping else "fabric.backward(loss, weight=...)"
+        request = (
+            f"a step of {stepping} after weighted losses"
+            if stepping
+            else "fabric.backward(loss, weight=...)"
+        )
         expected = "losses with weights, added to gradients that are cleared after each step"
         raise UsageError(f"{request} on rank {self._ranks.rank}", problem, expected, suggestion)
 

@@ -48,7 +48,9 @@ class World:
                 "check the launcher's variables, or unset RANK and WORLD_SIZE for a run in a single process",
             )
         if self.port is not None and not 1 <= self.port <= 65535:
-            raise ConfigurationError(f"MASTER_PORT={self.port}", "it is no port", "1 to 65535, the same on all ranks")
+            raise ConfigurationError(
+                f"MASTER_PORT={self.port}", "it is no port", "1 to 65535, the same on all ranks"
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -20,11 +20,23 @@ from fabric.strategies.parallel import as_list
 from fabric.tree import flatten, map_tensors
 from fabric.world import World
 from fabric_compat import strategies
-from fabric_compat.plugins import AsEnvironment, CheckpointIO, ClusterEnvironment, Precision, precision_object
+from fabric_compat.plugins import (
+    AsEnvironment,
+    CheckpointIO,
+    ClusterEnvironment,
+    Precision,
+    precision_object,
+)
 from fabric_compat.utilities import convert_to_tensors, name_of_reduction, seed_everything
 from fabric_compat.wrappers import _FabricModule, mark_set_up
 
-_DEFAULTS = {"accelerator": "auto", "strategy": "auto", "devices": "auto", "num_nodes": 1, "precision": None}
+_DEFAULTS = {
+    "accelerator": "auto",
+    "strategy": "auto",
+    "devices": "auto",
+    "num_nodes": 1,
+    "precision": None,
+}
 
 
 class Fabric(_Fabric):
@@ -40,10 +52,14 @@ class Fabric(_Fabric):
         for name, default in _DEFAULTS.items():
             value = os.environ.get(f"LT_{name.upper()}", given[name])
             if str(given[name]) not in (str(default), str(value)):
-                raise ValueError(f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise")
+                raise ValueError(
+                    f"{name}={given[name]!r}, and LT_{name.upper()}={value!r} says otherwise"
+                )
             given[name] = value
         if isinstance(given["strategy"], str):
-            given["strategy"] = strategies.STRATEGY_REGISTRY.get(given["strategy"], given["strategy"])
+            given["strategy"] = strategies.STRATEGY_REGISTRY.get(
+                given["strategy"], given["strategy"]
+            )
         elif isinstance(given["strategy"], SingleDeviceStrategy):
             given.setdefault("environment", "none")  # of several processes each may have one
         formats = []
@@ -57,7 +73,9 @@ class Fabric(_Fabric):
             elif isinstance(plugin, Precision):
                 given["precision"] = plugin
             else:
-                raise TypeError(f"plugins={plugin!r} is no precision, environment or format of checkpoints")
+                raise TypeError(
+                    f"plugins={plugin!r} is no precision, environment or format of checkpoints"
+                )
         if given["precision"] is not None:
             given["precision"] = precision_object(given["precision"])
         super().__init__(**given)
@@ -79,14 +97,29 @@ class Fabric(_Fabric):
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
         """Start the processes; a second call without a function does nothing."""
         has_launched, self._launched = self._launched, True
-        return None if has_launched and not function_and_args else super().launch(*function_and_args, **kwargs)
+        return (
+            None
+            if has_launched and not function_and_args
+            else super().launch(*function_and_args, **kwargs)
+        )
 
-    def setup(self, module: Any, *optimizers: Any, scheduler: Any = None, move_to_device: bool = True, **_: Any) -> Any:
+    def setup(
+        self,
+        module: Any,
+        *optimizers: Any,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        **_: Any,
+    ) -> Any:
         """Set up a module, even a second time, and optimizers; calls ``on_after_setup`` of the callbacks."""
         session = self._running("setup")
-        model = next((each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None)
+        model = next(
+            (each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None
+        )
         if model is None:
-            session.check_setup(module, [each for each in optimizers if each not in session.optimizers])
+            session.check_setup(
+                module, [each for each in optimizers if each not in session.optimizers]
+            )
             model = session.setup_module(module, move_to_device)
             object.__setattr__(model, "__class__", _FabricModule)
             model.__dict__["_fabric_precision"] = precision_object(model._fabric_precision)
@@ -138,9 +171,18 @@ class Fabric(_Fabric):
             if callable(hook := getattr(callback, hook_name, None)):
                 parameters = inspect.signature(hook).parameters
                 takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-                hook(*args, **{name: value for name, value in kwargs.items() if takes_all or name in parameters})
+                hook(
+                    *args,
+                    **{
+                        name: value
+                        for name, value in kwargs.items()
+                        if takes_all or name in parameters
+                    },
+                )
 
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any) -> Any:  # type: ignore[override]
+    def all_gather(
+        self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any
+    ) -> Any:  # type: ignore[override]
         """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
         self._running("all_gather")  # which sets the rank that says it
         tensors = convert_to_tensors(data, self.device)
@@ -154,7 +196,10 @@ class Fabric(_Fabric):
         data, name = convert_to_tensors(data, self.device), name_of_reduction(reduce_op)
         tensors = [each for each in flatten(data)[0] if isinstance(each, Tensor)]
         if name == "mean":  # that of integers is cut off
-            tensors = [each if each.is_floating_point() or each.is_complex() else each.double() for each in tensors]
+            tensors = [
+                each if each.is_floating_point() or each.is_complex() else each.double()
+                for each in tensors
+            ]
         results = iter(super().all_reduce(tensors, group, name))
         _note("all_reduce returns tensors for numbers, and changes tensors in place")
 
@@ -170,7 +215,9 @@ class Fabric(_Fabric):
             print(*args, **kwargs)
 
     @staticmethod
-    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:  # type: ignore[override]
+    def seed_everything(
+        seed: int | None = None, workers: bool | None = None, verbose: bool = True
+    ) -> int:  # type: ignore[override]
         """Seed python, numpy and torch in this process, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
 

@@ -15,7 +15,9 @@ _ROOTS = {
     "lightning": "fabric_compat.lightning",
     "lightning.fabric": "fabric_compat",
     "lightning_fabric": "fabric_compat",
-    **dict.fromkeys(("lightning.fabric.connector", "lightning_fabric.connector"), "fabric_compat.plugins"),
+    **dict.fromkeys(
+        ("lightning.fabric.connector", "lightning_fabric.connector"), "fabric_compat.plugins"
+    ),
 }
 _TRAINERS = ("lightning.pytorch", "pytorch_lightning")
 
@@ -42,7 +44,11 @@ class _Finder(MetaPathFinder, Loader):
             raise ImportError(
                 f"{fullname} is not part of Lightning Fabric, and fabric_compat has nothing else of Lightning"
             )
-        return None if find_spec(_counterpart(fullname)) is None else ModuleSpec(fullname, self, is_package=True)
+        return (
+            None
+            if find_spec(_counterpart(fullname)) is None
+            else ModuleSpec(fullname, self, is_package=True)
+        )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = import_module(_counterpart(spec.name))
@@ -67,5 +73,7 @@ sys.path[1] = _Entry(sys.path[1])  # neither the first nor the last, which come 
 if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
     for _name in (*_ROOTS, *_TRAINERS):
         if _name in sys.modules:
-            raise ImportError(f"{_name} has been imported already: fabric_compat has to be installed before it")
+            raise ImportError(
+                f"{_name} has been imported already: fabric_compat has to be installed before it"
+            )
     sys.meta_path.insert(0, _Finder())

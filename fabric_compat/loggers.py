@@ -51,14 +51,24 @@ class _FileLogger(Logger):
         self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, prefix: str = "",
         sub_dir: str | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        self.root_dir, self.name, self._version, self._prefix = os.fspath(root_dir), name or "", version, prefix
+        self.root_dir, self.name, self._version, self._prefix = (
+            os.fspath(root_dir),
+            name or "",
+            version,
+            prefix,
+        )
         self._sub_dir = sub_dir or ""
 
     @property
     def version(self) -> int | str:
         if self._version is None:
-            taken = (path.name.removeprefix("version_") for path in Path(self.root_dir, self.name).glob("version_*"))
-            self._version = max((int(number) for number in taken if number.isdecimal()), default=-1) + 1
+            taken = (
+                path.name.removeprefix("version_")
+                for path in Path(self.root_dir, self.name).glob("version_*")
+            )
+            self._version = (
+                max((int(number) for number in taken if number.isdecimal()), default=-1) + 1
+            )
         return self._version
 
     @property
@@ -109,7 +119,9 @@ class TensorBoardLogger(_FileLogger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         groups = {name: value for name, value in metrics.items() if isinstance(value, Mapping)}
-        super().log_metrics({name: value for name, value in metrics.items() if name not in groups}, step)
+        super().log_metrics(
+            {name: value for name, value in metrics.items() if name not in groups}, step
+        )
         for name, group in groups.items():
             self.experiment.add_scalars(name, group, step)
 

@@ -18,7 +18,9 @@ class Missing(Exception):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__
-        raise ImportError(f"{name} of Lightning Fabric has no counterpart in torch-fabric. Use instead: {self.instead}")
+        raise ImportError(
+            f"{name} of Lightning Fabric has no counterpart in torch-fabric. Use instead: {self.instead}"
+        )
 
 
 def missing(module: str, name: str) -> Any:

@@ -27,7 +27,9 @@ CollectibleGroup = dist.ProcessGroup
 default_pg_timeout = dist.default_pg_timeout
 _PRECISION_INPUT_INT = Literal[64, 32, 16]
 _PRECISION_INPUT_STR_ALIAS = Literal["64", "32", "16", "bf16"]
-_PRECISION_INPUT_STR = Literal["16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"]
+_PRECISION_INPUT_STR = Literal[
+    "16-true", "16-mixed", "bf16-true", "bf16-mixed", "32-true", "64-true"
+]
 _PRECISION_INPUT = _PRECISION_INPUT_INT | _PRECISION_INPUT_STR | _PRECISION_INPUT_STR_ALIAS
 
 
@@ -40,7 +42,9 @@ class Precision(OurPrecision):
     _default: Any = "32-true"
 
     def __init__(self, precision: Any = None, *_: Any, **__: Any) -> None:
-        vars(self).update(vars(parse_precision(precision or self._default)))  # the fields are frozen
+        vars(self).update(
+            vars(parse_precision(precision or self._default))
+        )  # the fields are frozen
 
     @property
     def precision(self) -> str:
@@ -86,10 +90,14 @@ class Precision(OurPrecision):
 class MixedPrecision(Precision):
     """``"16-mixed"`` or ``"bf16-mixed"``; ``device`` and ``scaler`` are those of the Fabric."""
 
-    def __init__(self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None) -> None:
+    def __init__(
+        self, precision: str = "16-mixed", device: str = "cuda", scaler: Any = None
+    ) -> None:
         super().__init__(precision)
         if scaler is not None and self.loss_scale is not None:
-            scale = LossScale(init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval())
+            scale = LossScale(
+                init_scale=scaler.get_scale(), growth_interval=scaler.get_growth_interval()
+            )
             vars(self).update(loss_scale=scale)
 
 
@@ -244,10 +252,14 @@ class CheckpointIO(ABC):
     """A format of checkpoints, for subclasses of the user."""
 
     @abstractmethod
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None: ...
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None: ...
 
     @abstractmethod
-    def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]: ...
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, **kwargs: Any
+    ) -> dict[str, Any]: ...
 
     @abstractmethod
     def remove_checkpoint(self, path: Any) -> None: ...
@@ -266,9 +278,13 @@ class CheckpointIO(ABC):
 class TorchCheckpointIO(CheckpointIO):
     """One file by ``torch.save``, replaced at once."""
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         if storage_options is not None:
-            raise TypeError("storage_options: TorchCheckpointIO has none; write a CheckpointIO of your own")
+            raise TypeError(
+                "storage_options: TorchCheckpointIO has none; write a CheckpointIO of your own"
+            )
         FullCheckpoint().save(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, **kwargs: Any) -> dict[str, Any]:
@@ -341,7 +357,10 @@ class SingleDeviceCollective(Collective):
 class TorchCollective(Collective):
     """``torch.distributed`` over a group; the whole job without :meth:`create_group`."""
 
-    is_available, is_initialized = staticmethod(dist.is_available), staticmethod(dist.is_initialized)
+    is_available, is_initialized = (
+        staticmethod(dist.is_available),
+        staticmethod(dist.is_initialized),
+    )
     init_group, new_group = staticmethod(dist.init_process_group), staticmethod(dist.new_group)
 
     @property
@@ -380,7 +399,10 @@ def _of_torch(name: str, result: int) -> Any:
             function(*given.args, **given.kwargs)
         return None if "barrier" in name else [*given.arguments.values()][result]
 
-    method.__name__, method.__doc__ = name, f"``torch.distributed.{name}`` over the group; returns what it has filled."
+    method.__name__, method.__doc__ = (
+        name,
+        f"``torch.distributed.{name}`` over the group; returns what it has filled.",
+    )
     return method
 
 

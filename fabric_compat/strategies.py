@@ -33,7 +33,9 @@ class DDPStrategy(strategies.DDPStrategy):
 class FSDPStrategy(strategies.FSDPStrategy):
     """FSDP, by the options of torch's first one; the policy of recomputation takes three arguments, as for wrapping."""
 
-    def __init__(self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, activation_checkpointing_policy: Any = None, **kwargs: Any
+    ) -> None:
         if callable(policy := activation_checkpointing_policy):
             policy = partial(policy, recurse=False, nonwrapped_numel=0)
         super().__init__(*args, activation_checkpointing_policy=policy, **kwargs)
@@ -43,7 +45,14 @@ class FSDPStrategy(strategies.FSDPStrategy):
 class _Registry(dict[str, dict[str, Any]]):
     """Names of strategies of the user's own, in this process; an entry point is for every process."""
 
-    def register(self, name: str, strategy: Any, description: str = "", override: bool = False, **options: Any) -> Any:
+    def register(
+        self,
+        name: str,
+        strategy: Any,
+        description: str = "",
+        override: bool = False,
+        **options: Any,
+    ) -> Any:
         if name in self and not override:
             raise ValueError(f"{name!r} is registered already: register(..., override=True)")
         self[name] = {"strategy": strategy, "description": description, "init_params": options}

@@ -21,16 +21,32 @@ class Throughput:
     """
 
     def __init__(
-        self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
+        self,
+        available_flops: float | None = None,
+        world_size: int = 1,
+        window_size: int = 100,
+        separator: str = "/",
     ) -> None:
         if world_size < 1 or window_size < 2:
-            raise ValueError(f"world_size={world_size} is at least 1, and window_size={window_size} at least 2")
-        self.available_flops, self.world_size, self.separator = available_flops, world_size, separator
+            raise ValueError(
+                f"world_size={world_size} is at least 1, and window_size={window_size} at least 2"
+            )
+        self.available_flops, self.world_size, self.separator = (
+            available_flops,
+            world_size,
+            separator,
+        )
         self._window: dict[str, deque[float]] = {}
         self._size = window_size
 
     def update(
-        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
+        self,
+        *,
+        time: float,
+        batches: int,
+        samples: int,
+        lengths: int | None = None,
+        flops: int | None = None,
     ) -> None:
         """Take the totals of this device: seconds, batches, samples and their lengths; and the FLOPs since the last.
 
@@ -38,19 +54,31 @@ class Throughput:
             ValueError: a total is smaller than before, or than it can be.
         """
         if samples < batches or (lengths is not None and lengths < samples):
-            raise ValueError(f"batches={batches}, samples={samples}, lengths={lengths} have to be in ascending order")
-        given = {"time": time, "batches": batches, "samples": samples, "lengths": lengths, "flops": flops}
+            raise ValueError(
+                f"batches={batches}, samples={samples}, lengths={lengths} have to be in ascending order"
+            )
+        given = {
+            "time": time,
+            "batches": batches,
+            "samples": samples,
+            "lengths": lengths,
+            "flops": flops,
+        }
         for name, value in given.items():
             if value is not None:
                 window = self._window.setdefault(name, deque(maxlen=self._size))
                 if window and window[-1] >= value and name != "flops":
-                    raise ValueError(f"{name}={value} after {window[-1]}: it is a total, which grows")
+                    raise ValueError(
+                        f"{name}={value} after {window[-1]}: it is a total, which grows"
+                    )
                 window.append(value)
 
     def compute(self) -> dict[str, Any]:
         """The totals, and once the window is full the rates: ``device/...`` of one device, without it of all."""
         totals = {name: window[-1] for name, window in self._window.items() if name != "flops"}
-        full = {name: list(window) for name, window in self._window.items() if len(window) == self._size}
+        full = {
+            name: list(window) for name, window in self._window.items() if len(window) == self._size
+        }
         if "time" not in full:
             return totals
         grown = {name: values[-1] - values[0] for name, values in full.items()}
@@ -58,10 +86,18 @@ class Throughput:
         rates = {rate: grown[name] / seconds for name, rate in _RATES.items() if name in grown}
         if "flops" in full:
             rates["flops_per_sec"] = sum(full["flops"][1:]) / seconds
-        everywhere = {name: value * self.world_size for name, value in rates.items()} if self.world_size > 1 else {}
+        everywhere = (
+            {name: value * self.world_size for name, value in rates.items()}
+            if self.world_size > 1
+            else {}
+        )
         if "flops" in full and self.available_flops:
             rates["mfu"] = rates["flops_per_sec"] / self.available_flops
-        return {**totals, **{f"device{self.separator}{name}": value for name, value in rates.items()}, **everywhere}
+        return {
+            **totals,
+            **{f"device{self.separator}{name}": value for name, value in rates.items()},
+            **everywhere,
+        }
 
     def reset(self) -> None:
         """Forget all updates."""
@@ -84,7 +120,9 @@ class ThroughputMonitor(Throughput):
         return metrics
 
 
-def measure_flops(model: Any, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None) -> int:
+def measure_flops(
+    model: Any, forward_fn: Callable[[], Any], loss_fn: Callable[[Any], Any] | None = None
+) -> int:
     """The FLOPs of a forward pass, and with ``loss_fn`` of the backward pass too; of a model on ``meta`` as well."""
     with FlopCounterMode(display=False) as counter:
         output = forward_fn()

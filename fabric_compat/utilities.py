@@ -31,7 +31,12 @@ from fabric.strategies.init_module import WithoutInit
 from fabric.world import World, available_cores
 from fabric_compat.missing import missing
 from fabric_compat.plugins import ClusterEnvironment, CollectibleGroup, find_free_network_port
-from fabric_compat.throughput import Throughput, ThroughputMonitor, get_available_flops, measure_flops
+from fabric_compat.throughput import (
+    Throughput,
+    ThroughputMonitor,
+    get_available_flops,
+    measure_flops,
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -95,7 +100,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     Raises:
         ValueError: the seed, or the variable, is no integer from 0 below 2**32.
     """
-    chosen = seeding.seed_everything(int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed))
+    chosen = seeding.seed_everything(
+        int(os.environ.get("PL_GLOBAL_SEED", 0) if seed is None else seed)
+    )
     if verbose:
         __getattr__("rank_zero_info")(f"Seed set to {chosen}")
     os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"] = str(chosen), str(int(workers))
@@ -191,7 +198,9 @@ def is_shared_filesystem(strategy: Any, path: _PATH | None = None, timeout: int 
     if strategy.runtime.world.num_nodes == 1:
         return True
     with NamedTemporaryFile(dir=path or ".") if strategy.is_global_zero else nullcontext() as file:
-        return strategy.reduce_boolean_decision(Path(strategy.broadcast(file and file.name)).exists())
+        return strategy.reduce_boolean_decision(
+            Path(strategy.broadcast(file and file.name)).exists()
+        )
 
 
 _get_default_process_group_backend_for_device = dist.get_default_backend_for_device
@@ -307,12 +316,18 @@ def _convert_params(params: dict[str, Any] | Namespace | None) -> dict[str, Any]
     return vars(params) if isinstance(params, Namespace) else params or {}
 
 
-def _flatten_dict(params: MutableMapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
+def _flatten_dict(
+    params: MutableMapping[Any, Any], delimiter: str = "/", parent_key: str = ""
+) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in params.items():
         key = f"{parent_key}{delimiter}{name}" if parent_key else str(name)
         value = vars(value) if isinstance(value, Namespace) else value
-        flat |= _flatten_dict(value, delimiter, key) if isinstance(value, MutableMapping) else {key: value}
+        flat |= (
+            _flatten_dict(value, delimiter, key)
+            if isinstance(value, MutableMapping)
+            else {key: value}
+        )
     return flat
 
 
@@ -328,4 +343,8 @@ def _convert_json_serializable(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _add_prefix(metrics: Mapping[str, float], prefix: str, separator: str) -> Mapping[str, float]:
-    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
+    return (
+        {f"{prefix}{separator}{name}": value for name, value in metrics.items()}
+        if prefix
+        else metrics
+    )

@@ -32,9 +32,14 @@ class _FabricModule(FabricModule):
 
     @property
     def dtype(self) -> torch.dtype:
-        return next((each.dtype for each in self.parameters() if each.is_floating_point()), torch.get_default_dtype())
+        return next(
+            (each.dtype for each in self.parameters() if each.is_floating_point()),
+            torch.get_default_dtype(),
+        )
 
-    _forward_module, _original_module = map(property, map(attrgetter, ("_fabric_prepared", "_fabric_original")))
+    _forward_module, _original_module = map(
+        property, map(attrgetter, ("_fabric_prepared", "_fabric_original"))
+    )
 
 
 class _FabricOptimizer(Optimizer):

@@ -49,7 +49,11 @@ def the_whole_run_leaves_nothing_behind(tmp_path_factory: pytest.TempPathFactory
         close_shared_ranks()
         processes = _started_in_this_run(os.environ[MARK])
     # Two caches that live as long as this process: of torch's compiler, and of multiprocessing for its sockets.
-    files = [path.name for path in temporary.iterdir() if not path.name.startswith(("torchinductor_", "pymp-"))]
+    files = [
+        path.name
+        for path in temporary.iterdir()
+        if not path.name.startswith(("torchinductor_", "pymp-"))
+    ]
     shutil.rmtree(temporary)
     changed = sorted(name for name, _ in variables.items() ^ _variables().items())
     assert (processes, files, changed) == ([], [], []), "left behind: processes, files or variables"
@@ -90,7 +94,9 @@ def _variables() -> dict[str, str]:
 def _started_in_this_run(mark: str) -> list[psutil.Process]:
     """Those that still live, wherever in the tree of processes they are by now."""
     left = set(psutil.Process().children(recursive=True))
-    left |= {process for process in psutil.process_iter() if _environment(process).get(MARK) == mark}
+    left |= {
+        process for process in psutil.process_iter() if _environment(process).get(MARK) == mark
+    }
     # Ranks have the command line of the server that forked them; it is our child, they are not.
     ours = {process for process in psutil.Process().children() if _is_warm_server(process)}
     left -= {psutil.Process(), *ours}

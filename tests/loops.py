@@ -32,7 +32,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -68,7 +70,9 @@ def batches(dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor
         yield x.to(dtype), x.mean(dim=(1, 2), keepdim=True).squeeze(-1).to(dtype)
 
 
-def plain_loop(dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool, accumulation: int) -> Record:
+def plain_loop(
+    dtype: torch.dtype, autocast: torch.dtype | None, scaled: bool, accumulation: int
+) -> Record:
     """The loop without fabric, as torch's own documentation has it."""
     model, optimizer = make_model(dtype)
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
@@ -101,7 +105,9 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
     rank, size = fabric.global_rank, fabric.world_size
     for x, y in batches(dtype):
         total = 0.0
-        for index, (part_x, part_y) in enumerate(zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)):
+        for index, (part_x, part_y) in enumerate(
+            zip(x.chunk(accumulation), y.chunk(accumulation), strict=True)
+        ):
             with fabric.no_backward_sync(model, enabled=index < accumulation - 1):
                 output = model(part_x[rank::size])
                 loss = nn.functional.mse_loss(output, part_y[rank::size]) / accumulation
@@ -113,7 +119,9 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
         record.gradients = [full_tensor(parameter.grad).clone() for parameter in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    record.parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+    record.parameters = [
+        full_tensor(parameter.detach()).clone() for parameter in model.parameters()
+    ]
     return record
 
 

@@ -24,19 +24,29 @@ class SharedRanks(Launcher):
     name = "shared"
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+        self,
+        fn: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        spec: LaunchSpec,
     ) -> Any:
         size = spec.num_processes
         if size not in _POOLS:
             _POOLS[size] = RankPool(size, timeout=TIMEOUT)
         # A store of its own: one that all launches share would be read again by each of them.
         with TemporaryDirectory() as directory:
-            results = _POOLS[size].run(_without_the_pool, f"file://{directory}/store", fn, args, kwargs)
+            results = _POOLS[size].run(
+                _without_the_pool, f"file://{directory}/store", fn, args, kwargs
+            )
         return {"all": results, "first": results[0], "none": None}[spec.results]
 
 
 def _without_the_pool(
-    fabric: Fabric, store: str, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fabric: Fabric,
+    store: str,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     fabric.teardown()  # closes its process group: the function makes one
     environment = dict(os.environ)
@@ -54,7 +64,9 @@ def close_shared_ranks() -> None:
         _POOLS.popitem()[1].close()
 
 
-def run_in_ranks(function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
+def run_in_ranks(
+    function: Callable[..., Any], *args: Any, ranks: int = 2, **options: Any
+) -> list[Any]:
     """What ``function(fabric, *args)`` returned in each of several processes, by rank.
 
     The processes are shared with other tests, unless ``options`` name another launcher.

@@ -28,5 +28,10 @@ def sampled(
         left = [case for case in rest if case not in sample]
         sample.append(min(left, key=lambda case: sum(seen[part] for part in enumerate(case))))
         seen.update(enumerate(sample[-1]))
-    when = {case: [pytest.mark.slow] if case in sample else [pytest.mark.slow, pytest.mark.soak] for case in rest}
-    return [pytest.param(*case, marks=[*when.get(case, []), *marks(case)]) for case in [*quick, *rest]]
+    when = {
+        case: [pytest.mark.slow] if case in sample else [pytest.mark.slow, pytest.mark.soak]
+        for case in rest
+    }
+    return [
+        pytest.param(*case, marks=[*when.get(case, []), *marks(case)]) for case in [*quick, *rest]
+    ]

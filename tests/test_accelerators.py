@@ -79,7 +79,9 @@ class Cards(Accelerator):
 
 @pytest.mark.parametrize(("devices", "available", "expected"), INDICES)
 def test_a_value_names_these_indices(devices, available, expected) -> None:
-    assert Cards(available).parse_devices(devices) == tuple(torch.device("cuda", index) for index in expected)
+    assert Cards(available).parse_devices(devices) == tuple(
+        torch.device("cuda", index) for index in expected
+    )
 
 
 @pytest.mark.parametrize(("devices", "available"), REFUSED_INDICES)
@@ -148,7 +150,9 @@ def test_the_cpu_is_always_there_with_the_cores_of_this_process() -> None:
     assert 1 <= cpu.device_count() <= (os.cpu_count() or 1)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="this system has no affinity masks"
+)
 def test_a_core_that_this_process_may_not_use_does_not_count() -> None:
     mask = os.sched_getaffinity(0)
     try:
@@ -165,7 +169,9 @@ def test_each_accelerator_is_named_after_its_torch_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accelerator", "backend"), [(CPUAccelerator(), "gloo"), (CUDAAccelerator(), "nccl")], ids=["cpu", "cuda"]
+    ("accelerator", "backend"),
+    [(CPUAccelerator(), "gloo"), (CUDAAccelerator(), "nccl")],
+    ids=["cpu", "cuda"],
 )
 def test_torch_chooses_the_backend(accelerator: Accelerator, backend: str) -> None:
     assert accelerator.default_backend == backend
@@ -212,7 +218,9 @@ class TestOnCudaDevices:
 
     def test_all_gpus_are_named_by_auto(self) -> None:
         cuda = CUDAAccelerator()
-        assert cuda.parse_devices("auto") == tuple(torch.device("cuda", n) for n in range(cuda.device_count()))
+        assert cuda.parse_devices("auto") == tuple(
+            torch.device("cuda", n) for n in range(cuda.device_count())
+        )
 
     def test_an_activated_gpu_is_the_current_one(self) -> None:
         cuda = CUDAAccelerator()
@@ -232,5 +240,8 @@ class TestOnCudaDevices:
             "raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
         )
         subprocess.run(
-            [sys.executable, "-c", script], check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [sys.executable, "-c", script],
+            check=True,
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )

@@ -14,7 +14,13 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fabric import Fabric
-from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, RankFailedError, UsageError
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    RankFailedError,
+    UsageError,
+)
 from fabric.testing import ThreadedWorld
 from tests.datasets import ResumableStream
 from tests.ranks import outcome, run_in_ranks
@@ -63,7 +69,10 @@ def fabric() -> Iterator[Fabric]:
 
 
 def ends(fabric: Fabric, loader: DataLoader[Any], steps: int, **options: Any) -> list[bool]:
-    return [last for _, last in fabric.accumulate(fabric.setup_dataloaders(loader, **options), steps=steps)]
+    return [
+        last
+        for _, last in fabric.accumulate(fabric.setup_dataloaders(loader, **options), steps=steps)
+    ]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -100,7 +109,9 @@ def test_a_loop_in_windows_draws_what_the_plain_loop_draws(fabric: Fabric, shuff
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "own state", "no length"])
-def test_a_position_saved_in_the_loop_is_that_of_the_last_batch_handed_out(fabric: Fabric, kind: str) -> None:
+def test_a_position_saved_in_the_loop_is_that_of_the_last_batch_handed_out(
+    fabric: Fabric, kind: str
+) -> None:
     def make() -> Any:
         data: Any = ResumableStream(7) if kind == "iterable" else range(7)
         sampler: Any = Unsized() if kind == "no length" else None
@@ -109,9 +120,9 @@ def test_a_position_saved_in_the_loop_is_that_of_the_last_batch_handed_out(fabri
 
     def states(windows: bool) -> list[Any]:
         loader = make()
-        return [loader.state_dict() for _ in (fabric.accumulate(loader, 3) if windows else loader)] + [
-            loader.state_dict()
-        ]
+        return [
+            loader.state_dict() for _ in (fabric.accumulate(loader, 3) if windows else loader)
+        ] + [loader.state_dict()]
 
     assert [str(state) for state in states(True)] == [str(state) for state in states(False)]
     if kind == "own state":
@@ -159,7 +170,9 @@ def test_a_wrong_number_of_steps_or_loader_is_an_error_of_the_call(fabric: Fabri
         fabric.accumulate(DataLoader(range(5)), 2)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_save_inside_a_window_is_an_error_and_fine_wherever_none_is_open(fabric: Fabric, tmp_path: Path) -> None:
+def test_a_save_inside_a_window_is_an_error_and_fine_wherever_none_is_open(
+    fabric: Fabric, tmp_path: Path
+) -> None:
     loader = fabric.setup_dataloaders(DataLoader(range(6)))
     outer = fabric.setup_dataloaders(DataLoader(range(2)))
     saves: list[str] = []
@@ -199,7 +212,11 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
     rank, world = fabric.global_rank, fabric.world_size
     # Loaders of different kinds, whose ranks have the same number of batches.
     sampler = DistributedSampler(range(9), world, rank)
-    kinds = [DataLoader(range(9), 2), DataLoader(ResumableStream(9), 2), DataLoader(range(9), 2, sampler=sampler)]
+    kinds = [
+        DataLoader(range(9), 2),
+        DataLoader(ResumableStream(9), 2),
+        DataLoader(range(9), 2, sampler=sampler),
+    ]
     kinds.append(DataLoader(range(9), sampler=Unsized()))
     lasts = [ends(fabric, each, 2) for each in kinds]
     # Of loaders that may have different ones nothing is fetched.
@@ -214,7 +231,9 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
     for batch, last in fabric.accumulate(loader, 2):
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(model(batch).sum())
-        saves.append(outcome(lambda: fabric.save(f"{folder}/c", {"loader": loader, "model": model})))
+        saves.append(
+            outcome(lambda: fabric.save(f"{folder}/c", {"loader": loader, "model": model}))
+        )
         if last:
             syncs.append(fabric.all_gather([parameter.grad for parameter in model.parameters()]))
             optimizer.step()
@@ -229,7 +248,12 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
 
 def test_windows_end_together_on_all_ranks(tmp_path: Path) -> None:
     for lasts, refused, same, saves in run_in_ranks(in_ranks, str(tmp_path)):
-        assert lasts == [[False, True, True], [False, True], [False, True, True], [False, True, False, True]]
+        assert lasts == [
+            [False, True, True],
+            [False, True],
+            [False, True, True],
+            [False, True, False, True],
+        ]
         assert all('uneven="shortest"' in text for text in refused)
         assert same == [True] * 3
         assert saves == ["CheckpointError", "fine", "CheckpointError", "fine", "fine"]
@@ -241,4 +265,6 @@ def test_a_loop_in_windows_works_in_threads() -> None:
 
     assert ThreadedWorld(2).run(loop) == [[False, True, True]] * 2
     with pytest.raises(RankFailedError, match="shortest"):
-        ThreadedWorld(2).run(lambda fabric: ends(fabric, DataLoader(range(3)), 2, use_distributed_sampler=False))
+        ThreadedWorld(2).run(
+            lambda fabric: ends(fabric, DataLoader(range(3)), 2, use_distributed_sampler=False)
+        )

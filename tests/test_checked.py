@@ -42,7 +42,10 @@ def call(operation="all_reduce", data="", where="train.py:1", **facts):
     [
         ([call(op="sum"), call(op="sum", where="train.py:9")], ""),
         ([call(op="sum"), call(op="max"), call(op="sum")], "op: sum on ranks 0, 2; max on rank 1"),
-        ([call(shape="(2,)"), call("barrier")], "operation: all_reduce on rank 0; barrier on rank 1"),
+        (
+            [call(shape="(2,)"), call("barrier")],
+            "operation: all_reduce on rank 0; barrier on rank 1",
+        ),
         ([call(src="0"), call()], "src: 0 on rank 0; none on rank 1"),
         ([call(data="{'a'}"), call(data=""), call(data="{'a'}")], ""),
         ([call(data="{'a'}"), call(data="{'b'}")], "data: {'a'} on rank 0; {'b'} on rank 1"),
@@ -53,7 +56,9 @@ def test_a_difference_names_the_fact_and_the_ranks(calls, told):
 
 
 def test_of_long_data_the_place_of_the_difference_is_shown():
-    told = difference({0: call(data=LONG_TEXT), 1: call(data=LONG_TEXT.replace("metric 40", "metric fourty"))})
+    told = difference(
+        {0: call(data=LONG_TEXT), 1: call(data=LONG_TEXT.replace("metric 40", "metric fourty"))}
+    )
     assert "'metric 40'" in told
     assert "'metric fourty'" in told
     assert len(told) < 200
@@ -88,7 +93,9 @@ def errors_of_ranks(schedules):
             raised[rank] = error
         own.checker.close()
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedules))]
+    threads = [
+        threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(len(schedules))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -144,8 +151,14 @@ def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
     store = dist.HashStore()
     both, one_by_one = Rank(store, 0, 2), Rank(store, 1, 2)
     threads = [
-        threading.Thread(target=lambda rank=rank, calls=calls: [rank.barrier(*one) for one in calls], daemon=True)
-        for rank, calls in ((both, schedule[1::2]), (one_by_one, schedule[::-1]), (both, schedule[::2]))
+        threading.Thread(
+            target=lambda rank=rank, calls=calls: [rank.barrier(*one) for one in calls], daemon=True
+        )
+        for rank, calls in (
+            (both, schedule[1::2]),
+            (one_by_one, schedule[::-1]),
+            (both, schedule[::2]),
+        )
     ]
     for thread in threads:
         thread.start()
@@ -178,7 +191,9 @@ def test_a_rank_that_only_computes_is_named_at_the_timeout():
 def test_a_store_that_is_gone_is_an_error_and_no_wait():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port, server = listener.getsockname()[1], listener.detach()
-    host = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server)
+    host = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server
+    )
     waiting = Rank(dist.TCPStore("127.0.0.1", port, wait_for_workers=False), 0, 2)
     del host
     with pytest.raises(CollectiveMismatchError, match="the store of the job is gone"):
@@ -202,7 +217,9 @@ def test_a_rank_that_was_killed_is_named_as_soon_as_its_process_has_ended(tmp_pa
         waiting.barrier("job", (0, 1))
         assert process.wait(timeout=30) == -signal.SIGKILL
         started = time.monotonic()
-        with pytest.raises(CollectiveMismatchError, match=f"pid {process.pid}.* has ended") as caught:
+        with pytest.raises(
+            CollectiveMismatchError, match=f"pid {process.pid}.* has ended"
+        ) as caught:
             waiting.barrier("job", (0, 1))
         assert time.monotonic() - started < 1
     assert "barrier(name='x') at <string>:" in caught.value.problem
@@ -231,7 +248,11 @@ def groups_in_another_order(communicator, first):
 
 # What rank 1 does, what the others do, and what the error has to say; 3 ranks.
 MISMATCHES = {
-    "operation": (lambda c: c.barrier("x"), lambda c: c.gather_objects(1), "operation: gather_objects on ranks 0, 2"),
+    "operation": (
+        lambda c: c.barrier("x"),
+        lambda c: c.gather_objects(1),
+        "operation: gather_objects on ranks 0, 2",
+    ),
     "reduce op": (
         lambda c: c.all_reduce(torch.ones(1), Reduce.MAX),
         lambda c: c.all_reduce(torch.ones(1), Reduce.SUM),
@@ -252,7 +273,11 @@ MISMATCHES = {
         lambda c: c.broadcast(torch.ones(1), 0),
         "src: 0 on ranks 0, 2; 1 on rank 1",
     ),
-    "dst": (lambda c: c.gather(torch.ones(1), 1), lambda c: c.gather(torch.ones(1), 0), "dst: 0 on ranks 0, 2"),
+    "dst": (
+        lambda c: c.gather(torch.ones(1), 1),
+        lambda c: c.gather(torch.ones(1), 0),
+        "dst: 0 on ranks 0, 2",
+    ),
     "order": (
         lambda c: (c.barrier("second"), c.barrier("first")),
         lambda c: (c.barrier("first"), c.barrier("second")),
@@ -263,7 +288,11 @@ MISMATCHES = {
         lambda c: (c.broadcast_object(1, 0), c.all_to_all(torch.ones(3))),
         "operation: broadcast_object on ranks 0, 2; all_to_all on rank 1",
     ),
-    "missing last call": (None, lambda c: c.barrier("x"), "rank 1 makes no further calls: it has finished"),
+    "missing last call": (
+        None,
+        lambda c: c.barrier("x"),
+        "rank 1 makes no further calls: it has finished",
+    ),
     "tree keys": (
         lambda c: described(c, "{'loss': float32 (2,)}"),
         lambda c: described(c, "{'acc': float32 (2,)}"),
@@ -306,7 +335,9 @@ def each_mismatch(fabric):
     plain = fabric.strategy.runtime.communicator
     results, text = {}, ""
     for name, (odd, others, _) in MISMATCHES.items():
-        checker = CollectiveChecker(dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT)
+        checker = CollectiveChecker(
+            dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT
+        )
         recorder = FlightRecorder()
         recorder.checks = (checker.check,)
         checked = RecordedCommunicator(plain, recorder)
@@ -329,7 +360,11 @@ def test_every_kind_of_mismatch_raises_on_every_rank_within_a_second():
         for rank in arrived:
             text, seconds = results[rank][name]
             assert text.startswith("CollectiveMismatchError"), (name, rank, text)
-            assert told in text or (name in ("both send", "message", "group") and rank == 2), (name, rank, text)
+            assert told in text or (name in ("both send", "message", "group") and rank == 2), (
+                name,
+                rank,
+                text,
+            )
             assert "tests/test_checked.py:" in text
             assert seconds < 1, (name, rank, seconds)
 
@@ -343,8 +378,12 @@ def disagree(fabric):
 def test_the_error_names_what_the_user_passed_by_file_and_line():
     line = disagree.__code__.co_firstlineno + 2
     for text in run_in_ranks(disagree, check_collectives=True):
-        assert re.search(rf"rank 0: all_reduce\(sum of loss: .*\) at .*test_checked.py:{line}\n", text), text
-        assert re.search(rf"rank 1: all_reduce\(sum of acc: .*\) at .*test_checked.py:{line + 1}\n", text), text
+        assert re.search(
+            rf"rank 0: all_reduce\(sum of loss: .*\) at .*test_checked.py:{line}\n", text
+        ), text
+        assert re.search(
+            rf"rank 1: all_reduce\(sum of acc: .*\) at .*test_checked.py:{line + 1}\n", text
+        ), text
 
 
 def fail_before_the_others(fabric):
@@ -386,7 +425,9 @@ def agreeing_calls(fabric, folder):
         world.send(torch.ones(1), 2)
     if rank == 2:
         world.recv(torch.zeros(1), 0)
-    model, optimizer = fabric.setup(module := torch.nn.Linear(2, 1), torch.optim.SGD(module.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(
+        module := torch.nn.Linear(2, 1), torch.optim.SGD(module.parameters(), lr=0.1)
+    )
     for _ in range(2):
         fabric.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
@@ -425,7 +466,9 @@ def test_off_nothing_is_compared(checks, kinds):
 OFF, ON = (None, "", "0", "false", "no", "off", "OFF "), ("1", "true", "yes", "on", "all")
 
 
-@pytest.mark.parametrize(("value", "on"), [*((one, False) for one in OFF), *((one, True) for one in ON)])
+@pytest.mark.parametrize(
+    ("value", "on"), [*((one, False) for one in OFF), *((one, True) for one in ON)]
+)
 def test_the_environment_turns_checks_on(value, on):
     env = {} if value is None else {"FABRIC_CHECK": value}
     assert resolve(accelerator="cpu", env=env).check_collectives is on

@@ -54,13 +54,17 @@ class GatedShards(ShardedCheckpoint):
 
     gate: threading.Event
 
-    def save(self, state: Mapping[str, Any], path: Path, communicator: Any = None, per_rank: Any = None) -> None:
+    def save(
+        self, state: Mapping[str, Any], path: Path, communicator: Any = None, per_rank: Any = None
+    ) -> None:
         assert self.gate.wait(60)
         ShardedCheckpoint.save(self, state, path, communicator, per_rank)
 
 
 def single(io: Any = None) -> Fabric:
-    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+    return Fabric(
+        strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none"
+    )
 
 
 def trained(fabric: Fabric) -> tuple[Any, Any]:
@@ -77,12 +81,18 @@ def step(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     optimizer.zero_grad()
 
 
-def test_the_file_is_that_of_a_save_at_once_whatever_the_optimizer_does_meanwhile(tmp_path: Path) -> None:
+def test_the_file_is_that_of_a_save_at_once_whatever_the_optimizer_does_meanwhile(
+    tmp_path: Path,
+) -> None:
     io = Gated()
     io.gate = threading.Event()
     with single(io) as fabric:
         model, optimizer = trained(fabric)
-        state = {"model": model, "optimizer": optimizer, "notes": [torch.arange(6).view(2, 3).t(), {"best": 0.5}]}
+        state = {
+            "model": model,
+            "optimizer": optimizer,
+            "notes": [torch.arange(6).view(2, 3).t(), {"best": 0.5}],
+        }
         for name in ("first.pt", "second.pt"):
             FullCheckpoint().save({}, tmp_path / name)
             io.gate.clear()
@@ -116,7 +126,9 @@ def test_one_save_is_under_way_at_a_time_and_a_load_waits_for_it(tmp_path: Path)
         third = fabric.save(tmp_path / "c.pt", {"step": 3}, async_=True)
     assert third.done(), "the end of the job waits for it"
     saves = [f"{name} {what}" for name in "abc" for what in ("begins", "ends")]
-    assert io.events == [*saves, "all is on the disk"], "a format that itself writes later is asked at the end, too"
+    assert io.events == [*saves, "all is on the disk"], (
+        "a format that itself writes later is asked at the end, too"
+    )
     assert FullCheckpoint().load(tmp_path / "c.pt")["step"] == 3
 
 
@@ -144,7 +156,9 @@ def test_what_goes_wrong_is_raised_once_by_what_comes_next(tmp_path: Path) -> No
         fabric.save(tmp_path / "s.pt", {"step": 3})
 
 
-def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_error(tmp_path: Path) -> None:
+def test_what_goes_wrong_last_is_raised_at_the_end_but_not_in_place_of_another_error(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="could not be written"), single() as fabric:
         fail(fabric, tmp_path)
@@ -164,12 +178,21 @@ fabric.save(sys.argv[2], {"step": 1}, async_=True)
 """
 
 
-def test_a_script_that_just_ends_finishes_its_save_and_tells_what_goes_wrong(tmp_path: Path) -> None:
+def test_a_script_that_just_ends_finishes_its_save_and_tells_what_goes_wrong(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "file").touch()
     good, bad = tmp_path / "state.pt", tmp_path / "file" / "state.pt"
-    for paths, code, texts in ((good, good), 0, []), ((good, bad), 120, ["CheckpointError", "it could not be written"]):
+    for paths, code, texts in (
+        ((good, good), 0, []),
+        ((good, bad), 120, ["CheckpointError", "it could not be written"]),
+    ):
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *map(str, paths)], capture_output=True, text=True, timeout=80, check=False
+            [sys.executable, "-c", SCRIPT, *map(str, paths)],
+            capture_output=True,
+            text=True,
+            timeout=80,
+            check=False,
         )
         assert done.returncode == code
         assert all(text in done.stderr for text in texts)
@@ -187,7 +210,9 @@ def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
         io.gate.clear()
         before = fabric.strategy.get_module_state_dict(model._fabric_prepared)
         expected.append({name: value.clone() for name, value in before.items()})
-        pending = fabric.save(path, {"model": model, "optimizer": optimizer, "step": number}, async_=True)
+        pending = fabric.save(
+            path, {"model": model, "optimizer": optimizer, "step": number}, async_=True
+        )
         step(fabric, model, optimizer)
         done = fabric.all_gather(torch.tensor(pending.done())).any().item()
         io.gate.set()
@@ -196,7 +221,11 @@ def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
         fabric.load(path, loaded)
         after = fabric.strategy.get_module_state_dict(model._fabric_prepared)
         same = all(torch.equal(after[name], value) for name, value in expected[-1].items())
-        assert (done, same, loaded["step"]) == (False, fabric.global_rank == 0 or bool(after) is bool(before), number)
+        assert (done, same, loaded["step"]) == (
+            False,
+            fabric.global_rank == 0 or bool(after) is bool(before),
+            number,
+        )
         step(fabric, model, optimizer)
     background = fabric._running("").runtime.background
     return background() is background()
@@ -216,7 +245,9 @@ def test_ranks_train_and_talk_while_a_save_is_under_way_and_what_was_there_befor
     strategy: Any, tmp_path: Path
 ) -> None:
     checks = "shards" in type(strategy.checkpoint_io).__name__.lower()
-    results = run_in_ranks(save_beside_the_loop, tmp_path / "s", strategy=strategy, check_collectives=checks)
+    results = run_in_ranks(
+        save_beside_the_loop, tmp_path / "s", strategy=strategy, check_collectives=checks
+    )
     assert results == [True, True]
 
 
@@ -242,7 +273,9 @@ def errors_in_ranks(fabric: Fabric, folder: Path) -> list[str]:
 
 def test_every_rank_raises_what_goes_wrong_on_one(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    (filtered, waited, saved, value), (own, other, value_too) = run_in_ranks(errors_in_ranks, tmp_path)
+    (filtered, waited, saved, value), (own, other, value_too) = run_in_ranks(
+        errors_in_ranks, tmp_path
+    )
     assert "it failed on rank 1 of 2: LookupError" in filtered
     assert own.startswith("LookupError")
     assert "it could not be written" in waited
@@ -264,7 +297,12 @@ def test_a_staged_copy_is_the_state_and_does_not_change_with_it() -> None:
         "half": torch.ones(2, dtype=torch.bfloat16),
         "leaf": torch.ones(1, requires_grad=True),
     }
-    state = {"model": module, "parameter": parameter, "kinds": kinds, "plain": [1, (2, {3}), b"4", torch.float16]}
+    state = {
+        "model": module,
+        "parameter": parameter,
+        "kinds": kinds,
+        "plain": [1, (2, {3}), b"4", torch.float16],
+    }
     taken = StagingBuffers().copy(state)
     base.zero_()
     assert type(taken["model"]) is OrderedDict
@@ -304,11 +342,15 @@ def test_a_staged_copy_is_freed_without_the_garbage_collector() -> None:
         gc.enable()
 
 
-def test_what_cannot_be_copied_or_saved_is_an_error_of_the_call_or_of_the_save(tmp_path: Path) -> None:
+def test_what_cannot_be_copied_or_saved_is_an_error_of_the_call_or_of_the_save(
+    tmp_path: Path,
+) -> None:
     with single(ShardedCheckpoint()) as fabric:
         with pytest.raises(NotImplementedError, match="meta"):
             fabric.save(tmp_path / "s", {"model": nn.Linear(2, 2, device="meta")}, async_=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.ones(1)]), lambda step: 1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            torch.optim.SGD([torch.ones(1)]), lambda step: 1.0
+        )
         schedule.state_dict = lambda: {"schedule": schedule.lr_lambdas}
         pending = fabric.save(tmp_path / "s", {"schedule": schedule}, async_=True)
         with pytest.raises(ArgumentTypeError, match="schedule"):

@@ -26,7 +26,10 @@ with atomic_write(sys.argv[1]) as file:
 def start_writer(path: Path) -> subprocess.Popen[str]:
     """A process that stands in the middle of writing ``path`` until its input is closed."""
     writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert writer.stdout is not None
     assert writer.stdout.readline() == "writing\n"
@@ -127,7 +130,11 @@ def test_open_reader_keeps_the_file_that_it_opened(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "wrong"),
-    [(".", "a folder"), ("taken/file", "could not be written"), ("n" * 300, "could not be written")],
+    [
+        (".", "a folder"),
+        ("taken/file", "could not be written"),
+        ("n" * 300, "could not be written"),
+    ],
     ids=["folder", "file as folder", "long name"],
 )
 def test_refusals_say_what_is_wrong_and_what_to_write(tmp_path, path, wrong):

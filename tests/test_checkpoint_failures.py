@@ -27,7 +27,9 @@ FORMATS = [FullCheckpoint(), ShardedCheckpoint()]
 
 
 def single(io: Any) -> Fabric:
-    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+    return Fabric(
+        strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none"
+    )
 
 
 @contextmanager
@@ -53,7 +55,9 @@ def save_beyond_the_limit(fabric: Fabric, path: Path, sizes: list[int]) -> list[
                     pending = fabric.save(path, {"x": torch.zeros(100_000), "step": 1}, async_=True)
                     texts.append(outcome(pending.wait))
                 else:
-                    texts.append(outcome(lambda: fabric.save(path, {"x": torch.zeros(100_000), "step": 1})))
+                    texts.append(
+                        outcome(lambda: fabric.save(path, {"x": torch.zeros(100_000), "step": 1}))
+                    )
             state = {"x": torch.zeros(100_000), "step": -1}
             fabric.load(path, state)
             assert state["step"] == 0
@@ -62,7 +66,9 @@ def save_beyond_the_limit(fabric: Fabric, path: Path, sizes: list[int]) -> list[
 
 
 @pytest.mark.parametrize("io", FORMATS, ids=["file", "shards"])
-def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_old_checkpoint(io: Any, tmp_path: Path) -> None:
+def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_old_checkpoint(
+    io: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "state"
     strategy = DDPStrategy(checkpoint_io=io, start_method="forkserver")
     first, second = run_in_ranks(
@@ -74,7 +80,10 @@ def test_a_disk_that_is_full_raises_on_every_rank_and_leaves_the_old_checkpoint(
         assert "what was there before is untouched" in text
     assert all("it failed on rank 0 of 2" in text for text in second)
     assert [entry.name for entry in tmp_path.iterdir()] == ["state"]
-    assert path.is_file() or {entry.name.partition("-")[0] for entry in path.iterdir()} == {"index.json", "rank"}
+    assert path.is_file() or {entry.name.partition("-")[0] for entry in path.iterdir()} == {
+        "index.json",
+        "rank",
+    }
 
 
 REFUSALS = """
@@ -128,7 +137,9 @@ def in_own_mounts(*command: str) -> list[str]:
     or subprocess.run(in_own_mounts("true"), check=False, capture_output=True).returncode > 0,
     reason="a mount of one's own needs Linux's user namespaces",
 )
-def test_a_full_a_read_only_and_another_file_system_leave_the_old_checkpoint(tmp_path: Path) -> None:
+def test_a_full_a_read_only_and_another_file_system_leave_the_old_checkpoint(
+    tmp_path: Path,
+) -> None:
     done = subprocess.run(
         in_own_mounts(sys.executable, "-c", REFUSALS, str(tmp_path)),
         capture_output=True,
@@ -141,7 +152,9 @@ def test_a_full_a_read_only_and_another_file_system_leave_the_old_checkpoint(tmp
 
 @pytest.mark.parametrize("io", FORMATS, ids=["file", "shards"])
 @pytest.mark.parametrize("change", ["flip", "cut"])
-def test_a_damaged_checkpoint_is_named_and_nothing_of_it_is_in_the_module(io: Any, change: str, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_nothing_of_it_is_in_the_module(
+    io: Any, change: str, tmp_path: Path
+) -> None:
     path = tmp_path / "state"
     with single(io) as fabric:
         net = Net()

@@ -36,7 +36,11 @@ def path(tmp_path):
 
 @pytest.fixture
 def state():
-    return {"model": {"weight": torch.randn(7, 5), "count": torch.tensor(3)}, "step": 17, "name": "run"}
+    return {
+        "model": {"weight": torch.randn(7, 5), "count": torch.tensor(3)},
+        "step": 17,
+        "name": "run",
+    }
 
 
 def assert_same_bits(one: torch.Tensor, other: torch.Tensor):
@@ -122,7 +126,9 @@ def test_a_flipped_bit_is_noticed_or_harmless(path, state):
     content = path.read_bytes()
     noticed = 0
     for position in range(0, len(content), 3):
-        path.write_bytes(content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :])
+        path.write_bytes(
+            content[:position] + bytes([content[position] ^ 4]) + content[position + 1 :]
+        )
         try:
             loaded = io.load(path)
         except CheckpointError:
@@ -187,7 +193,9 @@ def test_folders_and_missing_folders_are_refused(tmp_path, method):
         method(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="does not exist") as raised:
         method(tmp_path / "nowhere" / "file.pt")
-    assert all([raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion])
+    assert all(
+        [raised.value.request, raised.value.problem, raised.value.expected, raised.value.suggestion]
+    )
 
 
 def test_remove_deletes_the_file(path, state):
@@ -220,7 +228,11 @@ except CheckpointError as error:
     print(error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", script, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     assert "what was there before is untouched" in run.stdout
     assert io.load(path)["step"] == 17

@@ -32,12 +32,18 @@ FORMATS = {"file": FullCheckpoint(), "shards": ShardedCheckpoint()}
 
 
 def single(io: Any = None) -> Fabric:
-    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+    return Fabric(
+        strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none"
+    )
 
 
 def steps(folder: Path) -> list[int]:
     """The steps of the checkpoints in a folder, in the order in which they were saved."""
-    return [int(match[1]) for name in sorted(os.listdir(folder)) if (match := re.fullmatch(r"\d{8}-step-(\d+)", name))]
+    return [
+        int(match[1])
+        for name in sorted(os.listdir(folder))
+        if (match := re.fullmatch(r"\d{8}-step-(\d+)", name))
+    ]
 
 
 def step_of(path: Any) -> int | None:
@@ -58,8 +64,12 @@ def test_the_newest_and_the_best_are_kept(form: str, tmp_path: Path) -> None:
         checkpoints = fabric.checkpoints(folder, keep=2, best=BEST)
         assert (checkpoints.latest, checkpoints.best, checkpoints.restore({})) == (None, None, None)
         for step, loss in enumerate([5.0, 1.0, 3.0, 1.0, 4.0, 2.0]):
-            checkpoints.save(10 * step, {"step": step}, {"val_loss": torch.tensor(loss), "other": math.nan})
-        assert (step_of(checkpoints.latest), step_of(checkpoints.best)) == (50, 30), "properties wait"
+            checkpoints.save(
+                10 * step, {"step": step}, {"val_loss": torch.tensor(loss), "other": math.nan}
+            )
+        assert (step_of(checkpoints.latest), step_of(checkpoints.best)) == (50, 30), (
+            "properties wait"
+        )
         assert steps(folder) == [30, 40, 50]
     with single(FORMATS[form]) as fabric:
         checkpoints = fabric.checkpoints(folder, keep=1, best=BEST)
@@ -83,7 +93,9 @@ def test_a_step_that_is_saved_again_and_one_that_goes_back_are_the_newest(tmp_pa
             checkpoints.save(step, {"step": step})
         assert checkpoints.best is None
         assert steps(tmp_path) == [10, 20]
-        checkpoints.save(15, {"step": 15}, async_=False)  # somebody has loaded step 10 and goes on from there
+        checkpoints.save(
+            15, {"step": 15}, async_=False
+        )  # somebody has loaded step 10 and goes on from there
         assert steps(tmp_path) == [20, 15]
     with single() as fabric:
         assert fabric.checkpoints(tmp_path).restore({"step": 0}) == 15
@@ -96,9 +108,19 @@ def test_leftovers_go_and_what_others_have_there_stays(tmp_path: Path) -> None:
     unfinished = tmp_path / "00000002-step-9"
     shutil.copytree(tmp_path / "00000001-step-5", unfinished)
     (unfinished / "index.json").rename(unfinished / ".index.json.0123456789ab.tmp")
-    for name in ("00000003-step-9.json", ".00000003-step-9.0123456789ab.tmp", ".latest.0123456789ab.tmp"):
+    for name in (
+        "00000003-step-9.json",
+        ".00000003-step-9.0123456789ab.tmp",
+        ".latest.0123456789ab.tmp",
+    ):
         (tmp_path / name).write_text("1")
-    own = ["notes.txt", "step-3", "00000004-step-x", ".mine.0123456789ab.tmp", "00000001-step-5.pdf"]
+    own = [
+        "notes.txt",
+        "step-3",
+        "00000004-step-x",
+        ".mine.0123456789ab.tmp",
+        "00000001-step-5.pdf",
+    ]
     for name in own:
         (tmp_path / name).write_text("mine")
     (tmp_path / "latest").unlink()
@@ -151,12 +173,19 @@ def test_in_memory_a_second_job_takes_over_and_the_first_one_is_told() -> None:
         assert state == {"step": 4}
         files = fsspec.filesystem("memory")
         files.pipe_file("/rotation/a/.lock", b"process 7 elsewhere")
-        assert "another job saves into it" in outcome(lambda: checkpoints.save(7, {"step": 7}, async_=False))
+        assert "another job saves into it" in outcome(
+            lambda: checkpoints.save(7, {"step": 7}, async_=False)
+        )
         checkpoints = other.checkpoints("memory://rotation/a", keep=1)
         checkpoints.save(8, state)
         assert checkpoints.restore({"step": 0}) == 8
         names = [name for name in files.find("/rotation/a") if not name.endswith(".json")]
-        assert [name.rpartition("/")[2] for name in names] == [".lock", "00000006-step-8", "best", "latest"]
+        assert [name.rpartition("/")[2] for name in names] == [
+            ".lock",
+            "00000006-step-8",
+            "best",
+            "latest",
+        ]
 
 
 def test_a_full_disk_leaves_what_there_was_and_a_later_save_goes_on(tmp_path: Path) -> None:
@@ -237,7 +266,9 @@ def fall_back(fabric: Fabric, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     checkpoints = fabric.checkpoints(folder, keep=3, best=BEST)
     for step in range(1, 5):
-        pending = checkpoints.save(step, {"model": filled(fabric, step), "step": step}, {"val_loss": -step}, step < 4)
+        pending = checkpoints.save(
+            step, {"model": filled(fabric, step), "step": step}, {"val_loss": -step}, step < 4
+        )
     found["pending"] = pending is None
     found["before"] = step_of(checkpoints.latest), step_of(checkpoints.best)
     fabric.barrier()
@@ -260,7 +291,9 @@ def fall_back(fabric: Fabric, folder: Path) -> dict[str, Any]:
     other = {"model": fabric.setup(nn.Linear(64, 64)), "step": -1}
     before = [each.clone() for each in other["model"].state_dict().values()]
     found["misfit"] = outcome(lambda: checkpoints.restore(other))
-    found["unchanged"] = other["step"] == -1 and all(map(torch.equal, before, other["model"].state_dict().values()))
+    found["unchanged"] = other["step"] == -1 and all(
+        map(torch.equal, before, other["model"].state_dict().values())
+    )
     checkpoints.save(5, state, async_=False)
     fabric.barrier()
     found["kept"] = steps(folder)
@@ -285,7 +318,9 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(strategy: str, tmp_pat
         assert found["file"] == "00000003-step-3\n"
         assert found["misfit"].startswith("CheckpointError: load a checkpoint into")
         assert found["unchanged"]
-        assert found["kept"] == [2, 3, 5], "the best one, the one that was restored, and the new one"
+        assert found["kept"] == [2, 3, 5], (
+            "the best one, the one that was restored, and the new one"
+        )
         assert found["none"].count("is passed over") == 3
 
 
@@ -365,7 +400,9 @@ def keep_objects(fabric: Fabric, folder: Path) -> tuple[Any, ...]:
     for scheme in ("objects", "file"):
         checkpoints = fabric.checkpoints(f"{scheme}://{folder}/{scheme}", keep=1, best=BEST)
         for step in range(4):
-            checkpoints.save(step, {"model": filled(fabric, step), "step": step}, {"val_loss": step})
+            checkpoints.save(
+                step, {"model": filled(fabric, step), "step": step}, {"val_loss": step}
+            )
         again = fabric.checkpoints(f"{scheme}://{folder}/{scheme}", keep=1, best=BEST)
         found += [again.restore({"model": filled(fabric, 9), "step": 9}), step_of(again.best)]
         again.save(7, {"step": 7}, async_=False)
@@ -378,6 +415,17 @@ def keep_objects(fabric: Fabric, folder: Path) -> tuple[Any, ...]:
 def test_paths_with_a_scheme_keep_the_same(strategy: str, tmp_path: Path) -> None:
     assert run_in_ranks(keep_objects, tmp_path, strategy=strategy) == [(3, 0, 0, 3, 0, 0)] * 2
     for scheme in ("objects", "file"):
-        files = {path.relative_to(tmp_path / scheme) for path in (tmp_path / scheme).rglob("*") if path.is_file()}
-        kept = {path.parts[0] for path in files} - {".lock", "latest", "best", "00000001-step-0.json"}
-        assert kept == {"00000001-step-0", "00000005-step-7"}, "an object store has no empty folders"
+        files = {
+            path.relative_to(tmp_path / scheme)
+            for path in (tmp_path / scheme).rglob("*")
+            if path.is_file()
+        }
+        kept = {path.parts[0] for path in files} - {
+            ".lock",
+            "latest",
+            "best",
+            "00000001-step-0.json",
+        }
+        assert kept == {"00000001-step-0", "00000005-step-7"}, (
+            "an object store has no empty folders"
+        )

@@ -33,7 +33,12 @@ from fabric._torch import full_tensor
 from fabric.checkpoint import CheckpointIO, FullCheckpoint, ShardedCheckpoint
 from fabric.checkpoint.state import METADATA_KEY, pop_metadata
 from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
-from fabric.errors import ArgumentTypeError, CheckpointError, CheckpointNotFoundError, RankFailedError
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    RankFailedError,
+)
 from fabric.testing import generators
 from fabric.tree import map_tensors
 from tests.models import Net
@@ -53,7 +58,11 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def state() -> dict[str, Any]:
-    return {"model": {"weight": torch.randn(7, 5), "count": torch.tensor(3)}, "step": 17, "name": "run"}
+    return {
+        "model": {"weight": torch.randn(7, 5), "count": torch.tensor(3)},
+        "step": 17,
+        "name": "run",
+    }
 
 
 def files(path: Path) -> list[str]:
@@ -152,7 +161,12 @@ def test_every_plain_value_comes_back_bit_for_bit(tmp_path_factory, value):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_tensors_of_every_layout_come_back(path):
     eye = torch.eye(4)
-    layouts = [eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2)), eye.to_sparse_bsc((2, 2))]
+    layouts = [
+        eye.to_sparse_csr(),
+        eye.to_sparse_csc(),
+        eye.to_sparse_bsr((2, 2)),
+        eye.to_sparse_bsc((2, 2)),
+    ]
     io.save({"sparse": layouts}, path)
     assert_same(io.load(path)["sparse"], layouts)
 
@@ -167,7 +181,10 @@ def test_attributes_of_a_collection_are_kept(path):
 
 
 def test_names_that_read_alike_are_told_apart(path):
-    original = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2), 0: torch.tensor(3), "0": torch.tensor(4)}}
+    original = {
+        "a.b": torch.tensor(1),
+        "a": {"b": torch.tensor(2), 0: torch.tensor(3), "0": torch.tensor(4)},
+    }
     io.save(original, path)
     assert_same(io.load(path), original)
 
@@ -191,7 +208,12 @@ def test_tied_tensors_load_into_separate_ones(tmp_path):
                 self.b.weight = self.a.weight
 
     tied, separate = Two(True), Two(False)
-    strategy = {"strategy": "single_device", "accelerator": "cpu", "devices": 1, "environment": "none"}
+    strategy = {
+        "strategy": "single_device",
+        "accelerator": "cpu",
+        "devices": 1,
+        "environment": "none",
+    }
     with Fabric(**strategy) as fabric:
         io.save({"model": tied.state_dict()}, tmp_path / "state")
         fabric.load(tmp_path / "state", {"model": fabric.setup(separate)})
@@ -225,7 +247,13 @@ def test_modes_follow_the_umask(path, state):
 
 def test_the_tensors_can_be_read_by_safetensors_and_what_it_cannot_name_is_bytes(path):
     wide = torch.tensor([[1 + 2j], [3j]], dtype=torch.complex128)
-    io.save({"model": {"weight": torch.randn(4, 3), "wide": wide, "scalar": torch.tensor(5)}, "step": 1}, path)
+    io.save(
+        {
+            "model": {"weight": torch.randn(4, 3), "wide": wide, "scalar": torch.tensor(5)},
+            "step": 1,
+        },
+        path,
+    )
     loaded, (file,) = io.load(path)["model"], shards(path)
     with safe_open(file, "pt") as content:
         assert set(content.keys()) == {"model.weight", "model.wide", "model.scalar"}
@@ -272,7 +300,9 @@ def test_d18_two_ranks_save_and_load_without_numpy(path, tmp_path):
     search = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     command = [sys.executable, str(tmp_path / "script.py"), str(path)]
     environment = {**ONE_THREAD, "PYTHONPATH": search}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert io.load(path)["step"] == 1
 
@@ -317,7 +347,9 @@ def test_bytes_changed_anywhere_in_the_data_are_always_an_error_and_nothing_is_l
         if changed == content:
             continue
         file.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"checksum of rank-00000-\w+\.safetensors does not match"):
+        with pytest.raises(
+            CheckpointError, match=r"checksum of rank-00000-\w+\.safetensors does not match"
+        ):
             io.load(path)
         if number % 100 == 0:
             text, unchanged = load_into(path)
@@ -358,11 +390,19 @@ def chunk_of_weight(index: Any) -> Any:
 
 ATTACKS: dict[str, Any] = {
     "a class": lambda index: index["state"].append(["step", {"$object": "os.system"}]),
-    "a name of torch that is no dtype": lambda index: index["state"].append(["step", {"$dtype": "torch.save"}]),
-    "a tensor that is not there": lambda index: index["state"].append(["step", {"$tensor": "none"}]),
+    "a name of torch that is no dtype": lambda index: index["state"].append(
+        ["step", {"$dtype": "torch.save"}]
+    ),
+    "a tensor that is not there": lambda index: index["state"].append(
+        ["step", {"$tensor": "none"}]
+    ),
     "a tensor as a name": lambda index: index["state"].append([{"$tensor": "model.weight"}, 1]),
-    "a file elsewhere": lambda index: index.update(files={"../secret": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}),
-    "an absolute file": lambda index: index.update(files={"/etc/hosts": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}),
+    "a file elsewhere": lambda index: index.update(
+        files={"../secret": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}
+    ),
+    "an absolute file": lambda index: index.update(
+        files={"/etc/hosts": [0, {"model.weight": [[0, 0], [7, 5], 0]}]}
+    ),
     "bytes behind the end": lambda index: chunk_of_weight(index).__setitem__(2, 10**6),
     "a negative size": lambda index: index["tensors"]["model.weight"].__setitem__(1, [-7, 5]),
     "parts left out": lambda index: chunk_of_weight(index).__setitem__(1, [3, 5]),
@@ -454,7 +494,10 @@ def test_a_class_that_the_user_allows_is_refused_with_the_way_out(path):
     class Own:
         pass
 
-    with torch.serialization.safe_globals([Own]), pytest.raises(ArgumentTypeError, match="FullCheckpoint") as raised:
+    with (
+        torch.serialization.safe_globals([Own]),
+        pytest.raises(ArgumentTypeError, match="FullCheckpoint") as raised,
+    ):
         io.save({"config": [Own()]}, path)
     assert "state['config'][0]" in str(raised.value)
 
@@ -611,7 +654,9 @@ def read_by_torch(path: Path, expected: dict[str, Tensor]) -> None:
         dcp.load(target, storage_reader=HuggingFaceStorageReader(str(path)))
     assert_same(target, expected)
     # It knows neither integers nor scalars.
-    floats = {name: value for name, value in expected.items() if value.is_floating_point() and value.dim()}
+    floats = {
+        name: value for name, value in expected.items() if value.is_floating_point() and value.dim()
+    }
     output = path.with_name("consolidated")
     output.mkdir()
     consolidate_safetensors_files(str(path), str(output), dict.fromkeys(floats, 1))
@@ -632,7 +677,11 @@ def test_torch_reads_what_two_ranks_have_sharded(path):
     read_by_torch(
         path,
         {f"model.{name}": value for name, value in loaded["model"].items()}
-        | {f"optimizer.state.{number}.{name}": value for number, slots in moments for name, value in slots.items()},
+        | {
+            f"optimizer.state.{number}.{name}": value
+            for number, slots in moments
+            for name, value in slots.items()
+        },
     )
 
 
@@ -656,7 +705,10 @@ def several_failures(fabric: Fabric, path: Path) -> list[str]:
     def save(**state: Any) -> str:
         return outcome(lambda: io.save(state, path, communicator(fabric)))
 
-    found = [save(x=1 if first else object()), save(x=torch.ones(1), **({} if first else {"more": torch.ones(1)}))]
+    found = [
+        save(x=1 if first else object()),
+        save(x=torch.ones(1), **({} if first else {"more": torch.ones(1)})),
+    ]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if not first:
@@ -672,7 +724,9 @@ def test_what_fails_on_one_rank_raises_on_all_and_leaves_the_old_data(path):
     assert second[0].startswith("ArgumentTypeError")
     assert "not both rank 0 and rank 1 have these tensors: more" in second[1]
     assert "untouched" in second[2]
-    assert all(text.startswith("CheckpointError") and "failed on rank 1 of 2" in text for text in first)
+    assert all(
+        text.startswith("CheckpointError") and "failed on rank 1 of 2" in text for text in first
+    )
     assert_same(io.load(path), {"x": torch.ones(3), "step": 1})
     assert len(list(path.iterdir())) == 2
 
@@ -709,7 +763,9 @@ def save_and_die(fabric: Fabric, path: Path) -> None:
     fabric.save(path, {**state, "step": 2})
 
 
-def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_data_and_nothing_after_the_next_save(path):
+def test_a_rank_that_is_killed_while_it_writes_leaves_the_old_data_and_nothing_after_the_next_save(
+    path,
+):
     with pytest.raises(RankFailedError, match="rank 1"):
         run_in_ranks(save_and_die, path, strategy="fsdp", launcher="forkserver")
     assert io.load(path)["step"] == 1
@@ -722,7 +778,11 @@ def save_in_replicas(fabric: Fabric, path: Path) -> Any:
     torch.manual_seed(1)
     net = Net()
     fully_shard(net, mesh=mesh)
-    io.save({"model": net.state_dict(), "own": torch.full((2,), fabric.global_rank)}, path, communicator(fabric))
+    io.save(
+        {"model": net.state_dict(), "own": torch.full((2,), fabric.global_rank)},
+        path,
+        communicator(fabric),
+    )
     return {name: full_tensor(value) for name, value in net.state_dict().items()}
 
 
@@ -749,7 +809,9 @@ class TwoPieces(Tensor):
         return [chunk(offsets, piece) for offsets, piece in self.pieces()]
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        return next(piece for offsets, piece in self.pieces() if torch.Size(offsets) == index.offset)
+        return next(
+            piece for offsets, piece in self.pieces() if torch.Size(offsets) == index.offset
+        )
 
 
 def chunk(offsets: list[int], piece: Tensor) -> Any:
@@ -794,7 +856,9 @@ class Counting(Communicator):
 
 def counted(fabric: Fabric, path: Path) -> Counter[str]:
     counting = Counting(communicator(fabric))
-    io.save({"model": Net().state_dict(), "step": 1}, path, counting, {"rng": torch.get_rng_state()})
+    io.save(
+        {"model": Net().state_dict(), "step": 1}, path, counting, {"rng": torch.get_rng_state()}
+    )
     return counting.calls
 
 

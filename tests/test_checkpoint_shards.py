@@ -32,7 +32,9 @@ def single(**options: Any) -> Fabric:
 def whole(*models: nn.Module) -> list[Tensor]:
     """Every value of the models, parameters and buffers. Collective."""
     return [
-        full_tensor(value.detach()).clone() for model in models for value in (*model.parameters(), *model.buffers())
+        full_tensor(value.detach()).clone()
+        for model in models
+        for value in (*model.parameters(), *model.buffers())
     ]
 
 
@@ -60,7 +62,10 @@ def train(fabric: Fabric, state: dict[str, Any], steps: int) -> list[Tensor]:
     """The same numbers on any number of ranks, since each sees the same batch."""
     for _ in range(steps):
         x = torch.full((3, 4), 1.0 + state["step"])
-        for model, optimizer in ((state["generator"], state["fast"]), (state["critic"], state["slow"])):
+        for model, optimizer in (
+            (state["generator"], state["fast"]),
+            (state["critic"], state["slow"]),
+        ):
             fabric.backward(model(x).square().mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -81,7 +86,9 @@ def go_on(fabric: Fabric, path: Path) -> list[Tensor]:
     return train(fabric, state, 2)
 
 
-def test_several_modules_and_optimizers_go_on_from_one_folder_under_any_strategy(tmp_path: Path) -> None:
+def test_several_modules_and_optimizers_go_on_from_one_folder_under_any_strategy(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "state"
     expected = in_shards(save_in_the_middle, path)[0]
     jobs = [in_shards(go_on, path), in_shards(go_on, path, ranks=3), run_in_ranks(go_on, path)]
@@ -116,7 +123,9 @@ def load_own_file(fabric: Fabric, path: Path) -> tuple[list[Tensor], list[int], 
     return [*expected, torch.ones(6)], shards, [*whole(loaded), state["large"]]
 
 
-def test_a_rank_reads_its_own_shards_only_and_never_the_entries_that_nobody_named(tmp_path: Path) -> None:
+def test_a_rank_reads_its_own_shards_only_and_never_the_entries_that_nobody_named(
+    tmp_path: Path,
+) -> None:
     for expected, shards, loaded in in_shards(load_own_file, tmp_path / "state"):
         assert shards == [4, 4, 4, 4]
         assert same(loaded, expected)
@@ -128,14 +137,18 @@ def test_a_rank_reads_its_own_shards_only_and_never_the_entries_that_nobody_name
 def partial(fabric: Fabric, folder: Path) -> tuple[set[str], set[str], str, list[bool]]:
     net = Net()
     net.encoder.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(
+        [p for p in net.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+    )
     model, optimizer = fabric.setup(net, optimizer)
     fabric.backward(model(torch.ones(1, 4)).sum())
     optimizer.step()
     trained = whole(model)
     state = {"model": model, "optimizer": optimizer}
     fabric.save(folder / "trainable", state, trainable_only=True)
-    no_head = {"model": lambda name, value: not name.startswith("head") and isinstance(value, Tensor)}
+    no_head = {
+        "model": lambda name, value: not name.startswith("head") and isinstance(value, Tensor)
+    }
     fabric.save(folder / "both", state, filter=no_head, trainable_only=True)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,10 +156,14 @@ def partial(fabric: Fabric, folder: Path) -> tuple[set[str], set[str], str, list
     refused = outcome(lambda: fabric.load(folder / "trainable", state))
     before = whole(model)
     fabric.load(folder / "trainable", state, strict=False)
-    frozen = [name.startswith("encoder") for name, _ in (*net.named_parameters(), *net.named_buffers())]
+    frozen = [
+        name.startswith("encoder") for name, _ in (*net.named_parameters(), *net.named_buffers())
+    ]
     restored = [
         torch.equal(now, (filled if was_frozen else saved))
-        for now, filled, saved, was_frozen in zip(whole(model), before, trained, frozen, strict=True)
+        for now, filled, saved, was_frozen in zip(
+            whole(model), before, trained, frozen, strict=True
+        )
     ]
     fabric.barrier()
     names = [set(read(folder / name)["model"]) for name in ("trainable", "both")]
@@ -189,7 +206,10 @@ def save_count(fabric: Fabric, path: Path) -> bool:
 def test_the_strategy_decides_what_is_written_and_a_chosen_format_wins(tmp_path: Path) -> None:
     assert in_shards(save_count, tmp_path / "sharded") == [True, True]
     assert in_shards(save_count, tmp_path / "full", state_dict_type="full") == [False, False]
-    assert in_shards(save_count, tmp_path / "file", checkpoint_io=FullCheckpoint()) == [False, False]
+    assert in_shards(save_count, tmp_path / "file", checkpoint_io=FullCheckpoint()) == [
+        False,
+        False,
+    ]
     ddp = DDPStrategy(start_method="forkserver", checkpoint_io=ShardedCheckpoint())
     assert run_in_ranks(save_count, tmp_path / "ddp", strategy=ddp) == [True, True]
     with single(checkpoint_io=ShardedCheckpoint()) as fabric:
@@ -245,24 +265,34 @@ def refusals(fabric: Fabric, folder: Path) -> tuple[dict[str, str], bool]:
         "shapes": outcome(lambda: fabric.load(folder / "wide", {"model": model})),
         "another model": outcome(lambda: fabric.load(folder / "net", {"model": model})),
         "damage": outcome(lambda: fabric.load(folder / "damaged", {"model": wide})),
-        "stubborn": outcome(lambda: fabric.load(folder / "fits", {"model": other, "stubborn": Stubborn()})),
+        "stubborn": outcome(
+            lambda: fabric.load(folder / "fits", {"model": other, "stubborn": Stubborn()})
+        ),
         "raw": outcome(lambda: fabric.load_raw(folder / "wide", wide)),
         "other folder": outcome(lambda: fabric.load(folder / "others", {"model": wide})),
         "raw other folder": outcome(lambda: fabric.load_raw(folder / "others", wide)),
-        "two saves": outcome(lambda: fabric.load(folder / ("wide" if first else "fits"), {"model": wide})),
+        "two saves": outcome(
+            lambda: fabric.load(folder / ("wide" if first else "fits"), {"model": wide})
+        ),
         "missing": outcome(lambda: fabric.load(folder / "widf", {"model": wide})),
         "onto a file": outcome(lambda: fabric.save(folder / "file.pt", {"model": wide})),
     }
     return texts, same(whole(wide, model, other), before)
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_and_leaves_the_module_as_it_was(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank_and_leaves_the_module_as_it_was(
+    tmp_path: Path,
+) -> None:
     for texts, unchanged in in_shards(refusals, tmp_path):
         assert unchanged
         for name, text in texts.items():
-            assert name in ("stubborn", "onto a file") or all(part in text for part in ("Valid:", "Write:")), text
+            assert name in ("stubborn", "onto a file") or all(
+                part in text for part in ("Valid:", "Write:")
+            ), text
             assert "Error" in text.partition(":")[0]
-        assert all(f"{i}.{kind} is (6" in texts["shapes"] for i in range(8) for kind in ("weight", "bias"))
+        assert all(
+            f"{i}.{kind} is (6" in texts["shapes"] for i in range(8) for kind in ("weight", "bias")
+        )
         assert "not in the file: 0.weight" in texts["another model"]
         assert "checksum of rank-00001-" in texts["damage"]
         assert "fabric.load(" in texts["raw"]

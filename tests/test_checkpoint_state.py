@@ -51,7 +51,9 @@ def load_module(module, content, strict):
     module.load_state_dict(content, strict=strict)
 
 
-ACCESS = Access(module_state, load_module, lambda optimizer, content: optimizer.load_state_dict(content), dict)
+ACCESS = Access(
+    module_state, load_module, lambda optimizer, content: optimizer.load_state_dict(content), dict
+)
 
 
 def save(state, filter=None, trainable_only=False):
@@ -83,7 +85,13 @@ def trained(steps=3):
         net(torch.randn(8, 3)).square().sum().backward()
         optimizer.step()
         scheduler.step()
-    return {"model": net, "optimizer": optimizer, "scheduler": scheduler, "counter": Counter(steps), "step": steps}
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "counter": Counter(steps),
+        "step": steps,
+    }
 
 
 def fresh():
@@ -141,7 +149,12 @@ def test_what_was_restored_shares_no_memory_with_the_file():
 
 
 def test_plain_values_are_replaced_and_the_rest_is_returned():
-    loaded = {"step": 5, "best": 0.5, "history": [1.0, {"a": (1, 2)}], METADATA_KEY: {"format_version": 1}}
+    loaded = {
+        "step": 5,
+        "best": 0.5,
+        "history": [1.0, {"a": (1, 2)}],
+        METADATA_KEY: {"format_version": 1},
+    }
     state = {"step": 0}
     assert load(loaded, state) == {"best": 0.5, "history": [1.0, {"a": (1, 2)}]}
     assert state == {"step": 5}
@@ -150,7 +163,13 @@ def test_plain_values_are_replaced_and_the_rest_is_returned():
 
 PLAIN = [
     *(None, True, 3, -(10**30), 0.1, 1j, "text", b"bytes", bytearray(b"x")),
-    *((), (1, [2, {3}]), {"a": {1: None, (1, 2): 3}}, OrderedDict(b=1, a=2), collections.Counter("aab")),
+    *(
+        (),
+        (1, [2, {3}]),
+        {"a": {1: None, (1, 2): 3}},
+        OrderedDict(b=1, a=2),
+        collections.Counter("aab"),
+    ),
     *(torch.float32, torch.device("cpu"), torch.Size([2, 3]), torch.strided),
 ]
 
@@ -211,7 +230,9 @@ def test_no_module_is_asked_before_the_other_entries_are_checked():
     assert not asked
 
 
-@pytest.mark.parametrize("use", [save, lambda state: load({"loader": {}}, state)], ids=["save", "load"])
+@pytest.mark.parametrize(
+    "use", [save, lambda state: load({"loader": {}}, state)], ids=["save", "load"]
+)
 def test_a_plain_loader_is_refused_with_the_way_out(use):
     with pytest.raises(ArgumentTypeError, match=r"setup_dataloaders\(loader\)"):
         use({"loader": DataLoader([1, 2])})
@@ -219,7 +240,10 @@ def test_a_plain_loader_is_refused_with_the_way_out(use):
 
 def test_filter_chooses_items_of_its_entry_and_keeps_layer_versions():
     net = model()
-    saved = save({"model": net, "other": {"a": 1, "b": 2}}, filter={"model": lambda name, _: name.startswith("0.")})
+    saved = save(
+        {"model": net, "other": {"a": 1, "b": 2}},
+        filter={"model": lambda name, _: name.startswith("0.")},
+    )
     assert list(saved["model"]) == ["0.weight", "0.bias"]
     assert saved["model"]._metadata == net.state_dict()._metadata
     assert saved["other"] == {"a": 1, "b": 2}
@@ -227,7 +251,9 @@ def test_filter_chooses_items_of_its_entry_and_keeps_layer_versions():
 
 def test_filter_leaves_the_users_dict_alone():
     config = {"a": 1, "b": 2}
-    assert save({"config": config}, filter={"config": lambda name, _: name == "a"}) == {"config": {"a": 1}}
+    assert save({"config": config}, filter={"config": lambda name, _: name == "a"}) == {
+        "config": {"a": 1}
+    }
     assert config == {"a": 1, "b": 2}
 
 
@@ -253,7 +279,10 @@ def test_refused_saves_say_what_to_write(case):
 
 def wider():
     net = model(width=5)
-    return {"model": net, "optimizer": torch.optim.AdamW([{"params": [p]} for p in net.parameters()])}
+    return {
+        "model": net,
+        "optimizer": torch.optim.AdamW([{"params": [p]} for p in net.parameters()]),
+    }
 
 
 def test_all_reasons_are_in_one_error_and_nothing_is_changed():
@@ -265,7 +294,12 @@ def test_all_reasons_are_in_one_error_and_nothing_is_changed():
     with pytest.raises(CheckpointError) as raised:
         load(loaded, state)
     text = str(raised.value)
-    for reason in ("2.bias", "head.weight", "0.weight is (4, 3) in the file and (5, 3)", "AdamW hold 1, 1, 1, 1, 1, 1"):
+    for reason in (
+        "2.bias",
+        "head.weight",
+        "0.weight is (4, 3) in the file and (5, 3)",
+        "AdamW hold 1, 1, 1, 1, 1, 1",
+    ):
         assert reason in text
     assert torch.equal(state["model"][2].bias, before)
     assert (state["step"], state["counter"].value) == (0, 0)

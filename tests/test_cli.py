@@ -78,7 +78,16 @@ def test_options_and_arguments_reach_every_rank(tmp_path, fabric_run):
         """,
         begin=JOIN,
     )
-    options = ("--devices", "2", "--accelerator", "cpu", "--strategy", "ddp", "--precision", "bf16-mixed")
+    options = (
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--strategy",
+        "ddp",
+        "--precision",
+        "bf16-mixed",
+    )
     run = fabric_run(*options, name, "--lr", "3", "--", "-m")
     assert run.returncode == 0, run.stderr
     expected = "2 beside __main__ 2 cpu ddp bf16-mixed --lr 3 -- -m"
@@ -89,7 +98,11 @@ def test_a_module_runs_as_main_and_ranks_share_the_cores(tmp_path, fabric_run, e
     del environment["OMP_NUM_THREADS"]
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
-    script(tmp_path / "package", "print(__name__, __package__, sys.argv[1:], os.environ['OMP_NUM_THREADS'])", "job.py")
+    script(
+        tmp_path / "package",
+        "print(__name__, __package__, sys.argv[1:], os.environ['OMP_NUM_THREADS'])",
+        "job.py",
+    )
     run = fabric_run("--accelerator", "cpu", "-m", "package.job", "x")
     assert run.returncode == 0, run.stderr
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -145,7 +158,9 @@ def test_a_restart_begins_with_fresh_ranks_and_tells_of_the_first_failure(tmp_pa
     assert "ValueError: only once" in run.stderr
 
 
-def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_it_are_shown(tmp_path, fabric_run):
+def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_it_are_shown(
+    tmp_path, fabric_run
+):
     name = script(
         tmp_path,
         """
@@ -163,16 +178,35 @@ def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_
         os.write(1, b"continued")
         """,
     )
-    options = ("--devices", "2", "--accelerator", "cpu", "--max-restarts", "1", "--log-dir", "logs/a", "--tee")
+    options = (
+        "--devices",
+        "2",
+        "--accelerator",
+        "cpu",
+        "--max-restarts",
+        "1",
+        "--log-dir",
+        "logs/a",
+        "--tee",
+    )
     run = fabric_run(*options, name)
     assert run.returncode == 0, run.stderr
     lines = [f"number {number}" for number in range(200)]
     shown = run.stdout.splitlines()
     for rank in (0, 1):
         started = [*lines, "progress 2", "to be ", *lines, "progress 2", "to be continued"]
-        assert [line for line in shown if f"[rank{rank}]" in line] == [f"[rank{rank}]: {line}" for line in started]
-    logs = {path.name: path.read_text().splitlines() for path in (tmp_path / "logs" / "a").iterdir()}
-    assert logs.keys() == {"rank-0.log", "rank-1.log", "rank-0.restart-1.log", "rank-1.restart-1.log"}
+        assert [line for line in shown if f"[rank{rank}]" in line] == [
+            f"[rank{rank}]: {line}" for line in started
+        ]
+    logs = {
+        path.name: path.read_text().splitlines() for path in (tmp_path / "logs" / "a").iterdir()
+    }
+    assert logs.keys() == {
+        "rank-0.log",
+        "rank-1.log",
+        "rank-0.restart-1.log",
+        "rank-1.restart-1.log",
+    }
     assert all(log[:200] == lines for log in logs.values())
     assert "ValueError: only once" in logs["rank-0.log"][-1]
     assert "rank 1 was killed by SIGKILL" in logs["rank-1.log"][-1]
@@ -181,7 +215,9 @@ def test_the_output_of_each_rank_is_in_a_file_for_each_start_and_whole_lines_of_
 
 
 @pytest.mark.slow
-def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(tmp_path, fabric_run):
+def test_with_files_the_terminal_shows_what_fabric_says_and_a_file_is_continued(
+    tmp_path, fabric_run
+):
     name = script(tmp_path, "print('here', flush=True)\nraise ValueError('at last')")
     for times in (1, 2):
         run = fabric_run("--devices", "1", "--accelerator", "cpu", "--log-dir", "logs{}", name)
@@ -197,7 +233,10 @@ SLOW = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGIN
 
 @pytest.mark.parametrize("number", [*SLOW, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_signal_ends_the_command_and_all_ranks(tmp_path, environment, number):
-    name = script(tmp_path, 'print("up", os.getpid(), flush=True)\nsignal.pause() if rank else sys.stdin.read()')
+    name = script(
+        tmp_path,
+        'print("up", os.getpid(), flush=True)\nsignal.pause() if rank else sys.stdin.read()',
+    )
     with subprocess.Popen(
         command("--devices", "2", "--accelerator", "cpu", name),
         cwd=tmp_path, env=environment, text=True,
@@ -227,7 +266,16 @@ def test_two_machines_make_one_job(tmp_path, environment):
         """,
         begin=JOIN,
     )
-    options = ("--num-nodes", "2", "--main-address", "127.0.0.1", "--main-port", port, "--accelerator", "cpu")
+    options = (
+        "--num-nodes",
+        "2",
+        "--main-address",
+        "127.0.0.1",
+        "--main-port",
+        port,
+        "--accelerator",
+        "cpu",
+    )
     environment["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     machines = [
         subprocess.Popen(
@@ -250,7 +298,10 @@ REFUSED = {
     "folder": (["run", "."], "__main__.py"),
     "missing module": (["run", "-m", "nowhere.train"], "no module 'nowhere'"),
     "devices": (["run", "--accelerator", "cpu", "--devices", "0", "SCRIPT"], "number of processes"),
-    "device list on the CPU": (["run", "--accelerator", "cpu", "--devices", "0,2", "SCRIPT"], "number of processes"),
+    "device list on the CPU": (
+        ["run", "--accelerator", "cpu", "--devices", "0,2", "SCRIPT"],
+        "number of processes",
+    ),
     "accelerator": (["run", "--accelerator", "abacus", "SCRIPT"], "abacus"),
     "strategy": (["run", "--strategy", "dpp", "SCRIPT"], "dpp"),
     "precision": (["run", "--precision", "8", "SCRIPT"], "precision"),
@@ -277,7 +328,9 @@ def test_wrong_usage_is_explained_before_any_process_starts(tmp_path, capsys, mo
     assert "Valid: " in text
 
 
-@pytest.mark.parametrize(("option", "shown"), [("--help", "run a script"), ("--version", "fabric ")])
+@pytest.mark.parametrize(
+    ("option", "shown"), [("--help", "run a script"), ("--version", "fabric ")]
+)
 def test_help_and_version(capsys, option, shown):
     with pytest.raises(SystemExit) as raised:
         main([option])

@@ -21,11 +21,16 @@ def model_with_gradients(dtype=torch.float32):
 
 
 def gradients(model):
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in model.parameters()]
+    return [
+        None if parameter.grad is None else parameter.grad.clone()
+        for parameter in model.parameters()
+    ]
 
 
 def same(first, second):
-    return all(a is b if a is None else torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return all(
+        a is b if a is None else torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
 
 
 def clip(model, **options):
@@ -50,7 +55,10 @@ def test_clipping_by_value_equals_torch_and_returns_the_norm(clip_val):
     norm = clip(ours, clip_val=clip_val)
     nn.utils.clip_grad_value_(theirs.parameters(), clip_val)
     assert same(gradients(ours), gradients(theirs))
-    assert torch.equal(norm, nn.utils.get_total_norm([g for g in gradients(model_with_gradients()) if g is not None]))
+    assert torch.equal(
+        norm,
+        nn.utils.get_total_norm([g for g in gradients(model_with_gradients()) if g is not None]),
+    )
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -61,7 +69,9 @@ def test_gradients_that_are_not_finite_raise_and_stay_as_they_are(value, limit):
     before = [None if grad is None else grad.nan_to_num(7.0) for grad in gradients(model)]
     with pytest.raises(NonFiniteGradientError, match=r"error_if_nonfinite=False"):
         clip(model, **limit)
-    assert same([None if grad is None else grad.nan_to_num(7.0) for grad in gradients(model)], before)
+    assert same(
+        [None if grad is None else grad.nan_to_num(7.0) for grad in gradients(model)], before
+    )
 
 
 def test_gradients_that_are_not_finite_can_be_clipped_as_torch_does():
@@ -129,11 +139,16 @@ def clip_shards(fabric):
         expected = clip(whole, **limit)
         torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
         for shard, parameter in zip(sharded, whole.parameters(), strict=False):
-            torch.testing.assert_close(shard.grad.full_tensor(), parameter.grad, rtol=1e-12, atol=1e-15)
+            torch.testing.assert_close(
+                shard.grad.full_tensor(), parameter.grad, rtol=1e-12, atol=1e-15
+            )
         results.append(type(norm) is torch.Tensor)
     return results
 
 
 @pytest.mark.timeout(60)
 def test_sharded_gradients_are_clipped_by_the_norm_of_the_whole():
-    assert Fabric(devices=2, strategy="ddp_forkserver").launch(clip_shards, return_all=True) == [[True] * 3] * 2
+    assert (
+        Fabric(devices=2, strategy="ddp_forkserver").launch(clip_shards, return_all=True)
+        == [[True] * 3] * 2
+    )

@@ -41,11 +41,18 @@ def silent_traps(fabric: Fabric) -> dict[str, Any]:
         "any": fabric.all_reduce(torch.tensor([rank == 0, False]), reduce_op="max").tolist(),
         "all": fabric.all_reduce(torch.tensor([rank == 0, True]), reduce_op="min").tolist(),
         "sum of booleans": outcome(lambda: fabric.all_reduce(torch.tensor(True), reduce_op="sum")),
-        "order": fabric.all_reduce(filled if rank else dict(reversed(filled.items())), reduce_op="sum"),
+        "order": fabric.all_reduce(
+            filled if rank else dict(reversed(filled.items())), reduce_op="sum"
+        ),
         "integers": fabric.all_reduce([2**24 + 1, 2**60, torch.tensor(2**53 + 1)], reduce_op="sum"),
         "ragged": [part.tolist() for part in fabric.all_gather(short, ragged=True)],
-        "uint16": fabric.all_reduce(torch.tensor([1], dtype=torch.uint16), reduce_op="sum").tolist(),
-        "two ops": (fabric.all_reduce(rank + 1, reduce_op="sum"), fabric.all_reduce(rank + 1, reduce_op="max")),
+        "uint16": fabric.all_reduce(
+            torch.tensor([1], dtype=torch.uint16), reduce_op="sum"
+        ).tolist(),
+        "two ops": (
+            fabric.all_reduce(rank + 1, reduce_op="sum"),
+            fabric.all_reduce(rank + 1, reduce_op="max"),
+        ),
     }
 
 
@@ -58,7 +65,9 @@ def test_a_strided_view_is_reduced_and_broadcast_by_its_own_elements(silent: Any
     for rank, result in enumerate(silent):
         assert result["strided reduce"] == [100.0, 104.0, 108.0, 112.0]
         assert result["strided broadcast"] == [100.0, 102.0, 104.0, 106.0]
-        assert result["strided rows"] == [[100.0 * src + rank + 2 * i for i in range(4)] for src in range(2)]
+        assert result["strided rows"] == [
+            [100.0 * src + rank + 2 * i for i in range(4)] for src in range(2)
+        ]
         assert result["source untouched"] == [100.0 * rank + i for i in range(8)]
 
 
@@ -84,7 +93,10 @@ def test_booleans_are_never_summed_to_an_or(silent: Any) -> None:
 
 def test_a_dict_filled_in_another_order_keeps_its_values(silent: Any) -> None:
     for result in silent:
-        assert {name: value.item() for name, value in result["order"].items()} == {"loss": 2.0, "accuracy": 4.0}
+        assert {name: value.item() for name, value in result["order"].items()} == {
+            "loss": 2.0,
+            "accuracy": 4.0,
+        }
 
 
 def test_integers_lose_no_digit_through_a_float(silent: Any) -> None:

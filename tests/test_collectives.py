@@ -67,7 +67,12 @@ def local():
 
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-SMALL_FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
+SMALL_FLOATS = [
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64]
 INTEGERS += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
@@ -76,7 +81,9 @@ DTYPES = [*FLOATS, *SMALL_FLOATS, torch.float8_e8m0fnu, *COMPLEX, *INTEGERS, tor
 
 def tensors_of(rank, dtype):
     """Contiguous, strided, transposed, expanded, 0-dim and empty."""
-    base = torch.tensor([[1, 2, 4], [2, 1, 1]], dtype=torch.float64) * (rank + 1 if dtype is not torch.bool else rank)
+    base = torch.tensor([[1, 2, 4], [2, 1, 1]], dtype=torch.float64) * (
+        rank + 1 if dtype is not torch.bool else rank
+    )
     base = base.to(dtype)
     wide = torch.tensor([1, 0, 2, 0, 1, 0], dtype=torch.float64).to(dtype)
     one = torch.tensor(float(rank)).to(dtype)
@@ -88,7 +95,10 @@ def tensors_of(rank, dtype):
 
 def every_dtype(fabric, size):
     for dtype in DTYPES:
-        mine, everyone = tensors_of(fabric.global_rank, dtype), [tensors_of(rank, dtype) for rank in range(size)]
+        mine, everyone = (
+            tensors_of(fabric.global_rank, dtype),
+            [tensors_of(rank, dtype) for rank in range(size)],
+        )
         kept = [tensor.clone() for tensor in mine]
         gathered, sent = fabric.all_gather(mine), fabric.broadcast(mine, src=size - 1)
         for place, tensor in enumerate(mine):
@@ -117,12 +127,19 @@ def test_every_dtype_passes_on_one_process():
 
 
 def reductions_of_every_dtype(fabric, size):
-    folds = {"min": torch.minimum, "max": torch.maximum, "sum": torch.add, "product": torch.mul, "mean": torch.add}
+    folds = {
+        "min": torch.minimum,
+        "max": torch.maximum,
+        "sum": torch.add,
+        "product": torch.mul,
+        "mean": torch.add,
+    }
     for dtype in [*FLOATS, *COMPLEX, *INTEGERS]:
         everyone = [tensors_of(rank, dtype) for rank in range(size)]
         for op, fold in folds.items():
             if (op == "mean" and not (dtype.is_floating_point or dtype.is_complex)) or (
-                op in ("min", "max", "product") and (dtype.is_complex or (dtype is torch.uint64 and op != "product"))
+                op in ("min", "max", "product")
+                and (dtype.is_complex or (dtype is torch.uint64 and op != "product"))
             ):
                 continue
             results = fabric.all_reduce(everyone[fabric.global_rank], reduce_op=op)
@@ -134,7 +151,9 @@ def reductions_of_every_dtype(fabric, size):
                 expected = (expected / size if op == "mean" else expected).to(dtype).to(wide)
                 assert result.dtype is dtype
                 assert result.shape == expected.shape
-                torch.testing.assert_close(result.to(wide), expected, rtol=1e-6, atol=0, msg=f"{dtype} {op} {place}")
+                torch.testing.assert_close(
+                    result.to(wide), expected, rtol=1e-6, atol=0, msg=f"{dtype} {op} {place}"
+                )
     return True
 
 
@@ -154,7 +173,9 @@ def extremes(fabric):
         "bfloat16 mean": fabric.all_reduce(torch.tensor([1.0078125]).bfloat16()).item(),
         "large float": fabric.all_reduce(1e300),
         "smallest": fabric.all_reduce(5e-324, reduce_op="max"),
-        "nan": fabric.all_reduce(torch.tensor([float("nan"), float("inf"), float("-inf")]), reduce_op="sum"),
+        "nan": fabric.all_reduce(
+            torch.tensor([float("nan"), float("inf"), float("-inf")]), reduce_op="sum"
+        ),
         "uint64": fabric.all_gather(torch.tensor([2**64 - 1], dtype=torch.uint64)).tolist(),
         "uint8": fabric.all_reduce(torch.tensor([200], dtype=torch.uint8), reduce_op="max").item(),
     }
@@ -178,13 +199,24 @@ def test_extreme_values_are_exact():
 
 def numbers(fabric):
     rank = fabric.global_rank
-    tree = {"float": rank + 0.5, "int": 10 + rank, "complex": complex(rank, 1), "numpy": np.float64(rank)}
+    tree = {
+        "float": rank + 0.5,
+        "int": 10 + rank,
+        "complex": complex(rank, 1),
+        "numpy": np.float64(rank),
+    }
     return {
         "sum": fabric.all_reduce({**tree, "i32": np.int32(rank)}, reduce_op="sum"),
         "gather": fabric.all_gather({**tree, "bool": rank == 1}),
-        "min": fabric.all_reduce([rank == 0, True, torch.tensor([rank == 0, True])], reduce_op="min"),
-        "max": fabric.all_reduce([rank == 0, False, torch.tensor([rank == 0, False])], reduce_op="max"),
-        "others": fabric.all_reduce(["text", None, Phase.TRAIN, torch.Size([1]), b"x"], reduce_op="sum"),
+        "min": fabric.all_reduce(
+            [rank == 0, True, torch.tensor([rank == 0, True])], reduce_op="min"
+        ),
+        "max": fabric.all_reduce(
+            [rank == 0, False, torch.tensor([rank == 0, False])], reduce_op="max"
+        ),
+        "others": fabric.all_reduce(
+            ["text", None, Phase.TRAIN, torch.Size([1]), b"x"], reduce_op="sum"
+        ),
     }
 
 
@@ -192,20 +224,33 @@ def numbers(fabric):
 def test_numbers_stay_numbers():
     for result in launch(2, numbers):
         assert result["sum"] == {"float": 2.0, "int": 21, "complex": 1 + 2j, "numpy": 1.0, "i32": 1}
-        assert [type(value) for value in result["sum"].values()] == [float, int, complex, float, int]
+        assert [type(value) for value in result["sum"].values()] == [
+            float,
+            int,
+            complex,
+            float,
+            int,
+        ]
         assert result["gather"]["int"] == [10, 11]
         assert result["gather"]["bool"] == [False, True]
         assert result["gather"]["complex"] == [1j, 1 + 1j]
         assert all(type(one) is bool for one in result["gather"]["bool"])
         assert result["min"][:2] == [False, True]
         assert result["max"][:2] == [True, False]
-        assert (result["min"][2].tolist(), result["max"][2].tolist()) == ([False, True], [True, False])
+        assert (result["min"][2].tolist(), result["max"][2].tolist()) == (
+            [False, True],
+            [True, False],
+        )
         assert result["others"] == ["text", None, Phase.TRAIN, torch.Size([1]), b"x"]
 
 
 def test_numbers_of_one_process_are_the_same():
     tree = {"a": 1.5, "b": 2**60 + 1, "c": True, "d": 2j}
-    assert all_reduce(local(), {"a": 1.5, "b": 2**60 + 1, "d": 2j}, Reduce.SUM) == {"a": 1.5, "b": 2**60 + 1, "d": 2j}
+    assert all_reduce(local(), {"a": 1.5, "b": 2**60 + 1, "d": 2j}, Reduce.SUM) == {
+        "a": 1.5,
+        "b": 2**60 + 1,
+        "d": 2j,
+    }
     assert all_reduce(local(), True, Reduce.MIN) is True
     assert all_gather(local(), tree) == {"a": [1.5], "b": [2**60 + 1], "c": [True], "d": [2j]}
 
@@ -233,7 +278,9 @@ def nested(rank):
 
 
 def reduce_nested(fabric):
-    return fabric.all_reduce(nested(fabric.global_rank), reduce_op="sum"), fabric.all_gather(nested(fabric.global_rank))
+    return fabric.all_reduce(nested(fabric.global_rank), reduce_op="sum"), fabric.all_gather(
+        nested(fabric.global_rank)
+    )
 
 
 @pytest.mark.timeout(60)
@@ -254,9 +301,21 @@ def test_nested_collections_keep_their_types():
 def different_order(fabric):
     keys = ["loss", "accuracy", 3, 1.5, ("a", 1), frozenset("ab"), frozenset("c")]
     keys = keys if fabric.global_rank == 0 else keys[::-1]
-    values = {"loss": 1.0, "accuracy": 2.0, 3: 3.0, 1.5: 4.0, ("a", 1): 5.0, frozenset("ab"): 6.0, frozenset("c"): 7.0}
+    values = {
+        "loss": 1.0,
+        "accuracy": 2.0,
+        3: 3.0,
+        1.5: 4.0,
+        ("a", 1): 5.0,
+        frozenset("ab"): 6.0,
+        frozenset("c"): 7.0,
+    }
     tree = {key: torch.tensor(values[key]) for key in keys}
-    results = fabric.all_reduce(tree), fabric.broadcast(tree), {k: v[1] for k, v in fabric.all_gather(tree).items()}
+    results = (
+        fabric.all_reduce(tree),
+        fabric.broadcast(tree),
+        {k: v[1] for k, v in fabric.all_gather(tree).items()},
+    )
     return [sorted(result.items(), key=lambda item: item[1]) for result in results]
 
 
@@ -271,26 +330,44 @@ def test_ranks_that_filled_a_dict_in_another_order_agree():
 @pytest.mark.parametrize("gather", [False, True])
 def test_a_tree_costs_one_collective_per_dtype(gather):
     communicator = local()
-    tree = [torch.ones(2), torch.ones(3, 3), torch.ones((), dtype=torch.float64), 1.0, 2, torch.ones(1).long()]
+    tree = [
+        torch.ones(2),
+        torch.ones(3, 3),
+        torch.ones((), dtype=torch.float64),
+        1.0,
+        2,
+        torch.ones(1).long(),
+    ]
     all_gather(communicator, tree) if gather else all_reduce(communicator, tree, Reduce.SUM)
     assert [dtype for _, dtype in communicator.calls] == [torch.float32, torch.float64, torch.int64]
 
 
 def test_a_tree_without_tensors_costs_nothing():
     communicator = local()
-    assert all_reduce(communicator, {"a": "text", "b": [None]}, Reduce.SUM) == {"a": "text", "b": [None]}
+    assert all_reduce(communicator, {"a": "text", "b": [None]}, Reduce.SUM) == {
+        "a": "text",
+        "b": [None],
+    }
     assert all_gather(communicator, []) == []
     assert communicator.calls == []
 
 
 def count_broadcasts(fabric):
     communicator = Counting(fabric.strategy.communicator())
-    broadcast(communicator, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1).long(), "d": 1}, 0, CPU)
+    broadcast(
+        communicator,
+        {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(1).long(), "d": 1},
+        0,
+        CPU,
+    )
     return [name for name, _ in communicator.calls]
 
 
 def test_a_broadcast_costs_one_object_and_one_collective_per_dtype():
-    assert ThreadedWorld(2).run(count_broadcasts) == [["broadcast_object", "broadcast", "broadcast"]] * 2
+    assert (
+        ThreadedWorld(2).run(count_broadcasts)
+        == [["broadcast_object", "broadcast", "broadcast"]] * 2
+    )
 
 
 # -- purity ---------------------------------------------------------------------------------------------------------
@@ -300,7 +377,11 @@ def purity(fabric):
     ones = torch.ones(4)
     tree = {"a": ones, "b": torch.ones(2, 2).t(), "c": 1, "w": torch.nn.Parameter(torch.ones(2))}
     before, versions = [ones.clone(), tree["b"].clone()], [ones._version, tree["w"]._version]
-    results = [fabric.all_reduce(tree, reduce_op="sum"), fabric.all_gather(tree), fabric.broadcast(tree)]
+    results = [
+        fabric.all_reduce(tree, reduce_op="sum"),
+        fabric.all_gather(tree),
+        fabric.broadcast(tree),
+    ]
     pointers = [one[name].untyped_storage().data_ptr() for one in results for name in "abw"]
     pointers += [tree[name].untyped_storage().data_ptr() for name in "abw"]
     for result in results:
@@ -428,7 +509,11 @@ def test_min_and_max_take_tensors_that_require_gradients_where_none_is_asked():
 
 def sent(fabric):
     rank, last = fabric.global_rank, fabric.world_size - 1
-    payload = {"step": 3, "w": torch.arange(6.0).view(2, 3).t(), "m": Metrics(torch.tensor(True), {"n": "x"})}
+    payload = {
+        "step": 3,
+        "w": torch.arange(6.0).view(2, 3).t(),
+        "m": Metrics(torch.tensor(True), {"n": "x"}),
+    }
     weight = torch.ones(2, requires_grad=True) * (rank + 1)
     results = {
         "objects": fabric.broadcast({"a": [1, "b", None]} if rank == 0 else None),
@@ -450,7 +535,9 @@ def sent(fabric):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_object_is_broadcast_and_receivers_may_pass_none(size):
-    results = [Fabric(accelerator="cpu", devices=1).launch(sent)] if size == 1 else launch(size, sent)
+    results = (
+        [Fabric(accelerator="cpu", devices=1).launch(sent)] if size == 1 else launch(size, sent)
+    )
     for result in results:
         assert result["objects"] == {"a": [1, "b", None]}
         assert torch.equal(result["tensors"]["w"], torch.arange(6.0).view(2, 3).t())

@@ -40,7 +40,13 @@ def rows_of(rank: int, size: int) -> dict[str, Any]:
     """Strided, transposed, without further dimensions, empty; of several dtypes."""
     base = (torch.arange(2 * size * 3) % 5 + rank).reshape(size, 6)
     tree: dict[str, Any] = {str(dtype): base.to(dtype)[:, ::2] for dtype in DTYPES}
-    return {**tree, "t": base.t().contiguous().t(), "flat": base[:, 0], "empty": base[:, :0], "text": "kept"}
+    return {
+        **tree,
+        "t": base.t().contiguous().t(),
+        "flat": base[:, 0],
+        "empty": base[:, :0],
+        "text": "kept",
+    }
 
 
 def exchange_rows(fabric: Fabric) -> dict[str, Any]:
@@ -48,10 +54,16 @@ def exchange_rows(fabric: Fabric) -> dict[str, Any]:
     mine = rows_of(rank, size)
     results = {op: fabric.reduce_scatter(mine, reduce_op=op) for op in ("sum",)}
     results["all_to_all"] = fabric.all_to_all(mine)
-    results["max"] = fabric.reduce_scatter({"t": mine["t"], "b": mine["flat"] > rank}, reduce_op="max")
+    results["max"] = fabric.reduce_scatter(
+        {"t": mine["t"], "b": mine["flat"] > rank}, reduce_op="max"
+    )
     results["mean"] = fabric.reduce_scatter(mine["torch.bfloat16"])
     results["band"] = fabric.reduce_scatter(mine["t"], reduce_op="band")
-    assert all(torch.equal(mine[name], value) for name, value in rows_of(rank, size).items() if name != "text")
+    assert all(
+        torch.equal(mine[name], value)
+        for name, value in rows_of(rank, size).items()
+        if name != "text"
+    )
     return results
 
 
@@ -84,11 +96,20 @@ def test_what_has_no_chunk_for_each_rank_is_refused(leaf: Any) -> None:
         lambda tree: reduce_scatter(Listening(), tree, Reduce.SUM),
         lambda tree: all_to_all(Listening(), tree),
     ):
-        with pytest.raises(ConfigurationError, match=r"\['x'\] is of shape.*\n.*\(1, \.\.\.\)") as caught:
+        with pytest.raises(
+            ConfigurationError, match=r"\['x'\] is of shape.*\n.*\(1, \.\.\.\)"
+        ) as caught:
             call({"ok": torch.ones(1), "x": leaf})
         with pytest.raises(ConfigurationError, match=r"\[0\] is of shape \(\); \[1\] is"):
             call([0.5, 1.0])
-        assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
+        assert all(
+            (
+                caught.value.request,
+                caught.value.problem,
+                caught.value.expected,
+                caught.value.suggestion,
+            )
+        )
 
 
 # -- unequal lengths ------------------------------------------------------------------------------------------------
@@ -115,7 +136,10 @@ def test_unequal_lengths_are_gathered_as_a_list_or_as_one_tensor(size: int) -> N
         for name in ("x", "same", "strided"):
             assert torch.equal(torch.cat(parts[name]), whole[name])
             assert parts[name][0].dtype is whole[name].dtype
-        assert whole["x"].tolist() == [[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]][: size * (size - 1) // 2]
+        assert (
+            whole["x"].tolist()
+            == [[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]][: size * (size - 1) // 2]
+        )
         assert parts["strided"][-1].tolist() == list(range(0, 4 * size - 2, 2))
         assert whole["scalar"].tolist() == [rank > 0 for rank in range(size)]
         assert parts["n"] == whole["n"] == list(range(size))
@@ -154,7 +178,9 @@ def test_ranks_that_differ_in_more_than_the_length_all_raise() -> None:
         ]
         for place, (pattern, text) in enumerate(zip(patterns, texts, strict=False)):
             assert re.search(pattern, text, re.DOTALL), text
-            assert text.startswith(("CollectiveMismatchError", "ConfigurationError")[rank == 1 and place in (5, 6)])
+            assert text.startswith(
+                ("CollectiveMismatchError", "ConfigurationError")[rank == 1 and place in (5, 6)]
+            )
         assert texts[-1] == 2
 
 
@@ -167,7 +193,15 @@ def part_for(rank: int) -> dict[str, Any]:
     small = torch.tensor([1, 0, rank]).to(torch.float8_e5m2)
     few = {"one": values[:1], "none": values[:0]}  # contiguous to torch, with any strides
     flag = torch.tensor(rank == 1)
-    return {"x": values, "z": z, "small": small, **few, "flag": flag, "name": f"part {rank}", "no": None}
+    return {
+        "x": values,
+        "z": z,
+        "small": small,
+        **few,
+        "flag": flag,
+        "name": f"part {rank}",
+        "no": None,
+    }
 
 
 def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -190,7 +224,10 @@ def any_object(fabric: Fabric, group: Any = None) -> Any:
     everyone = fabric.gather(mine, dst=last, group=group)
     assert (everyone is None) == (rank != last)
     assert all(same(one, part_for(place)) for place, one in enumerate(everyone or []))
-    assert fabric.scatter([None, "a", 3][:size] if rank == 0 else (), group=group) == [None, "a", 3][rank]
+    assert (
+        fabric.scatter([None, "a", 3][:size] if rank == 0 else (), group=group)
+        == [None, "a", 3][rank]
+    )
     weight = torch.ones(1, requires_grad=True)
     assert not fabric.scatter([weight] * size, group=group).requires_grad
     fabric.barrier("here", group)
@@ -286,7 +323,9 @@ def test_what_cannot_be_sent_raises_on_every_rank() -> None:
         (np.ndarray, None),
     ],
 )
-def test_arrays_and_mappings_that_would_not_be_reduced_are_refused(leaf: Any, instead: str | None) -> None:
+def test_arrays_and_mappings_that_would_not_be_reduced_are_refused(
+    leaf: Any, instead: str | None
+) -> None:
     if instead is None:
         assert all_reduce(Listening(), [leaf], Reduce.SUM) == [leaf]
         return

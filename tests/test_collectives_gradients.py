@@ -22,7 +22,10 @@ def local():
 
 def inputs(size):
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 2, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(size)]
+    return [
+        torch.randn(size, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(size)
+    ]
 
 
 def local_loss(rank, reduced):
@@ -38,7 +41,9 @@ def one_process(everyone, op):
     size = len(everyone)
     if op in ("gather", "ragged"):
         return [
-            torch.stack(everyone) if op == "gather" else torch.cat([x[: r + 1] for r, x in enumerate(everyone)])
+            torch.stack(everyone)
+            if op == "gather"
+            else torch.cat([x[: r + 1] for r, x in enumerate(everyone)])
         ] * size
     if op == "broadcast":
         return [everyone[-1]] * size
@@ -60,11 +65,16 @@ def reference(size, op):
 
 def collective(fabric, x, op, group=None):
     communicator = fabric.strategy.communicator(group)
-    tree = {"x": x.t().contiguous().t(), "count": torch.ones(communicator.size, dtype=torch.float64)}
+    tree = {
+        "x": x.t().contiguous().t(),
+        "count": torch.ones(communicator.size, dtype=torch.float64),
+    }
     if op == "gather":
         result = fabric.all_gather(tree, group, sync_grads=True)
     elif op == "ragged":
-        result = fabric.all_gather({**tree, "x": x[: communicator.rank + 1]}, group, sync_grads=True, concat=True)
+        result = fabric.all_gather(
+            {**tree, "x": x[: communicator.rank + 1]}, group, sync_grads=True, concat=True
+        )
     elif op == "broadcast":
         result = fabric.broadcast({**tree, "x": x}, communicator.size - 1, group)
     elif op == "all_to_all":
@@ -90,7 +100,9 @@ def gradient(fabric, op, group=None):
 def gradients(fabric):
     world = fabric.strategy.runtime.communicator
     group = world.new_group([1, 2]) if world.size == 3 else None
-    return {op: (gradient(fabric, op), gradient(fabric, op, group) if group else None) for op in OPS}
+    return {
+        op: (gradient(fabric, op), gradient(fabric, op, group) if group else None) for op in OPS
+    }
 
 
 @pytest.mark.timeout(60)
@@ -100,14 +112,21 @@ def test_gradients_and_theirs_are_those_of_the_sum_of_all_local_losses(size):
     results = [one.launch(gradients)] if size == 1 else launch(size, gradients)
     for op in OPS:
         for result, expected in zip(results, reference(size, op), strict=True):
-            torch.testing.assert_close(result[op][0], expected, rtol=1e-12, atol=1e-12, msg=f"{op}, {expected}")
-        for result, expected in zip(results[1:] if size == 3 else (), reference(2, op), strict=size == 3):
+            torch.testing.assert_close(
+                result[op][0], expected, rtol=1e-12, atol=1e-12, msg=f"{op}, {expected}"
+            )
+        for result, expected in zip(
+            results[1:] if size == 3 else (), reference(2, op), strict=size == 3
+        ):
             torch.testing.assert_close(result[op][1], expected, rtol=1e-12, atol=1e-12)
 
 
 def let_go(fabric):
     """By operation, whether what it returned, a part of a graph, is freed with the last name of it."""
-    results = {op: collective(fabric, torch.ones(1, 2, dtype=torch.float64, requires_grad=True), op) for op in OPS}
+    results = {
+        op: collective(fabric, torch.ones(1, 2, dtype=torch.float64, requires_grad=True), op)
+        for op in OPS
+    }
     seen = {op: weakref.ref(results.pop(op)) for op in OPS}
     gc.collect()
     return {op: ref() is None for op, ref in seen.items()}
@@ -124,8 +143,13 @@ def receiver_without_input(fabric):
     ((fabric.global_rank + 1.0) * result["x"].square()).sum().backward()
     with torch.no_grad():
         assert not fabric.broadcast(x).requires_grad
-    sparse = torch.eye(2).to_sparse().requires_grad_()  # as long as what arrives, but none to receive into
-    assert fabric.broadcast(torch.ones(2, 2, requires_grad=True) if mine else sparse).tolist() == [[1, 1], [1, 1]]
+    sparse = (
+        torch.eye(2).to_sparse().requires_grad_()
+    )  # as long as what arrives, but none to receive into
+    assert fabric.broadcast(torch.ones(2, 2, requires_grad=True) if mine else sparse).tolist() == [
+        [1, 1],
+        [1, 1],
+    ]
     return x.grad, result["n"].requires_grad
 
 

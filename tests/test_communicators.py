@@ -56,17 +56,24 @@ def ones_of(op, values):
 
 def every_collective(communicator):
     rank, size = communicator.rank, communicator.size
-    results = {op.name: communicator.all_reduce(ones_of(op, torch.arange(3.0) + rank + 1), op) for op in Reduce}
+    results = {
+        op.name: communicator.all_reduce(ones_of(op, torch.arange(3.0) + rank + 1), op)
+        for op in Reduce
+    }
     results["gather"] = communicator.all_gather(torch.full((2,), rank))
     results["gather 0-dim"] = communicator.all_gather(torch.tensor(rank))
     for op in Reduce:
         rows = torch.arange(2.0 * size).view(size, 2) + rank
         results[f"scatter {op.name}"] = communicator.reduce_scatter(ones_of(op, rows), op)
-    results["broadcast"] = [communicator.broadcast(torch.tensor([rank]), src) for src in range(size)]
+    results["broadcast"] = [
+        communicator.broadcast(torch.tensor([rank]), src) for src in range(size)
+    ]
     rows = torch.arange(2 * size).view(size, 2) + 100 * rank
     results["all to all"] = communicator.all_to_all(rows)
     last = size - 1
-    results["scatter"] = communicator.scatter(rows if rank == last else None, torch.empty(2, dtype=rows.dtype), last)
+    results["scatter"] = communicator.scatter(
+        rows if rank == last else None, torch.empty(2, dtype=rows.dtype), last
+    )
     gathered = communicator.gather(rows[0], last)
     results["gather to last"] = torch.empty(0) if gathered is None else gathered
     results["objects"] = communicator.gather_objects({"rank": rank})
@@ -79,7 +86,9 @@ def test_one_process_means_the_same_with_and_without_a_group():
     local, group = of_one_process(every_collective)
     assert local.keys() == group.keys()
     for name, value in local.items():
-        torch.testing.assert_close(value, group[name], rtol=0, atol=0) if "object" not in name else None
+        torch.testing.assert_close(
+            value, group[name], rtol=0, atol=0
+        ) if "object" not in name else None
     assert local["objects"] == group["objects"] == [{"rank": 0}]
     assert local["object"] == group["object"] == ["of 0"]
 
@@ -96,7 +105,8 @@ class Forwarding(Communicator):
 
 def test_run_is_all_that_a_communicator_implements():
     assert (
-        every_collective(Forwarding(LocalCommunicator(CPU))).keys() == every_collective(LocalCommunicator(CPU)).keys()
+        every_collective(Forwarding(LocalCommunicator(CPU))).keys()
+        == every_collective(LocalCommunicator(CPU)).keys()
     )
     for module in pkgutil.walk_packages(fabric.__path__, "fabric."):
         if not module.name.endswith("__main__"):
@@ -112,7 +122,10 @@ def test_run_is_all_that_a_communicator_implements():
 
 def test_an_error_in_place_of_an_object_is_raised_on_one_process():
     def run(communicator):
-        for exchange in (communicator.gather_objects, partial(communicator.broadcast_object, src=0)):
+        for exchange in (
+            communicator.gather_objects,
+            partial(communicator.broadcast_object, src=0),
+        ):
             with pytest.raises(ConfigurationError, match="not this one"):
                 exchange(None, error=ConfigurationError("exchange", "not this one"))
 
@@ -147,9 +160,13 @@ def test_every_collective_over_several_processes(size):
             torch.testing.assert_close(result[op.name], reduce(inputs))
             torch.testing.assert_close(result[f"scatter {op.name}"], reduce(rows)[rank])
         mine = [2 * rank, 2 * rank + 1]
-        assert result["all to all"].tolist() == [[100 * j + one for one in mine] for j in range(size)]
+        assert result["all to all"].tolist() == [
+            [100 * j + one for one in mine] for j in range(size)
+        ]
         assert result["scatter"].tolist() == [100 * (size - 1) + one for one in mine]
-        assert result["gather to last"].tolist() == ([[100 * j, 100 * j + 1] for j in range(size)] * (rank == size - 1))
+        assert result["gather to last"].tolist() == (
+            [[100 * j, 100 * j + 1] for j in range(size)] * (rank == size - 1)
+        )
         assert result["gather"].tolist() == [[one, one] for one in range(size)]
         assert result["gather 0-dim"].tolist() == list(range(size))
         assert [int(value) for value in result["broadcast"]] == list(range(size))
@@ -203,7 +220,11 @@ def groups(fabric):
     result["member"] = (bool(left), bool(right))
     for name, group in (("left", left), ("right", right)):
         if group:
-            result[name] = (group.rank, group.size, group.all_gather(torch.tensor(world.rank)).tolist())
+            result[name] = (
+                group.rank,
+                group.size,
+                group.all_gather(torch.tensor(world.rank)).tolist(),
+            )
             result[name + " object"] = group.broadcast_object(world.rank, 1)
     if left:
         with pytest.raises(UsageError, match="other 1 processes"):
@@ -223,7 +244,11 @@ def groups(fabric):
 @pytest.mark.timeout(60)
 def test_groups_are_parts_of_the_job_with_ranks_of_their_own():
     first, second, third = launch(3, groups)
-    assert [one["member"] for one in (first, second, third)] == [(True, False), (True, True), (False, True)]
+    assert [one["member"] for one in (first, second, third)] == [
+        (True, False),
+        (True, True),
+        (False, True),
+    ]
     assert first["left"] == (0, 2, [0, 1])
     assert second["left"] == (1, 2, [0, 1])
     assert second["right"] == (0, 2, [1, 2])
@@ -264,7 +289,11 @@ def messages_in_groups(fabric):
 @pytest.mark.timeout(60)
 def test_messages_between_two_ranks_keep_their_order_in_groups_too():
     first, second, third = launch(3, messages_in_groups)
-    assert [one[0] for one in (first, second, third)] == [[2], [[10], 0.5 + 1j, 0], [[20, 20], 1 + 1j, 1]]
+    assert [one[0] for one in (first, second, third)] == [
+        [2],
+        [[10], 0.5 + 1j, 0],
+        [[20, 20], 1 + 1j, 1],
+    ]
     assert [one[1] for one in (first, second, third)] == [None, [1], [[10], 0.5 + 1j, 0]]
 
 

@@ -36,8 +36,15 @@ def path(tmp_path: Path) -> Path:
 def state() -> dict[str, Any]:
     weight = torch.randn(7, 5)
     return {
-        "model": {"encoder": weight, "decoder": weight, "half": torch.ones(3, dtype=torch.bfloat16)},
-        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        "model": {
+            "encoder": weight,
+            "decoder": weight,
+            "half": torch.ones(3, dtype=torch.bfloat16),
+        },
+        "optimizer": {
+            "state": {0: {"step": torch.tensor(3.0)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
         "empty": torch.empty(0, 2),
         "step": 17,
     }
@@ -162,7 +169,12 @@ def test_safetensors_are_written_without_the_library(path, state):
         f"sys.exit(main(['consolidate', {str(path)!r}, '-o', {str(path.parent / 'w.safetensors')!r}]))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False, env=ONE_THREAD
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=ONE_THREAD,
     )
     assert done.returncode == 0, done.stderr
     assert set(load_file(path.parent / "w.safetensors")) == {"encoder", "decoder", "half"}

@@ -38,14 +38,20 @@ def warm_calls(one: Callable[[], Any]) -> int:
 
 
 # The raw loops have autocast and a GradScaler of their own.
-@pytest.mark.parametrize(("precision", "most"), [("32-true", 3), ("bf16-mixed", 4), ("16-mixed", 14)])
-def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(precision: str, most: int) -> None:
+@pytest.mark.parametrize(
+    ("precision", "most"), [("32-true", 3), ("bf16-mixed", 4), ("16-mixed", 14)]
+)
+def test_a_step_on_one_device_makes_few_more_python_calls_than_the_raw_loop(
+    precision: str, most: int
+) -> None:
     assert warm_calls(step.ours(precision)) - warm_calls(step.raw(precision)) <= most
 
 
 # Five of them note for the hang reports where this rank is.
 @pytest.mark.parametrize(("strategy", "most"), [("ddp", 16), ("fsdp", 15)])
-def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(strategy: str, most: int) -> None:
+def test_a_step_on_two_ranks_makes_few_more_python_calls_than_the_wrapper_by_hand(
+    strategy: str, most: int
+) -> None:
     ours, by_hand = (run_in_ranks(count, strategy=strategy) for count in (count_ours, count_raw))
     assert all(mine - other <= most for mine, other in zip(ours, by_hand, strict=True))
 
@@ -57,7 +63,9 @@ def count_ours(fabric: Fabric) -> int:
 
 def count_raw(fabric: Fabric) -> int:
     model, _, inputs, targets = tiny()
-    prepared: Any = fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
+    prepared: Any = (
+        fully_shard(model) if fabric.strategy.name == "fsdp" else DistributedDataParallel(model)
+    )
     optimizer = torch.optim.SGD(prepared.parameters(), lr=0.01)
     return warm_calls(step_of(prepared, optimizer, torch.Tensor.backward, inputs, targets))
 
@@ -83,7 +91,10 @@ def test_a_batch_on_the_cpu_makes_one_more_python_call_than_in_the_raw_loop() ->
         return count_calls(lambda: deque(loader, maxlen=0), number=3)
 
     with Fabric(accelerator="cpu", devices=1) as fabric:
-        extra = [calls(count, fabric.setup_dataloaders) - calls(count, lambda plain: plain) for count in (10, 110)]
+        extra = [
+            calls(count, fabric.setup_dataloaders) - calls(count, lambda plain: plain)
+            for count in (10, 110)
+        ]
     assert extra[1] - extra[0] == 100
 
 
@@ -102,7 +113,9 @@ def test_to_ask_whether_to_stop_costs_three_python_calls_and_no_collective() -> 
 def count_asking(fabric: Fabric) -> tuple[int, int]:
     with CommDebugMode() as mode:
         assert not fabric.should_stop
-        calls = count_calls(lambda: fabric.should_stop, number=10) - count_calls(lambda: None, number=10)
+        calls = count_calls(lambda: fabric.should_stop, number=10) - count_calls(
+            lambda: None, number=10
+        )
     return mode.get_total_counts(), calls
 
 

@@ -116,7 +116,9 @@ def copied(make: Callable[[Streams], Any], *, pins: bool = False) -> tuple[Any, 
 
 
 def test_a_batch_is_pinned_then_copied_on_the_side_and_the_computation_waits_for_it() -> None:
-    moved, log = copied(lambda streams: [watched(streams, "x"), {"y": watched(streams, "y")}, "text", 3], pins=True)
+    moved, log = copied(
+        lambda streams: [watched(streams, "x"), {"y": watched(streams, "y")}, "text", 3], pins=True
+    )
     assert moved[0].device == moved[1]["y"].device == META
     assert moved[2:] == ["text", 3]
     assert log == [
@@ -131,7 +133,9 @@ def test_a_batch_is_pinned_then_copied_on_the_side_and_the_computation_waits_for
 
 
 @pytest.mark.parametrize("kind", [lambda tensor: Encoding(x=[tensor]), Graph])
-def test_tensors_of_a_batch_that_moves_itself_are_told_of_the_stream(kind: Callable[[Any], Any]) -> None:
+def test_tensors_of_a_batch_that_moves_itself_are_told_of_the_stream(
+    kind: Callable[[Any], Any],
+) -> None:
     moved, log = copied(lambda streams: {"batch": kind(watched(streams, "x"))})
     assert isinstance(moved["batch"], Encoding | Graph)
     assert log == ["x is copied on side", "compute waits for side", "x is used on compute"]
@@ -143,7 +147,9 @@ def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
             self["x"] = self["x"].to(device)
             return self
 
-    _, log = copied(lambda streams: Half(x=watched(streams, "x"), lengths=watched(streams, "lengths")))
+    _, log = copied(
+        lambda streams: Half(x=watched(streams, "x"), lengths=watched(streams, "lengths"))
+    )
     assert log[-1] == "x is used on compute"
 
 
@@ -158,7 +164,9 @@ def test_tensors_that_stay_on_the_cpu_are_not_told_of_the_stream() -> None:
     ],
     ids=["opaque", "inside", "moved", "gradients", "sparse"],
 )
-def test_a_batch_with_a_part_that_cannot_be_followed_is_copied_on_the_compute_stream(hinders: Any) -> None:
+def test_a_batch_with_a_part_that_cannot_be_followed_is_copied_on_the_compute_stream(
+    hinders: Any,
+) -> None:
     _, log = copied(lambda streams: (watched(streams, "x"), hinders()), pins=True)
     assert log == ["x is copied on compute"]
 
@@ -211,12 +219,16 @@ def test_the_cpu_runs_at_most_two_steps_ahead() -> None:
 def test_on_a_cpu_nothing_is_pinned_or_moved() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         for overlap in (True, False):
-            loader = fabric.setup_dataloaders(DataLoader(TensorDataset(torch.ones(1))), overlap_copies=overlap)
+            loader = fabric.setup_dataloaders(
+                DataLoader(TensorDataset(torch.ones(1))), overlap_copies=overlap
+            )
             assert not loader.pin_memory
             assert [batch.tolist() for [batch] in loader] == [[1.0]]
 
 
 def test_other_devices_get_their_batches_in_turn() -> None:
-    loader = FabricDataLoader(DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META)
+    loader = FabricDataLoader(
+        DataLoader(TensorDataset(torch.ones(2))), rank=0, num_replicas=1, device=META
+    )
     assert not loader.pin_memory
     assert [batch.device for [batch] in loader] == [META, META]

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+)
 
 from fabric.data import FabricDataLoader
 from fabric.errors import ArgumentTypeError, ConfigurationError
@@ -79,7 +85,11 @@ def test_subclasses_keep_their_class_and_iteration() -> None:
     assert next(iterator).tolist() == [10]
     resumed = prepare(Doubling(10, range(6), batch_size=1), 1, 2)
     resumed.load_state_dict(prepared.state_dict())
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in iterator] == [[30], [50]]
+    assert (
+        [batch.tolist() for batch in resumed]
+        == [batch.tolist() for batch in iterator]
+        == [[30], [50]]
+    )
 
 
 def test_workers_of_the_users_own_iteration_are_not_touched() -> None:
@@ -102,7 +112,9 @@ def test_batches_are_moved_to_a_device_other_than_the_cpu() -> None:
 def test_batches_are_handed_out_untouched_on_the_cpu(device: torch.device | None) -> None:
     batches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
     loader = DataLoader(batches, None, collate_fn=lambda batch: batch)
-    assert all(ours is theirs for ours, theirs in zip(prepare(loader, device=device), batches, strict=True))
+    assert all(
+        ours is theirs for ours, theirs in zip(prepare(loader, device=device), batches, strict=True)
+    )
 
 
 def test_prepared_loader_can_be_copied() -> None:
@@ -140,7 +152,9 @@ def _microseconds_an_item(items: Any) -> float:
 def test_handing_out_and_indexing_cost_less_than_two_microseconds_a_batch() -> None:
     handing_out = _microseconds_an_item(prepare(Ready(range(2)), device=torch.device("cpu")))
     plain = DataLoader(range(50_000), 1)
-    indexing = _microseconds_an_item(prepare(plain).batch_sampler) - _microseconds_an_item(plain.batch_sampler)
+    indexing = _microseconds_an_item(prepare(plain).batch_sampler) - _microseconds_an_item(
+        plain.batch_sampler
+    )
     assert handing_out + indexing < 2, (handing_out, indexing)
 
 

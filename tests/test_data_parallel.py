@@ -58,7 +58,9 @@ def replicated(function: Callable[..., Any], devices: int = 2) -> Any:
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     model.zero_grad()
     model(x).pow(2).mean().backward()
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
@@ -66,7 +68,9 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 7])
 @pytest.mark.parametrize("devices", [1, 2, 3])
-def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(devices: int, batch: int) -> None:
+def test_an_uneven_or_small_batch_gives_the_gradients_of_one_device(
+    devices: int, batch: int
+) -> None:
     plain = Net().double()
     x = torch.randn(batch, 4, dtype=torch.float64)
     with make_fabric(devices, precision="64-true") as fabric:
@@ -92,7 +96,11 @@ def test_two_runs_are_bit_identical(precision: str) -> None:
 
 def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
     with make_fabric(1) as fabric:
-        assert_same(fabric.launch(fabric_loop, torch.float32, 3), plain_loop(torch.float32, None, False, 3), 0.0)
+        assert_same(
+            fabric.launch(fabric_loop, torch.float32, 3),
+            plain_loop(torch.float32, None, False, 3),
+            0.0,
+        )
 
 
 def test_gradients_reach_the_input_and_what_made_it(fabric: Fabric) -> None:
@@ -170,15 +178,25 @@ def test_each_replica_has_its_thread_and_the_callers_autocast(dtype: torch.dtype
 
 @pytest.mark.parametrize(
     ("context", "grad", "inference"),
-    [(torch.no_grad, False, False), (torch.inference_mode, False, True), (torch.enable_grad, True, False)],
+    [
+        (torch.no_grad, False, False),
+        (torch.inference_mode, False, True),
+        (torch.enable_grad, True, False),
+    ],
 )
-def test_grad_mode_and_inference_mode_hold_in_the_replicas(context: Any, grad: bool, inference: bool) -> None:
+def test_grad_mode_and_inference_mode_hold_in_the_replicas(
+    context: Any, grad: bool, inference: bool
+) -> None:
     with context():
         assert {one[1:3] for one in seen_by_replicas()} == {(grad, inference)}
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
-def test_a_mixed_precision_computes_in_16_bits_and_returns_32(precision: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
+)
+def test_a_mixed_precision_computes_in_16_bits_and_returns_32(
+    precision: str, dtype: torch.dtype
+) -> None:
     seen = []
     with make_fabric(precision=precision) as fabric:
         model = fabric.setup(Net())
@@ -206,7 +224,9 @@ def test_no_thread_is_left_behind(fabric: Fabric) -> None:
 # -- arguments and outputs ----------------------------------------------------------------------------------------
 
 
-def parts_of(*args: Any, devices: int = 2, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+def parts_of(
+    *args: Any, devices: int = 2, **kwargs: Any
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """The arguments that each replica was called with, in their order."""
     wrapper = replicated(lambda: None, devices)
     inputs, own = wrapper.scatter(args, kwargs, wrapper.device_ids)
@@ -235,7 +255,12 @@ def test_nested_arguments_are_split_and_others_shared() -> None:
         assert torch.equal(args[1].x, part)
         assert args[2] is scale
         assert torch.equal(kwargs["y"][0], part)
-        assert (args[1].name, kwargs["y"][1], kwargs["marker"], kwargs["none"]) == ("a", 2, marker, None)
+        assert (args[1].name, kwargs["y"][1], kwargs["marker"], kwargs["none"]) == (
+            "a",
+            2,
+            marker,
+            None,
+        )
 
 
 def test_a_part_can_be_written_in_place() -> None:
@@ -271,7 +296,11 @@ def test_a_call_without_a_batch_runs_once() -> None:
     ("function", "arguments", "names"),
     [
         (lambda x, y: x, {"x": torch.ones(6), "y": torch.ones(4, 2)}, ["shapes (6,), (4, 2)"]),
-        (lambda x: {"n": len(x)}, {"x": torch.ones(3)}, ["output['n']", "the replicas returned 2, 1"]),
+        (
+            lambda x: {"n": len(x)},
+            {"x": torch.ones(3)},
+            ["output['n']", "the replicas returned 2, 1"],
+        ),
         (lambda x: {len(x): x}, {"x": torch.ones(3)}, ["output[2]", "output[1]"]),
     ],
 )
@@ -341,7 +370,9 @@ def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
 
 def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
     model, sums = fabric.setup(Net()), []
-    model.head.bias.register_post_accumulate_grad_hook(lambda parameter: sums.append(parameter.grad.item()))
+    model.head.bias.register_post_accumulate_grad_hook(
+        lambda parameter: sums.append(parameter.grad.item())
+    )
     fabric.backward(model(torch.randn(5, 4)).sum())
     assert sums == [5.0]
 
@@ -422,7 +453,11 @@ def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> N
 def test_there_is_one_process(fabric: Fabric) -> None:
     assert (fabric.world_size, fabric.global_rank, fabric.device) == (1, 0, CPU)
     strategy = fabric.strategy
-    assert (strategy.world_size, strategy.is_distributed, strategy.distributed_sampler_kwargs) == (1, False, None)
+    assert (strategy.world_size, strategy.is_distributed, strategy.distributed_sampler_kwargs) == (
+        1,
+        False,
+        None,
+    )
     assert strategy.reduce_boolean_decision(True)
     assert strategy.broadcast({"a": 1}) == {"a": 1}
     strategy.barrier("here")
@@ -447,27 +482,45 @@ def test_describe_shows_the_replicas(fabric: Fabric) -> None:
 
 @pytest.mark.parametrize(
     ("op", "expected"),
-    [("mean", [2.0, 3.0]), ("avg", [2.0, 3.0]), ("sum", [4.0, 6.0]), ("min", [1.0, 2.0]), ("PRODUCT", [3.0, 8.0])],
+    [
+        ("mean", [2.0, 3.0]),
+        ("avg", [2.0, 3.0]),
+        ("sum", [4.0, 6.0]),
+        ("min", [1.0, 2.0]),
+        ("PRODUCT", [3.0, 8.0]),
+    ],
 )
-def test_all_reduce_of_the_strategy_is_over_the_replicas(fabric: Fabric, op: str, expected: list[float]) -> None:
+def test_all_reduce_of_the_strategy_is_over_the_replicas(
+    fabric: Fabric, op: str, expected: list[float]
+) -> None:
     fabric.launch()
     gathered = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     collection = {"loss": [gathered], "scalar": torch.tensor(7.0), "name": "a", "count": 3}
     reduced = fabric.strategy.all_reduce(collection, reduce_op=op)
-    assert reduced["loss"][0].tolist() == fabric.strategy.reduce(gathered, reduce_op=op).tolist() == expected
+    assert (
+        reduced["loss"][0].tolist()
+        == fabric.strategy.reduce(gathered, reduce_op=op).tolist()
+        == expected
+    )
     assert (reduced["scalar"].item(), reduced["name"], reduced["count"]) == (7.0, "a", 3)
 
 
 def test_all_reduce_takes_whatever_number_of_rows_was_gathered(fabric: Fabric) -> None:
     fabric.launch()
     for rows in (1, 3):
-        assert fabric.strategy.all_reduce(torch.ones(rows, 2), reduce_op="sum").tolist() == [rows, rows]
+        assert fabric.strategy.all_reduce(torch.ones(rows, 2), reduce_op="sum").tolist() == [
+            rows,
+            rows,
+        ]
 
 
 def test_all_reduce_keeps_dtypes_and_gradients(fabric: Fabric) -> None:
     fabric.launch()
     strategy = fabric.strategy
-    assert strategy.all_reduce(torch.tensor([3, 4], dtype=torch.int32), reduce_op="product").dtype == torch.int32
+    assert (
+        strategy.all_reduce(torch.tensor([3, 4], dtype=torch.int32), reduce_op="product").dtype
+        == torch.int32
+    )
     assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
     losses = torch.tensor([1.0, 3.0], requires_grad=True)
     strategy.all_reduce(losses).backward()
@@ -490,7 +543,9 @@ def test_all_reduce_refuses_reductions_without_a_meaning(
     assert all(name in str(caught.value) for name in names), str(caught.value)
 
 
-@pytest.mark.parametrize("compiled", [lambda part: torch.compile(part, backend="eager"), compiled_in_place])
+@pytest.mark.parametrize(
+    "compiled", [lambda part: torch.compile(part, backend="eager"), compiled_in_place]
+)
 def test_a_compiled_module_is_refused_on_several_devices(fabric: Fabric, compiled: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"torch\.compile was applied to 1, and"):
         fabric.setup(nn.Sequential(nn.Linear(4, 4), compiled(nn.Linear(4, 4))))
@@ -507,8 +562,16 @@ def test_several_nodes_and_devices_named_twice_are_refused() -> None:
         strategy.check(accelerator=CUDAAccelerator(), devices=(gpu, gpu), num_nodes=1)
 
 
-def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+def test_a_strategy_of_its_own_refuses_to_be_one_of_several_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigurationError, match=r"2 processes \(this is rank 1\)"):
@@ -526,10 +589,14 @@ def test_a_strategy_works_without_fabric() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.bfloat16), ("16-mixed", torch.float16)]
+)
 def test_autocast_holds_in_replicas_on_gpus(precision: str, dtype: torch.dtype) -> None:
     seen: list[torch.dtype] = []
-    with Fabric(accelerator="cuda", devices=2, strategy="dp", precision=precision, environment="none") as fabric:
+    with Fabric(
+        accelerator="cuda", devices=2, strategy="dp", precision=precision, environment="none"
+    ) as fabric:
         model = fabric.setup(Net())
         model.head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
         assert type(model._fabric_prepared).__mro__[1] is nn.DataParallel

@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+)
 
 from fabric.data import FabricDataLoader
 from fabric.errors import CheckpointError, ConfigurationError
@@ -75,10 +82,17 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "sequential": lambda data, **o: DataLoader(data, 4, **o),
     "shuffled": lambda data, **o: DataLoader(data, 4, shuffle=True, **o),
     "drop last": lambda data, **o: DataLoader(data, 4, shuffle=True, drop_last=True, **o),
-    "own generator": lambda data, **o: DataLoader(data, 4, True, generator=torch.Generator().manual_seed(9), **o),
-    "loader's generator": lambda data, **o: DataLoader(data, 4, generator=torch.Generator().manual_seed(9), **o),
+    "own generator": lambda data, **o: DataLoader(
+        data, 4, True, generator=torch.Generator().manual_seed(9), **o
+    ),
+    "loader's generator": lambda data, **o: DataLoader(
+        data, 4, generator=torch.Generator().manual_seed(9), **o
+    ),
     "replacement": lambda data, **o: DataLoader(
-        data, 4, sampler=RandomSampler(data, True, 40, generator=torch.Generator().manual_seed(9)), **o
+        data,
+        4,
+        sampler=RandomSampler(data, True, 40, generator=torch.Generator().manual_seed(9)),
+        **o,
     ),
     "eager": lambda data, **o: DataLoader(data, 4, sampler=Eager(), **o),
     "eager batches": lambda data, **o: DataLoader(data, batch_sampler=Batches(), **o),
@@ -88,7 +102,9 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
 WITHOUT_LAZY = sorted(LOADERS.keys() - {"lazy"})
 
 
-def prepare(loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
+def prepare(
+    loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any
+) -> FabricDataLoader:
     return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
 
 
@@ -105,7 +121,11 @@ def stored(state: Any) -> Any:
 
 
 def plain(batch: Any) -> Any:
-    return [plain(part) for part in batch] if isinstance(batch, list) else getattr(batch, "tolist", lambda: batch)()
+    return (
+        [plain(part) for part in batch]
+        if isinstance(batch, list)
+        else getattr(batch, "tolist", lambda: batch)()
+    )
 
 
 def train(loader: Any, epochs: int, stop: int | None = None) -> tuple[list[Any], Any]:
@@ -128,7 +148,9 @@ def resume(loader: FabricDataLoader, saved: Any, epochs: int) -> list[Any]:
 
 @laws
 @given(kind=st.sampled_from(sorted(LOADERS)), stop=st.integers(1, 30), noisy=st.booleans())
-def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(kind: str, stop: int, noisy: bool) -> None:
+def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(
+    kind: str, stop: int, noisy: bool
+) -> None:
     make = lambda: prepare(LOADERS[kind](Noisy() if noisy else Counted()))  # noqa: E731
     seed(1)
     whole, _ = train(make(), 5)
@@ -144,7 +166,9 @@ def test_resumed_run_on_one_process_is_the_uninterrupted_one_bit_for_bit(kind: s
     stop=st.integers(1, 9),
     uneven=st.sampled_from(["pad", "drop"]),
 )
-def test_resumed_rank_continues_its_own_share(kind: str, num_replicas: int, stop: int, uneven: str) -> None:
+def test_resumed_rank_continues_its_own_share(
+    kind: str, num_replicas: int, stop: int, uneven: str
+) -> None:
     published: dict[str, bytes] = {}
     resumed: dict[str, bytes] = {}
     for rank in range(num_replicas):
@@ -160,7 +184,9 @@ def test_resumed_rank_continues_its_own_share(kind: str, num_replicas: int, stop
 
 @pytest.mark.parametrize("kind", WITHOUT_LAZY)
 @pytest.mark.parametrize("received", [0, 3])
-def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone(kind: str, received: int) -> None:
+def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone(
+    kind: str, received: int
+) -> None:
     loader = prepare(LOADERS[kind](Counted()))
     iterator = iter(loader)
     list(itertools.islice(iterator, received))
@@ -233,7 +259,10 @@ def test_breaking_out_keeps_the_position_until_the_next_epoch_begins() -> None:
 def test_nested_iterations_draw_orders_of_their_own_and_the_last_batch_counts() -> None:
     loader = prepare(LOADERS["shuffled"](Counted()))
     outer, inner = iter(loader), iter(loader)
-    orders = [list(itertools.chain.from_iterable(batch.tolist() for batch in each)) for each in (inner, outer)]
+    orders = [
+        list(itertools.chain.from_iterable(batch.tolist() for batch in each))
+        for each in (inner, outer)
+    ]
     assert orders[0] != orders[1]
     assert all(sorted(order) == list(range(23)) for order in orders)
     outer, inner = iter(loader), iter(loader)
@@ -248,7 +277,11 @@ def test_state_loaded_and_saved_again_is_the_same_position() -> None:
     resumed = prepare(LOADERS["shuffled"](Counted()))
     resumed.load_state_dict(state)
     again = resumed.state_dict()
-    assert {name: again[name] for name in ("epoch", "cursor", "unit")} == {"epoch": 0, "cursor": 4, "unit": "samples"}
+    assert {name: again[name] for name in ("epoch", "cursor", "unit")} == {
+        "epoch": 0,
+        "cursor": 4,
+        "unit": "samples",
+    }
     assert torch.equal(again["drawn"]["draw"]["torch"], state["drawn"]["draw"]["torch"])
 
 
@@ -273,7 +306,9 @@ def test_position_can_be_taken_over_by_another_number_of_ranks(num_replicas: int
         loader.load_state_dict(saved[0])
         rest.append([sample for batch in loader for sample in batch.tolist()])
     seed(0)
-    order = [sample for batch in DataLoader(Counted(24), 2, shuffle=True) for sample in batch.tolist()]
+    order = [
+        sample for batch in DataLoader(Counted(24), 2, shuffle=True) for sample in batch.tolist()
+    ]
     assert [sample for round_ in zip(*rest, strict=True) for sample in round_] == order[6:]
 
 
@@ -350,7 +385,9 @@ def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tup
     for rank in range(ranks):
         data = Augmented()
         order = RandomSampler(data, generator=torch.Generator().manual_seed(5))
-        plain_loader = DataLoader(data, 12 // ranks, sampler=order, num_workers=workers, persistent_workers=workers > 0)
+        plain_loader = DataLoader(
+            data, 12 // ranks, sampler=order, num_workers=workers, persistent_workers=workers > 0
+        )
         loader = prepare(plain_loader, rank, ranks)
         if saved is not None:
             loader.load_state_dict(saved["loader"])
@@ -360,15 +397,21 @@ def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tup
     return [sample for batches in rounds for entries in batches for sample in entries], state
 
 
-def test_augmentations_of_a_sample_generator_are_the_same_on_any_number_of_processes_and_workers() -> None:
+def test_augmentations_of_a_sample_generator_are_the_same_on_any_number_of_processes_and_workers() -> (
+    None
+):
     whole, _ = augmented(1, 0)
     assert len({*whole}) == 48  # of the second epoch others than of the first
     for ranks, workers in ((1, 2), (2, 0), (2, 1), (3, 0), (4, 1)):
         assert augmented(ranks, workers)[0] == whole
 
 
-@pytest.mark.parametrize(("saving", "resuming"), [((1, 0), (2, 1)), ((4, 0), (3, 0)), ((2, 1), (1, 0))])
-def test_augmentations_go_on_after_a_resume_on_another_number_of_processes(saving: Any, resuming: Any) -> None:
+@pytest.mark.parametrize(
+    ("saving", "resuming"), [((1, 0), (2, 1)), ((4, 0), (3, 0)), ((2, 1), (1, 0))]
+)
+def test_augmentations_go_on_after_a_resume_on_another_number_of_processes(
+    saving: Any, resuming: Any
+) -> None:
     for stop in (1, 3):
         before, saved = augmented(*saving, stop=stop)
         after, _ = augmented(*resuming, saved=saved)
@@ -463,7 +506,9 @@ class OwnShard(ResumableStream):
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (2, 4), (2, 3)])
-def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(saving: int, resuming: int) -> None:
+def test_an_iterable_dataset_that_shards_itself_resumes_on_as_many_processes(
+    saving: int, resuming: int
+) -> None:
     loader = prepare(DataLoader(OwnShard(10), 2), 0, saving)
     iterator = iter(loader)
     next(iterator)
@@ -492,7 +537,9 @@ def test_data_that_ranks_shard_themselves_resumes_on_as_many_processes() -> None
 
 
 @pytest.mark.parametrize(("saving", "resuming"), [(1, 2), (2, 1), (3, 2), (1, 4)])
-def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(saving: int, resuming: int) -> None:
+def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(
+    saving: int, resuming: int
+) -> None:
     loader = prepare(DataLoader(ResumableStream(10), 1), 0, saving)
     next(iter(loader))
     parts = []
@@ -506,10 +553,22 @@ def test_one_stream_that_all_ranks_read_goes_on_on_another_number_of_them(saving
 
 
 REFUSED: dict[str, tuple[Callable[[], FabricDataLoader], str]] = {
-    "length": (lambda: prepare(DataLoader(Counted(22), 4, shuffle=True), 0, 2), "dataset_length 23.*has 22"),
-    "sampler": (lambda: prepare(DataLoader(Counted(), 4), 0, 2), "RandomSampler.*SequentialSampler"),
-    "unit": (lambda: prepare(LOADERS["eager batches"](Counted()), 0, 2), "unit 'samples'.*'batches'"),
-    "generator": (lambda: prepare(LOADERS["own generator"](Counted()), 0, 2), "generators 0.*has 1"),
+    "length": (
+        lambda: prepare(DataLoader(Counted(22), 4, shuffle=True), 0, 2),
+        "dataset_length 23.*has 22",
+    ),
+    "sampler": (
+        lambda: prepare(DataLoader(Counted(), 4), 0, 2),
+        "RandomSampler.*SequentialSampler",
+    ),
+    "unit": (
+        lambda: prepare(LOADERS["eager batches"](Counted()), 0, 2),
+        "unit 'samples'.*'batches'",
+    ),
+    "generator": (
+        lambda: prepare(LOADERS["own generator"](Counted()), 0, 2),
+        "generators 0.*has 1",
+    ),
 }
 
 
@@ -542,7 +601,9 @@ def test_state_of_another_format_is_refused() -> None:
         loader.load_state_dict({**loader.state_dict(), "format": 99})
 
 
-@pytest.mark.parametrize(("epoch", "error"), [(-1, ConfigurationError), ("next", TypeError), (1.5, TypeError)])
+@pytest.mark.parametrize(
+    ("epoch", "error"), [(-1, ConfigurationError), ("next", TypeError), (1.5, TypeError)]
+)
 def test_set_epoch_takes_whole_numbers_from_0(epoch: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         prepare(DataLoader(Counted())).set_epoch(epoch)

@@ -79,7 +79,9 @@ class Rank0:
         return self.published.setdefault(key, mine)
 
 
-def prepare(loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any) -> FabricDataLoader:
+def prepare(
+    loader: DataLoader[Any], rank: int = 0, num_replicas: int = 1, **options: Any
+) -> FabricDataLoader:
     return FabricDataLoader(loader, rank=rank, num_replicas=num_replicas, device=None, **options)
 
 
@@ -100,7 +102,9 @@ def make_loader(kind: str, n: int, batch_size: int | None, **options: Any) -> Da
     return DataLoader(range(n + 10), batch_size=batch_size, sampler=SAMPLERS[kind](n), **options)
 
 
-def ranks_of(make: Callable[[], DataLoader[Any]], num_replicas: int, diverged: bool, **options: Any) -> list[Any]:
+def ranks_of(
+    make: Callable[[], DataLoader[Any]], num_replicas: int, diverged: bool, **options: Any
+) -> list[Any]:
     """All epochs' batches of every rank: ``[rank][epoch][batch]``; with streams that moved apart if ``diverged``."""
     agree, all_ranks = Rank0(), []
     for rank in range(num_replicas):
@@ -127,7 +131,13 @@ def interleaved(batches: list[list[int]]) -> list[int]:
     diverged=st.booleans(),
 )
 def test_union_of_the_ith_batches_is_the_ith_batch_of_the_plain_loop(
-    kind: str, n: int, batch_size: int, num_replicas: int, drop_last: bool, uneven: str, diverged: bool
+    kind: str,
+    n: int,
+    batch_size: int,
+    num_replicas: int,
+    drop_last: bool,
+    uneven: str,
+    diverged: bool,
 ) -> None:
     make = lambda: make_loader(kind, n, batch_size, drop_last=drop_last)  # noqa: E731
     ranks = ranks_of(make, num_replicas, diverged, uneven=uneven)
@@ -138,7 +148,10 @@ def test_union_of_the_ith_batches_is_the_ith_batch_of_the_plain_loop(
         entries = [sample for batch in expected for sample in batch]
         if uneven == "drop" and not drop_last:
             entries = entries[: len(entries) // num_replicas * num_replicas]
-        shards = [interleaved(list(batches)) for batches in zip(*(rank[epoch] for rank in ranks), strict=True)]
+        shards = [
+            interleaved(list(batches))
+            for batches in zip(*(rank[epoch] for rank in ranks), strict=True)
+        ]
         together = [sample for batch in shards for sample in batch]
         assert together[: len(entries)] == entries
         repeated = together[len(entries) :]
@@ -187,23 +200,33 @@ def test_random_streams_end_where_the_plain_loop_leaves_them(
 
 
 @pytest.mark.parametrize("kind", sorted(SAMPLERS))
-def test_one_replica_interleaves_its_drawing_with_the_loop_as_the_plain_loop_does(kind: str) -> None:
+def test_one_replica_interleaves_its_drawing_with_the_loop_as_the_plain_loop_does(
+    kind: str,
+) -> None:
     seen = []
     for wrap in (prepare, lambda loader: loader):
         seed(3)
         iterator = iter(wrap(make_loader(kind, 9, 2)))
         drawn = [torch.rand(()).item()]
-        seen.append([(batch.tolist(), torch.rand(()).item(), random.random()) for batch in iterator] + drawn)
+        seen.append(
+            [(batch.tolist(), torch.rand(()).item(), random.random()) for batch in iterator] + drawn
+        )
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("make", [Batches, lambda n: BatchSampler(RandomSampler(range(n * 2)), 2, False)])
+@pytest.mark.parametrize(
+    "make", [Batches, lambda n: BatchSampler(RandomSampler(range(n * 2)), 2, False)]
+)
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
-def test_batches_of_a_batch_sampler_are_sharded_whole(make: Callable[[int], Any], uneven: str) -> None:
+def test_batches_of_a_batch_sampler_are_sharded_whole(
+    make: Callable[[int], Any], uneven: str
+) -> None:
     agree, ranks = Rank0(), []
     for rank in range(3):
         seed(rank)
-        loader = prepare(DataLoader(range(30), batch_sampler=make(7)), rank, 3, from_rank0=agree, uneven=uneven)
+        loader = prepare(
+            DataLoader(range(30), batch_sampler=make(7)), rank, 3, from_rank0=agree, uneven=uneven
+        )
         ranks.append(lists(loader))
         assert len(ranks[-1]) == len(loader) == (3 if uneven == "pad" else 2)
     seed(0)
@@ -227,7 +250,11 @@ def test_diverged_rank_keeps_its_own_stream() -> None:
 def test_ranks_adopt_the_generator_of_rank_0() -> None:
     agree, generators = Rank0(), [torch.Generator().manual_seed(rank) for rank in range(2)]
     for rank, generator in enumerate(generators):
-        list(prepare(DataLoader(range(10), shuffle=True, generator=generator), rank, 2, from_rank0=agree))
+        list(
+            prepare(
+                DataLoader(range(10), shuffle=True, generator=generator), rank, 2, from_rank0=agree
+            )
+        )
     assert generators[0].get_state().equal(generators[1].get_state())
 
 
@@ -236,7 +263,12 @@ def test_endless_samplers_are_sharded_lazily(agreeing: bool) -> None:
     agree, ranks = Rank0(), []
     for rank in range(3):
         seed(rank if agreeing else 0)
-        loader = prepare(DataLoader(range(1000), 2, sampler=Endless()), rank, 3, from_rank0=agree if agreeing else None)
+        loader = prepare(
+            DataLoader(range(1000), 2, sampler=Endless()),
+            rank,
+            3,
+            from_rank0=agree if agreeing else None,
+        )
         with pytest.raises(TypeError):
             len(loader)
         batches = []
@@ -248,7 +280,9 @@ def test_endless_samplers_are_sharded_lazily(agreeing: bool) -> None:
     seed(0)
     torch.empty((), dtype=torch.int64).random_()  # the base seed
     expected = list(itertools.islice(Endless(), 24))
-    assert [s for batches in zip(*ranks, strict=True) for s in interleaved(list(batches))] == expected
+    assert [
+        s for batches in zip(*ranks, strict=True) for s in interleaved(list(batches))
+    ] == expected
 
 
 @pytest.mark.parametrize(("uneven", "lengths"), [("pad", [3, 3]), ("drop", [2, 2])])
@@ -259,7 +293,10 @@ def test_order_without_a_length_that_ends_is_evened_out(uneven: str, lengths: li
         def __iter__(self) -> Iterator[int]:
             return (10 + i for i in range(5))
 
-    ranks = [lists(prepare(DataLoader(range(20), None, sampler=Short()), r, 2, uneven=uneven)) for r in range(2)]
+    ranks = [
+        lists(prepare(DataLoader(range(20), None, sampler=Short()), r, 2, uneven=uneven))
+        for r in range(2)
+    ]
     assert [len(rank) for rank in ranks] == lengths
     assert interleaved(ranks)[:4] == list(itertools.islice(order, 4))
     assert uneven == "drop" or ranks[1][-1] == 10
@@ -306,18 +343,27 @@ def split_between_workers(worker_id: int) -> None:
     """As in torch's documentation: it configures the worker's copy of the dataset."""
     info = torch.utils.data.get_worker_info()
     half = info.dataset.stop // 2
-    info.dataset.start, info.dataset.stop = (0, half) if worker_id == 0 else (half, info.dataset.stop)
+    info.dataset.start, info.dataset.stop = (
+        (0, half) if worker_id == 0 else (half, info.dataset.stop)
+    )
 
 
 @laws
-@given(n=st.integers(0, 30), num_replicas=st.integers(1, 4), batch_size=st.none() | st.integers(1, 4))
-def test_iterable_dataset_is_sharded_in_complete_rounds(n: int, num_replicas: int, batch_size: int | None) -> None:
+@given(
+    n=st.integers(0, 30), num_replicas=st.integers(1, 4), batch_size=st.none() | st.integers(1, 4)
+)
+def test_iterable_dataset_is_sharded_in_complete_rounds(
+    n: int, num_replicas: int, batch_size: int | None
+) -> None:
     ranks = []
     for rank in range(num_replicas):
         loader = prepare(DataLoader(SizedNumbers(n), batch_size=batch_size), rank, num_replicas)
         ranks.append(lists(loader))
         assert len(loader) == len(ranks[-1])
-    flat = [[s for batch in rank for s in (batch if isinstance(batch, list) else [batch])] for rank in ranks]
+    flat = [
+        [s for batch in rank for s in (batch if isinstance(batch, list) else [batch])]
+        for rank in ranks
+    ]
     assert interleaved(flat) == list(range(n // num_replicas * num_replicas))
 
 
@@ -336,7 +382,9 @@ def test_worker_init_fn_configures_the_dataset_inside_the_rounds() -> None:
     ranks = []
     for rank in range(2):
         loader = DataLoader(Numbers(8), 2, num_workers=2, worker_init_fn=split_between_workers)
-        ranks.append(sorted(sample for batch in lists(prepare(loader, rank, 2)) for sample in batch))
+        ranks.append(
+            sorted(sample for batch in lists(prepare(loader, rank, 2)) for sample in batch)
+        )
     assert ranks == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
@@ -351,7 +399,11 @@ def test_ranks_agree_on_what_an_iterable_dataset_draws_when_asked_for_its_iterat
         seed(rank)
         loader = prepare(DataLoader(Shuffled(), None), rank, 2, from_rank0=agree)
         ranks.append([sample for _ in range(2) for sample in loader])
-    assert sorted(ranks[0][:5] + ranks[1][:5]) == sorted(ranks[0][5:] + ranks[1][5:]) == list(range(10))
+    assert (
+        sorted(ranks[0][:5] + ranks[1][:5])
+        == sorted(ranks[0][5:] + ranks[1][5:])
+        == list(range(10))
+    )
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
@@ -360,7 +412,13 @@ def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike(context: str) ->
     for rank in range(2):
         seed(rank)
         loader = DataLoader(Shuffled(), 5, num_workers=1, multiprocessing_context=context)
-        ranks.append([sample for batch in lists(prepare(loader, rank, 2, from_rank0=agree)) for sample in batch])
+        ranks.append(
+            [
+                sample
+                for batch in lists(prepare(loader, rank, 2, from_rank0=agree))
+                for sample in batch
+            ]
+        )
     assert sorted(ranks[0] + ranks[1]) == list(range(10))
 
 
@@ -380,4 +438,6 @@ def test_workers_draw_as_torch_does_on_rank_0_and_differently_on_others() -> Non
         wrapped = loader if rank is None else prepare(loader, rank, 2, shard=False)
         drawn.append([tuple(map(float, batch)) for batch in wrapped])
     assert drawn[0] == drawn[1]
-    assert not {value for pair in drawn[0] for value in pair} & {value for pair in drawn[2] for value in pair}
+    assert not {value for pair in drawn[0] for value in pair} & {
+        value for pair in drawn[2] for value in pair
+    }

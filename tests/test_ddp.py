@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 
 from fabric import Fabric
 from fabric.strategies import DDPStrategy
@@ -55,7 +58,9 @@ def doors(fabric: Fabric) -> dict[str, str]:
         "training_step": outcome(lambda: fabric.backward(model.training_step(x))),
         "backward outside of no_sync": outcome(outside_of_no_sync),
         "accumulating": outcome(accumulating),
-        "beside the front": outcome(lambda: fabric.backward(model(x).sum() + model.encoder(x).sum())),
+        "beside the front": outcome(
+            lambda: fabric.backward(model(x).sum() + model.encoder(x).sum())
+        ),
         "method without gradients": outcome(lambda: model.num_parameters()),
     }
     model.mark_forward_method("loss")
@@ -64,11 +69,20 @@ def doors(fabric: Fabric) -> dict[str, str]:
 
 
 def test_every_door_synchronises_or_raises() -> None:
-    fine = {"front", "training_step", "accumulating", "beside the front", "marked method", "method without gradients"}
+    fine = {
+        "front",
+        "training_step",
+        "accumulating",
+        "beside the front",
+        "marked method",
+        "method without gradients",
+    }
     for rank, results in enumerate(run_in_ranks(doors)):
         assert {door for door, result in results.items() if result == "fine"} == fine
         refused = [result for door, result in results.items() if door not in fine]
-        assert all("would not be synchronized" in text and f"on rank {rank}" in text for text in refused)
+        assert all(
+            "would not be synchronized" in text and f"on rank {rank}" in text for text in refused
+        )
         assert "model.encoder(...)" in results["submodule"]
         assert "mark_forward_method" in results["method"]
 
@@ -133,7 +147,9 @@ def test_an_unused_parameter_is_named() -> None:
     for text in run_in_ranks(two_steps_unused):
         assert "left_out.weight, left_out.bias" in text
         assert "ddp_find_unused_parameters_true" in text
-    assert run_in_ranks(two_steps_unused, strategy="ddp_forkserver_find_unused_parameters_true") == ["fine", "fine"]
+    assert run_in_ranks(
+        two_steps_unused, strategy="ddp_forkserver_find_unused_parameters_true"
+    ) == ["fine", "fine"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +158,10 @@ def test_an_unused_parameter_is_named() -> None:
         ({"ddp_comm_hook": default_hooks.allreduce_hook}, 0.0),
         ({"ddp_comm_hook": default_hooks.fp16_compress_hook}, 1e-3),
         (
-            {"ddp_comm_hook": default_hooks.allreduce_hook, "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper},
+            {
+                "ddp_comm_hook": default_hooks.allreduce_hook,
+                "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+            },
             1e-3,
         ),
     ],
@@ -161,12 +180,18 @@ def power_sgd(fabric: Fabric) -> tuple[float, float]:
         fabric.backward(model(torch.full((4,), float(fabric.global_rank))))
         optimizer.step()
         optimizer.zero_grad()
-    return net.weight.sum().item(), fabric.all_reduce(net.weight.detach(), reduce_op="max").sum().item()
+    return net.weight.sum().item(), fabric.all_reduce(
+        net.weight.detach(), reduce_op="max"
+    ).sum().item()
 
 
 def test_power_sgd_keeps_replicas_equal() -> None:
-    state = powerSGD_hook.PowerSGDState(process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2)
-    strategy = DDPStrategy(start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=2
+    )
+    strategy = DDPStrategy(
+        start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook
+    )
     for own, largest in run_in_ranks(power_sgd, strategy=strategy):
         assert own == largest
 
@@ -187,13 +212,28 @@ def drifting(fabric: Fabric) -> list[float]:
 
 def test_replicas_drift_and_are_averaged_every_so_many_steps() -> None:
     state = PostLocalSGDState(
-        process_group=None, subgroup=None, start_localSGD_iter=2, post_local_gradient_allreduce=False
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=2,
+        post_local_gradient_allreduce=False,
     )
     strategy = DDPStrategy(
-        start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=3
+        start_method="forkserver",
+        ddp_comm_state=state,
+        ddp_comm_hook=post_localSGD_hook,
+        model_averaging_period=3,
     )
     for apart in run_in_ranks(drifting, strategy=strategy):
-        assert [distance < 1e-6 for distance in apart] == [True, True, True, False, False, True, False, False]
+        assert [distance < 1e-6 for distance in apart] == [
+            True,
+            True,
+            True,
+            False,
+            False,
+            True,
+            False,
+            False,
+        ]
 
 
 def average_after_overflow(fabric: Fabric) -> list[float]:
@@ -209,9 +249,14 @@ def average_after_overflow(fabric: Fabric) -> list[float]:
 
 
 def test_a_step_that_overflows_averages_nothing() -> None:
-    state = PostLocalSGDState(None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False)
+    state = PostLocalSGDState(
+        None, subgroup=None, start_localSGD_iter=0, post_local_gradient_allreduce=False
+    )
     strategy = DDPStrategy(
-        start_method="forkserver", ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+        start_method="forkserver",
+        ddp_comm_state=state,
+        ddp_comm_hook=post_localSGD_hook,
+        model_averaging_period=2,
     )
     for weights in run_in_ranks(average_after_overflow, strategy=strategy, precision="16-mixed"):
         assert weights == [1.0, pytest.approx(0.95)]
@@ -242,11 +287,18 @@ def contract(fabric: Fabric) -> dict[str, Any]:
     group = strategy.communicator().new_group([0, 1])
     rank = fabric.global_rank
     results = {
-        "place": (strategy.global_rank, strategy.local_rank, strategy.node_rank, strategy.world_size),
+        "place": (
+            strategy.global_rank,
+            strategy.local_rank,
+            strategy.node_rank,
+            strategy.world_size,
+        ),
         "flags": (strategy.is_global_zero == (rank == 0), strategy.is_distributed),
         "sampler": strategy.distributed_sampler_kwargs,
         "reduced": strategy.all_reduce({"x": torch.tensor([float(rank)]), "n": 3}),
-        "group": strategy.all_reduce(torch.tensor(float(rank)), group=group).item() if group else None,
+        "group": strategy.all_reduce(torch.tensor(float(rank)), group=group).item()
+        if group
+        else None,
         "reduce": strategy.reduce(torch.tensor(rank), reduce_op="sum").item(),
         "gathered": strategy.all_gather(torch.tensor([rank])).tolist(),
         "sent": strategy.broadcast({"from": rank}, src=2),
@@ -282,7 +334,9 @@ def test_a_batch_norm_stays_the_same_object_and_gets_its_class_back() -> None:
     strategy = DDPStrategy(sync_batchnorm=True)
     strategy.setup_environment()
     try:
-        with pytest.raises(ValueError, match="only work with GPU modules"):  # torch's own, on the CPU
+        with pytest.raises(
+            ValueError, match="only work with GPU modules"
+        ):  # torch's own, on the CPU
             strategy.setup_module(net)
         assert net[1] is layer
         assert isinstance(layer, nn.SyncBatchNorm)

@@ -26,7 +26,9 @@ from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = {str(path.relative_to(ROOT)): path for path in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]}
+PAGES = {
+    str(path.relative_to(ROOT)): path for path in [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
+}
 BLOCK = re.compile(
     r"^<!-- setup\n(?P<setup>.*?)^-->$|"
     r"(?P<mark>^ *<!-- not run: [^\n]+ -->\n)?^(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
@@ -70,7 +72,9 @@ def test_the_blocks_of_a_page_are_found_and_compile() -> None:
     for name, page in PAGES.items():
         text = page.read_text()
         blocks = [bool(block["setup"]) for block in BLOCK.finditer(text)]
-        assert blocks.count(True) == text.count("<!-- setup"), f"{name}: each comment ends with a line of its own"
+        assert blocks.count(True) == text.count("<!-- setup"), (
+            f"{name}: each comment ends with a line of its own"
+        )
         assert blocks.count(False) == text.count("```python\n"), name
         compile(script(page), name, "exec")
 
@@ -86,7 +90,13 @@ def commands() -> list[str]:
     texts = [page.read_text() for page in PAGES.values()]
     lines = [line for text in texts for block in SHELL.findall(text) for line in block.splitlines()]
     lines += [line for text in texts for line in re.findall(r"^\$ (.+)$", text, re.MULTILINE)]
-    return sorted({found[1] for line in lines if (found := re.match(r"(?:srun )?(fabric \w.*?)(?: +#.*)?$", line))})
+    return sorted(
+        {
+            found[1]
+            for line in lines
+            if (found := re.match(r"(?:srun )?(fabric \w.*?)(?: +#.*)?$", line))
+        }
+    )
 
 
 @pytest.mark.parametrize("command", commands())
@@ -95,7 +105,9 @@ def test_the_parser_takes_a_command_of_fabric(command: str) -> None:
 
 
 def test_the_shell_takes_every_block_for_it() -> None:
-    blocks = "\n".join(f"(\n{block}\n)" for page in PAGES.values() for block in SHELL.findall(page.read_text()))
+    blocks = "\n".join(
+        f"(\n{block}\n)" for page in PAGES.values() for block in SHELL.findall(page.read_text())
+    )
     done = subprocess.run(["bash", "-n"], input=blocks, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -108,12 +120,18 @@ def test_every_public_name_has_an_entry_with_an_example() -> None:
     for name in [*names, *methods]:
         assert name in entries, f"{name} has no entry"
         examples = "".join(re.findall(r"```python\n(.*?)```", entries[name], re.DOTALL))
-        assert re.search(rf"\b{name.rpartition('.')[2]}\b", examples), f"the entry of {name} has no example of it"
+        assert re.search(rf"\b{name.rpartition('.')[2]}\b", examples), (
+            f"the entry of {name} has no example of it"
+        )
 
 
 def test_the_page_of_errors_has_every_class() -> None:
     page = (DOCS / "errors.md").read_text()
-    classes = [name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)]
+    classes = [
+        name
+        for name, value in vars(errors).items()
+        if inspect.isclass(value) and issubclass(value, Exception)
+    ]
     assert re.findall(r"^::: fabric\.errors\.(\w+)$", page, re.MULTILINE) == [
         name for name in classes if issubclass(getattr(errors, name), errors.FabricError)
     ]
@@ -138,7 +156,16 @@ def test_the_page_of_features_shows_the_error_of_a_bypassing_call() -> None:
 @pytest.mark.timeout(120)
 def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--quiet",
+        "--strict",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     fetched = re.compile(
@@ -147,4 +174,6 @@ def test_the_site_builds_without_a_warning_and_asks_nobody_else(tmp_path: Path) 
     pages = [path for path in (tmp_path / "site").rglob("*") if path.suffix in (".html", ".css")]
     assert len(pages) > len(PAGES)
     assert not [str(path) for path in pages if fetched.search(path.read_text())]
-    assert not [str(path) for path in pages if re.search(r":\w+:<code>", path.read_text())], "a role of a docstring"
+    assert not [str(path) for path in pages if re.search(r":\w+:<code>", path.read_text())], (
+        "a role of a docstring"
+    )

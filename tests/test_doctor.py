@@ -8,7 +8,13 @@ import sys
 import pytest
 
 DEADLINE = 150
-COMMAND = [sys.executable, "-P", "-m", "fabric", "doctor"]  # as the command does, it looks into no current folder
+COMMAND = [
+    sys.executable,
+    "-P",
+    "-m",
+    "fabric",
+    "doctor",
+]  # as the command does, it looks into no current folder
 # What the machine under the tests may lack.
 OWN = ("/dev/shm", "open files", "GiB free")
 SMALL = 'ulimit -n 128; mount -t tmpfs -o size=4m none /dev/shm; mount -t tmpfs -o size=64k none "$TMPDIR"; exec "$@"'
@@ -20,7 +26,11 @@ def environment(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "bin" / "fabric").write_text("from fabric.cli import main\n")
     (tmp_path / "bin" / "fabric").chmod(0o755)
-    given = {name: os.environ[name] for name in os.environ if not name.startswith(("GLOO_", "NCCL_", "MASTER_"))}
+    given = {
+        name: os.environ[name]
+        for name in os.environ
+        if not name.startswith(("GLOO_", "NCCL_", "MASTER_"))
+    }
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
     return given | {"PATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
 
@@ -43,9 +53,17 @@ def finish(process):
 def failures(report, ignored=OWN):
     """Each with its remedy, which is not empty."""
     lines = report.splitlines()
-    found = {line: lines[number + 1].strip() for number, line in enumerate(lines) if line.startswith("FAIL")}
+    found = {
+        line: lines[number + 1].strip()
+        for number, line in enumerate(lines)
+        if line.startswith("FAIL")
+    }
     assert all(found.values())
-    return {line: remedy for line, remedy in found.items() if not any(words in line for words in ignored)}
+    return {
+        line: remedy
+        for line, remedy in found.items()
+        if not any(words in line for words in ignored)
+    }
 
 
 def test_a_sound_machine_has_a_report_that_a_bug_can_begin_with(tmp_path, environment):
@@ -55,8 +73,14 @@ def test_a_sound_machine_has_a_report_that_a_bug_can_begin_with(tmp_path, enviro
     first = report.splitlines()[0]
     assert first.startswith("torch-fabric ")
     assert "torch 2." in first
-    assert all(f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report for rank in (0, 1))
-    assert "ok    all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather on " in report
+    assert all(
+        f"ok    rank {rank} of 2 on {socket.gethostname()}: at 127.0.0.1" in report
+        for rank in (0, 1)
+    )
+    assert (
+        "ok    all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather on "
+        in report
+    )
 
 
 def planted(environment, tmp_path):
@@ -86,7 +110,10 @@ def planted(environment, tmp_path):
 def mounts():
     """A command that runs another with folders of its own, where the system allows that."""
     ways = (["unshare", "-m"], ["unshare", "-rm"])
-    return next((way for way in ways if not subprocess.run([*way, "true"], capture_output=True).returncode), None)
+    return next(
+        (way for way in ways if not subprocess.run([*way, "true"], capture_output=True).returncode),
+        None,
+    )
 
 
 def test_planted_faults_are_all_found_in_one_report_with_a_remedy_each(tmp_path, environment):
@@ -98,7 +125,9 @@ def test_planted_faults_are_all_found_in_one_report_with_a_remedy_each(tmp_path,
     assert code == 1
     found = failures(report, ignored=())
     for text, remedy in expected.items():
-        assert [line for line in found if text in line and remedy in found[line]], f"{text}\n{report}"
+        assert [line for line in found if text in line and remedy in found[line]], (
+            f"{text}\n{report}"
+        )
 
 
 def test_a_rank_that_does_not_arrive_is_named_and_says_itself_why(tmp_path, environment):
@@ -155,7 +184,15 @@ def test_a_rank_that_cannot_start_is_named(tmp_path, environment, first, fate, e
 
 @pytest.mark.slow
 def test_in_a_job_of_torchrun_it_is_a_rank_of_that(tmp_path, environment):
-    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [
+        sys.executable,
+        "-P",
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     code, report = finish(start(tmp_path, environment, *launcher, "-m", "fabric", "doctor"))
     assert code == bool(failures(report, ignored=()))
     assert failures(report) == {}

@@ -51,7 +51,10 @@ class Attention(nn.Module):
         self.norm, self.mlp = nn.LayerNorm(width), Residual(width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.mlp(x + self.out(mixed.transpose(1, 2).flatten(2)))
 
@@ -80,7 +83,10 @@ class Convolutions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 16, 3, padding=1)
-        layers = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3)]
+        layers = [
+            nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
+            for _ in range(3)
+        ]
         self.blocks, self.head = nn.ModuleList(layers), nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +107,9 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
         weights = self.gate(x).softmax(-1)
-        return self.head(sum(expert(x) * weights[..., n : n + 1] for n, expert in enumerate(self.experts)))
+        return self.head(
+            sum(expert(x) * weights[..., n : n + 1] for n, expert in enumerate(self.experts))
+        )
 
 
 class PartlyFrozen(nn.Module):
@@ -170,7 +178,10 @@ PLANS = {
 }
 ATTENDING = ("gpt", "tied gpt", "wide gpt")  # by scaled_dot_product_attention
 # Norms whose work is divided by tokens, in models of sequences.
-NORMS = {name: {"blocks.*.norm": "sequence_parallel", "blocks.*.mlp.norm": "sequence_parallel"} for name in ATTENDING}
+NORMS = {
+    name: {"blocks.*.norm": "sequence_parallel", "blocks.*.mlp.norm": "sequence_parallel"}
+    for name in ATTENDING
+}
 NORMS |= {"encoder": {"layers.*.norm1": "sequence_parallel", "layers.*.norm2": "sequence_parallel"}}
 # Sizes of meshes; what they leave of the processes is data_parallel.
 MESHES: dict[str, dict[str, Any]] = {
@@ -223,9 +234,15 @@ class Measured(TorchDispatchMode):
                 self.messages[operation, axis, "calls"] += 1
                 # The operators that DTensor calls return what they gather.
                 buffers = (
-                    args[passed] if str(func).startswith("c10d.") else made if operation == "allgather" else args[0]
+                    args[passed]
+                    if str(func).startswith("c10d.")
+                    else made
+                    if operation == "allgather"
+                    else args[0]
                 )
-                self.messages[operation, axis, "bytes"] += sum(each.nbytes for each in flatten(buffers)[0])
+                self.messages[operation, axis, "bytes"] += sum(
+                    each.nbytes for each in flatten(buffers)[0]
+                )
         return made
 
 
@@ -235,18 +252,27 @@ def axis_of(args: tuple[Any, ...]) -> str:
         if isinstance(each, torch.ScriptObject):
             with suppress(RuntimeError):  # another object, such as the reduction
                 return axis_name(dist.ProcessGroup.unbox(each))
-    return axis_name(dist.distributed_c10d._resolve_process_group(next(x for x in args[::-1] if isinstance(x, str))))
+    return axis_name(
+        dist.distributed_c10d._resolve_process_group(
+            next(x for x in args[::-1] if isinstance(x, str))
+        )
+    )
 
 
 def axis_name(group: dist.ProcessGroup) -> str:
-    return "world" if group.size() == dist.get_world_size() else group.group_desc.removeprefix("mesh_")
+    return (
+        "world" if group.size() == dist.get_world_size() else group.group_desc.removeprefix("mesh_")
+    )
 
 
 def measure(fabric: Fabric, name: str) -> tuple[int, Counter[Any]]:
     """The lowest peak of some steps after the first: a thread of gloo may let go of a message at any later time."""
     peaks = []
     # A plan has the collectives of any backend; on gloo those that gather little are sent as all-to-all.
-    with patch.object(ProcessGroupCommunicator, "_gathers_at_once", lambda *_: False), Measured() as measured:
+    with (
+        patch.object(ProcessGroupCommunicator, "_gathers_at_once", lambda *_: False),
+        Measured() as measured,
+    ):
         model, optimizer = fabric.setup(*build(fabric, name))
         for _ in range(6):
             measured.peak = 0
@@ -265,9 +291,13 @@ def of_plan(found: DryRun) -> tuple[int, Counter[Any]]:
     return found.peak_bytes, messages
 
 
-def planned(name: str = "gpt", strategy: Strategy | str = "fsdp", ranks: int = 2, **options: Any) -> DryRun:
+def planned(
+    name: str = "gpt", strategy: Strategy | str = "fsdp", ranks: int = 2, **options: Any
+) -> DryRun:
     options = {"accelerator": "cpu", **options}
-    return fabric.plan(partial(build, name=name), partial(step_of, name), world=ranks, strategy=strategy, **options)
+    return fabric.plan(
+        partial(build, name=name), partial(step_of, name), world=ranks, strategy=strategy, **options
+    )
 
 
 def step_of(name: str, fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -275,9 +305,18 @@ def step_of(name: str, fabric: Fabric, model: Any, optimizer: torch.optim.Optimi
 
 
 CASES = [(name, strategy, ranks) for name in MODELS for strategy in STRATEGIES for ranks in (2, 4)]
-CASES += [(name, strategy, ranks) for name in PLANS for strategy in ("TP", "TP, recomputation") for ranks in (2, 4)]
+CASES += [
+    (name, strategy, ranks)
+    for name in PLANS
+    for strategy in ("TP", "TP, recomputation")
+    for ranks in (2, 4)
+]
 CASES += [(name, "copies x TP", 4) for name in PLANS]
-CASES += [(name, *case) for name in ATTENDING for case in (("sequence", 2), ("sequence", 4), ("sequence x TP", 4))]
+CASES += [
+    (name, *case)
+    for name in ATTENDING
+    for case in (("sequence", 2), ("sequence", 4), ("sequence x TP", 4))
+]
 
 
 def strategy_of(name: str, strategy: str, ranks: int) -> Strategy:
@@ -286,7 +325,10 @@ def strategy_of(name: str, strategy: str, ranks: int) -> Strategy:
     if strategy in MESHES:
         options: dict[str, Any] = {} if strategy == "sequence" else {"tp_plan": PLANS[name]}
         if strategy == "TP, recomputation":
-            options = {"tp_plan": PLANS[name] | NORMS.get(name, {}), "activation_checkpointing": MODELS[name][2]}
+            options = {
+                "tp_plan": PLANS[name] | NORMS.get(name, {}),
+                "activation_checkpointing": MODELS[name][2],
+            }
         return ModelParallelStrategy(**options, **MESHES[strategy])
     return STRATEGIES[strategy](MODELS[name][2])
 
@@ -294,11 +336,15 @@ def strategy_of(name: str, strategy: str, ranks: int) -> Strategy:
 @pytest.mark.filterwarnings("ignore:HYBRID_SHARD has one replica")
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks"),
-    sampled(CASES, slow=11, quick=[("gpt", "fsdp", 2), ("partly frozen", "ddp", 2), ("gpt", "TP", 2)]),
+    sampled(
+        CASES, slow=11, quick=[("gpt", "fsdp", 2), ("partly frozen", "ddp", 2), ("gpt", "TP", 2)]
+    ),
 )
 def test_a_rank_takes_what_was_planned_and_issues_these_collectives(name, strategy, ranks):
     made = [strategy_of(name, strategy, ranks) for _ in range(2)]
-    peak, messages = run_in_ranks(measure, name, ranks=ranks, strategy=made[0], check_training=False)[0]
+    peak, messages = run_in_ranks(
+        measure, name, ranks=ranks, strategy=made[0], check_training=False
+    )[0]
     expected, collectives = of_plan(planned(name, made[1], ranks))
     assert peak == pytest.approx(expected, rel=0.05)
     assert messages == collectives
@@ -309,7 +355,10 @@ def test_what_fits_is_found_and_said():
     found = planned("wide", "ddp", 4, memory=needs[1])
     assert needs[1] < needs[0] == found.peak_bytes
     assert not found.fits
-    assert [*found.alternatives] == ['FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")', "FSDPStrategy()"]
+    assert [*found.alternatives] == [
+        'FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")',
+        "FSDPStrategy()",
+    ]
     assert [other.fits for other in found.alternatives.values()] == [False, True]
     assert "ddp, 32-true, 4 rank(s) on 1 node(s): 4.5 MiB a rank, more than" in str(found)
     assert "FSDPStrategy(): " in str(found).splitlines()[-1]
@@ -317,7 +366,9 @@ def test_what_fits_is_found_and_said():
 
 def test_all_is_tried_where_nothing_fits():
     *_, last = planned("wide", memory="1KiB").alternatives
-    assert last == 'FSDPStrategy(activation_checkpointing=[Residual]), Fabric(precision="bf16-mixed")'
+    assert (
+        last == 'FSDPStrategy(activation_checkpointing=[Residual]), Fabric(precision="bf16-mixed")'
+    )
 
 
 def test_a_mesh_stays_where_other_options_are_tried():
@@ -355,7 +406,11 @@ def test_thousands_of_ranks_are_planned_from_the_command_line(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     many = ["--world", "4096", "--num-nodes", "512", "--memory", "80GiB"]
-    for strategy, axis in (("hybrid", "8 (shards)"), ("fsdp", "4096 (world)"), ("split", "2048 (data_parallel)")):
+    for strategy, axis in (
+        ("hybrid", "8 (shards)"),
+        ("fsdp", "4096 (world)"),
+        ("split", "2048 (data_parallel)"),
+    ):
         start = time.process_time()
         assert main(["plan", "planned_script:build", *many, "--strategy", strategy]) == 0
         assert time.process_time() - start < 5
@@ -409,7 +464,9 @@ def sum_over_ranks(fabric: Fabric) -> float:
 
 
 def test_a_model_without_an_optimizer_is_planned_too():
-    found = fabric.plan(lambda fabric: stacked(32, 2), lambda fabric, model: model(torch.randn(4, 32)), world=2)
+    found = fabric.plan(
+        lambda fabric: stacked(32, 2), lambda fabric, model: model(torch.randn(4, 32)), world=2
+    )
     assert found.peak.keys() == {"parameters", "activations and others"}
 
 

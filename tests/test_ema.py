@@ -54,7 +54,11 @@ def batches() -> Iterator[Tensor]:
 
 
 def whole(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: full_tensor(each).detach().clone() for name, each in state.items() if isinstance(each, Tensor)}
+    return {
+        name: full_tensor(each).detach().clone()
+        for name, each in state.items()
+        if isinstance(each, Tensor)
+    }
 
 
 def plain() -> dict[str, Tensor]:
@@ -108,9 +112,13 @@ RUNS = {
     "ddp": partial(run_in_ranks, precision="64-true"),
     "fsdp": lambda *args: run_in_ranks(*args, strategy=Fsdp(), precision="64-true"),
     "fsdp on 3": lambda *args: run_in_ranks(*args, ranks=3, strategy=Fsdp(), precision="64-true"),
-    "full file": lambda *args: run_in_ranks(*args, strategy=Fsdp(state_dict_type="full"), precision="64-true"),
+    "full file": lambda *args: run_in_ranks(
+        *args, strategy=Fsdp(state_dict_type="full"), precision="64-true"
+    ),
     "hybrid": lambda *args: run_in_ranks(
-        *args, strategy=Fsdp(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)), precision="64-true"
+        *args,
+        strategy=Fsdp(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 1)),
+        precision="64-true",
     ),
 }
 
@@ -122,7 +130,9 @@ def test_averages_are_those_of_torch_in_one_process(run: str, tmp_path: Path) ->
         torch.testing.assert_close(average, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("saver", "loaders"), [("fsdp", ["fsdp on 3", "ddp", "single"]), ("full file", ["fsdp"])])
+@pytest.mark.parametrize(
+    ("saver", "loaders"), [("fsdp", ["fsdp on 3", "ddp", "single"]), ("full file", ["fsdp"])]
+)
 def test_averages_load_into_any_strategy_and_number_of_processes(
     saver: str, loaders: list[str], tmp_path: Path
 ) -> None:
@@ -161,7 +171,9 @@ def swapped(fabric: Fabric) -> dict[str, Any]:
     own = validate()
     averages = [swap(validate), swap(lambda: model(batch)), swap(lambda: swap(validate))]
     owns = [validate(), model(batch).detach()]
-    averages.append(swap(validate))  # the pass with gradients, and no backward pass, has left weights gathered
+    averages.append(
+        swap(validate)
+    )  # the pass with gradients, and no backward pass, has left weights gathered
     averages.append(swap(torch.enable_grad()(lambda: model(batch).detach())))
     owns.append(validate())
     handle = model.blocks[1].register_forward_pre_hook(fail)
@@ -176,7 +188,9 @@ def swapped(fabric: Fabric) -> dict[str, Any]:
         its_optimizer.step()
         ends.append(held(one))
     return {
-        "averages": all(torch.allclose(each, reference(batch), rtol=1e-12, atol=1e-12) for each in averages),
+        "averages": all(
+            torch.allclose(each, reference(batch), rtol=1e-12, atol=1e-12) for each in averages
+        ),
         "own": all(torch.equal(each, own) for each in owns),
         "differ": not torch.allclose(own, averages[0], rtol=1e-3),
         "failures": all(each.startswith("ZeroDivisionError") for each in failures),
@@ -186,11 +200,15 @@ def swapped(fabric: Fabric) -> dict[str, Any]:
     }
 
 
-SHARD_GRAD_OP = partial(run_in_ranks, strategy=Fsdp(sharding_strategy="SHARD_GRAD_OP"), precision="64-true")
+SHARD_GRAD_OP = partial(
+    run_in_ranks, strategy=Fsdp(sharding_strategy="SHARD_GRAD_OP"), precision="64-true"
+)
 
 
 @pytest.mark.parametrize("run", [*RUNS.values(), SHARD_GRAD_OP], ids=[*RUNS, "SHARD_GRAD_OP"])
-def test_the_averages_are_applied_and_the_weights_put_back_bit_for_bit(run: Callable[..., Any]) -> None:
+def test_the_averages_are_applied_and_the_weights_put_back_bit_for_bit(
+    run: Callable[..., Any],
+) -> None:
     for result in run(swapped):
         assert [name for name, is_right in result.items() if not is_right] == []
 
@@ -208,7 +226,11 @@ def counted(fabric: Fabric) -> tuple[list[int], list[str]]:
             action()
         counts.append(mode.get_total_counts())
     errors = []
-    for function, module in ((AveragedModel, model), (copy.deepcopy, model), (AveragedModel, model.module)):
+    for function, module in (
+        (AveragedModel, model),
+        (copy.deepcopy, model),
+        (AveragedModel, model.module),
+    ):
         with pytest.raises(Exception, match=r"deepcopy|sharded") as raised:
             function(module)
         fabric.strategy._explain(raised.value)  # as for one that leaves the loop
@@ -238,7 +260,9 @@ def fill(model: nn.Module, value: float) -> None:
             each.fill_(value)
 
 
-def test_averages_of_bfloat16_weights_are_float32_and_begin_with_the_first_update(fabric: Fabric) -> None:
+def test_averages_of_bfloat16_weights_are_float32_and_begin_with_the_first_update(
+    fabric: Fabric,
+) -> None:
     model = fabric.setup(nn.Linear(2, 2))
     ema = fabric.ema(model)
     started = ema.state_dict()["weight"].clone()
@@ -263,7 +287,9 @@ def test_a_decay_may_depend_on_the_number_of_updates(fabric: Fabric) -> None:
         fill(model, value)
         ema.update()
     assert asked == [1, 2]
-    torch.testing.assert_close(ema.state_dict()["bias"], torch.full((2,), 3.0))  # the mean, with this schedule
+    torch.testing.assert_close(
+        ema.state_dict()["bias"], torch.full((2,), 3.0)
+    )  # the mean, with this schedule
     ema.load_state_dict(fabric.ema(model).state_dict())
     ema.update()
     assert asked == [1, 2], "the number of updates is loaded, too"
@@ -298,7 +324,9 @@ class Caching(nn.Linear):
         return super().forward(input)
 
 
-def test_weights_are_put_back_beside_buffers_that_a_forward_pass_has_replaced(fabric: Fabric) -> None:
+def test_weights_are_put_back_beside_buffers_that_a_forward_pass_has_replaced(
+    fabric: Fabric,
+) -> None:
     model = fabric.setup(Caching())
     ema = fabric.ema(model, 0.5, buffers=True)
     fill(model, 1.0)
@@ -340,7 +368,9 @@ def test_what_cannot_be_averaged_is_refused(fabric: Fabric, tmp_path: Path) -> N
         ema.update()
     fabric.save(tmp_path / "saved", {"ema": ema})
     with pytest.raises(CheckpointError, match=r"other shapes: 0\.weight"):
-        fabric.load(tmp_path / "saved", {"ema": fabric.ema(fabric.setup(nn.Sequential(nn.Linear(3, 2))))})
+        fabric.load(
+            tmp_path / "saved", {"ema": fabric.ema(fabric.setup(nn.Sequential(nn.Linear(3, 2))))}
+        )
     model.module.append(nn.Linear(2, 2))
     with pytest.raises(UsageError, match=r"1.bias, 1.weight"), ema.applied():
         pass

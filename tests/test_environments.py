@@ -88,7 +88,9 @@ def srun(rank: int, nodes: int = 1, per_node: int = 2, step: int = 0) -> Variabl
     """As set by srun for one task of a step that takes the whole of that batch job."""
     batch = sbatch(nodes, per_node)
     return batch | {
-        "SLURM_GTIDS": ",".join(f"{rank // per_node * per_node + local}" for local in range(per_node)),
+        "SLURM_GTIDS": ",".join(
+            f"{rank // per_node * per_node + local}" for local in range(per_node)
+        ),
         "SLURM_LAUNCH_NODE_IPADDR": "172.18.140.10",
         "SLURM_LOCALID": f"{rank % per_node}",
         "SLURM_NODEID": f"{rank // per_node}",
@@ -234,7 +236,11 @@ def test_two_nodes_meet_at_the_given_address(launcher, environment, rank) -> Non
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 def test_a_single_process_needs_no_place_to_meet(launcher, environment) -> None:
-    env = {name: value for name, value in launcher(0, per_node=1).items() if not name.startswith("MASTER")}
+    env = {
+        name: value
+        for name, value in launcher(0, per_node=1).items()
+        if not name.startswith("MASTER")
+    }
     kind, world = found(env)
     assert kind is environment
     assert world == World()
@@ -267,7 +273,9 @@ def test_the_ports_of_consecutive_jobs_hardly_ever_collide() -> None:
     assert len(set(ports)) >= 98
 
 
-@pytest.mark.parametrize("launcher", [mpirun_5, mpirun_1, mpiexec_hydra, mpiexec_intel, mpiexec_pals])
+@pytest.mark.parametrize(
+    "launcher", [mpirun_5, mpirun_1, mpiexec_hydra, mpiexec_intel, mpiexec_pals]
+)
 def test_several_nodes_without_the_host_of_rank_0_ask_for_it(launcher) -> None:
     with pytest.raises(ConfigurationError, match="MASTER_ADDR") as caught:
         detect(launcher(3, nodes=2) | PORT)
@@ -302,11 +310,15 @@ HALF_SET = [
 ]
 
 
-@pytest.mark.parametrize(("launcher", "missing"), HALF_SET, ids=[missing for _, missing in HALF_SET])
+@pytest.mark.parametrize(
+    ("launcher", "missing"), HALF_SET, ids=[missing for _, missing in HALF_SET]
+)
 def test_a_half_set_job_is_an_error_that_names_what_is_missing(launcher, missing) -> None:
     with pytest.raises(ConfigurationError, match=missing) as caught:
         detect(without(launcher(1), missing))
-    assert all((caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion))
+    assert all(
+        (caught.value.request, caught.value.problem, caught.value.expected, caught.value.suggestion)
+    )
 
 
 @pytest.mark.parametrize(
@@ -324,12 +336,16 @@ def test_without_a_rank_it_is_not_this_environment(launcher, environment, rank) 
 
 @pytest.mark.parametrize(("launcher", "environment"), LAUNCHERS, ids=NAMES)
 def test_a_variable_that_is_no_integer_is_named(launcher, environment) -> None:
-    name = next(name for name in launcher(1) if name.endswith(("WORLD_SIZE", "NUM_TASKS", "PMI_SIZE")))
+    name = next(
+        name for name in launcher(1) if name.endswith(("WORLD_SIZE", "NUM_TASKS", "PMI_SIZE"))
+    )
     with pytest.raises(ConfigurationError, match=f"{name}='many'"):
         environment().detect(launcher(1) | PORT | {name: "many"})
 
 
-@pytest.mark.parametrize("env", [{}, {"PATH": "/bin"}, {"RANK": "1"}, {"WORLD_SIZE": "2"} | PORT | ADDRESS], ids=str)
+@pytest.mark.parametrize(
+    "env", [{}, {"PATH": "/bin"}, {"RANK": "1"}, {"WORLD_SIZE": "2"} | PORT | ADDRESS], ids=str
+)
 def test_without_a_launcher_there_is_no_world(env) -> None:
     assert detect(env) is None
 
@@ -398,7 +414,11 @@ def test_a_reserved_step_is_not_a_task(step) -> None:
 
 
 def test_a_shell_behind_srun_pty_is_not_a_task() -> None:
-    shell = srun(0, per_node=1) | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "34889", "SLURM_PTY_WIN_COL": "236"}
+    shell = srun(0, per_node=1) | {
+        "SLURM_JOB_NAME": "bash",
+        "SLURM_PTY_PORT": "34889",
+        "SLURM_PTY_WIN_COL": "236",
+    }
     assert detect(shell) is None
 
 
@@ -407,7 +427,13 @@ def test_an_srun_inside_that_shell_is() -> None:
 
 
 def test_an_old_slurm_that_sets_no_sizes_of_the_step_is_understood() -> None:
-    env = without(srun(1), "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE")
+    env = without(
+        srun(1),
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEP_TASKS_PER_NODE",
+    )
     assert found(env)[1] == found(srun(1))[1]
 
 
@@ -438,14 +464,18 @@ def test_a_node_list_begins_with_this_host(nodes, first) -> None:
     assert found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})[1].address == first
 
 
-@pytest.mark.parametrize("nodes", [",n1", "n[", "n[]", "n[a-b]", "n[1-2", "n1 n2", "(null)", "n[1]]"])
+@pytest.mark.parametrize(
+    "nodes", [",n1", "n[", "n[]", "n[a-b]", "n[1-2", "n1 n2", "(null)", "n[1]]"]
+)
 def test_a_node_list_without_a_first_host_is_refused(nodes) -> None:
     with pytest.raises(ConfigurationError, match="MASTER_ADDR is not set"):
         detect(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": nodes})
 
 
 def test_a_node_list_is_not_read_when_the_address_is_given() -> None:
-    assert found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address == "10.0.0.7"
+    assert (
+        found(srun(1, nodes=2) | {"SLURM_STEP_NODELIST": "n["} | ADDRESS)[1].address == "10.0.0.7"
+    )
 
 
 def task(node: int, tasks: str) -> Variables:
@@ -455,7 +485,8 @@ def task(node: int, tasks: str) -> Variables:
 
 
 @pytest.mark.parametrize(
-    ("tasks", "counts"), [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,2, 1", [3, 2, 1])]
+    ("tasks", "counts"),
+    [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("3,2, 1", [3, 2, 1])],
 )
 def test_tasks_per_node_are_written_in_runs(tasks, counts) -> None:
     assert [found(task(node, tasks))[1].local_world_size for node in range(len(counts))] == counts
@@ -492,9 +523,12 @@ def test_the_rank_on_a_node_across_jobs_is_not_taken_for_the_number_of_the_node(
 
 
 @pytest.mark.parametrize(
-    ("rank", "local_rank", "node"), [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)]
+    ("rank", "local_rank", "node"),
+    [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1), (4, 2, 0), (5, 2, 1)],
 )
-def test_ranks_that_go_round_two_nodes_are_placed_by_their_local_rank(rank, local_rank, node) -> None:
+def test_ranks_that_go_round_two_nodes_are_placed_by_their_local_rank(
+    rank, local_rank, node
+) -> None:
     env = mpirun_5(rank, nodes=2, per_node=3) | {"OMPI_COMM_WORLD_LOCAL_RANK": f"{local_rank}"}
     assert found(env | ADDRESS)[1].node_rank == node
 
@@ -520,7 +554,10 @@ def test_an_environment_of_ones_own_needs_a_name_and_one_method() -> None:
             return World(rank=int(env["TASK"]), world_size=8, port=1) if "TASK" in env else None
 
     own: Environment = Cluster()
-    assert detect({"TASK": "5"}, [TorchrunEnvironment(), own]) == (own, World(rank=5, world_size=8, port=1))
+    assert detect({"TASK": "5"}, [TorchrunEnvironment(), own]) == (
+        own,
+        World(rank=5, world_size=8, port=1),
+    )
 
 
 def test_names_are_distinct_and_lower_case() -> None:
@@ -528,7 +565,9 @@ def test_names_are_distinct_and_lower_case() -> None:
     assert sorted(set(names)) == ["mpich", "openmpi", "ray", "slurm", "torchrun"]
 
 
-def test_a_worker_of_ray_without_ray_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_of_ray_without_ray_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in ray(0, per_node=1).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed

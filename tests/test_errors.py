@@ -44,7 +44,9 @@ def test_each_error_is_what_python_would_raise_too(kind, builtin):
 
 
 @pytest.mark.parametrize("kind", FOUR_PARTS)
-@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))])
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))]
+)
 def test_errors_keep_their_parts_and_notes(kind, again):
     error = kind("request", "problem", "expected", "suggestion")
     error.add_note("on rank 1")
@@ -61,10 +63,17 @@ def test_errors_keep_their_parts_and_notes(kind, again):
 
 
 def test_a_failed_rank_keeps_its_traceback():
-    error = RankFailedError("launch(train)", rank=3, exit_code=-9, traceback="Traceback\n  x\n", problem="killed")
+    error = RankFailedError(
+        "launch(train)", rank=3, exit_code=-9, traceback="Traceback\n  x\n", problem="killed"
+    )
     error.add_note("a note")
     other = pickle.loads(pickle.dumps(error))
-    assert (other.rank, other.exit_code, other.traceback, other.problem) == (3, -9, "Traceback\n  x\n", "killed")
+    assert (other.rank, other.exit_code, other.traceback, other.problem) == (
+        3,
+        -9,
+        "Traceback\n  x\n",
+        "killed",
+    )
     assert str(other) == str(error) == "launch(train)\n  killed\nTraceback\n  x"
     assert other.__notes__ == ["a note"]
 

@@ -15,7 +15,9 @@ from fabric._torch import full_tensor
 from tests.ranks import run_in_ranks
 
 PAGE = (Path(__file__).parents[1] / "docs" / "exactness.md").read_text()
-CODE = "\n".join(re.findall(r"^```python\n((?:import|def) .*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+CODE = "\n".join(
+    re.findall(r"^```python\n((?:import|def) .*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+)
 RIGHT = "fabric.backward(loss, weight=tokens)"
 WRONG = re.findall(r"^\| `(fabric\.backward\(.*\))` \|.*\| (\d+)% \|$", PAGE, re.MULTILINE)
 
@@ -40,7 +42,9 @@ def trained(fabric: Fabric, exact: Any) -> Tensor:
 def test_the_loop_ends_with_the_parameters_of_the_plain_one(ranks: int, strategy: str) -> None:
     page = loops()
     expected = whole(page.plain())
-    for found in run_in_ranks(trained, page.exact, ranks=ranks, strategy=strategy, precision="64-true"):
+    for found in run_in_ranks(
+        trained, page.exact, ranks=ranks, strategy=strategy, precision="64-true"
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -50,7 +54,9 @@ def test_the_wrong_loops_are_off_by_what_the_page_says() -> None:
     assert len(WRONG) == 3
     for line, share in WRONG:
         found = run_in_ranks(trained, loops(line).exact, precision="64-true")[0]
-        assert (found - expected).norm() / (expected - start).norm() == pytest.approx(int(share) / 100, abs=0.005), line
+        assert (found - expected).norm() / (expected - start).norm() == pytest.approx(
+            int(share) / 100, abs=0.005
+        ), line
 
 
 def logged(fabric: Fabric, page: SimpleNamespace) -> float:

@@ -95,7 +95,9 @@ def test_the_documentation_shows_the_lines_of_the_examples() -> None:
     assert marked(shown[1].splitlines()) == marked(wanted)
 
 
-def test_one_device_gives_the_losses_of_the_plain_loop_exactly(tmp_path: Path, plain: list[dict[str, float]]) -> None:
+def test_one_device_gives_the_losses_of_the_plain_loop_exactly(
+    tmp_path: Path, plain: list[dict[str, float]]
+) -> None:
     assert losses(tmp_path, TEXT / "train.py", *CPU, run=run_here) == plain
     assert plain[-1]["validation_loss"] < plain[0]["validation_loss"]
     checkpoint = torch.load(tmp_path / "text.pt", weights_only=True)
@@ -104,7 +106,9 @@ def test_one_device_gives_the_losses_of_the_plain_loop_exactly(tmp_path: Path, p
 
 
 def test_the_plain_loop_refuses_devices_that_it_does_not_know() -> None:
-    done = subprocess.run([*PYTHON, TEXT / "train_raw.py", "--devices", "2"], capture_output=True, timeout=DEADLINE)
+    done = subprocess.run(
+        [*PYTHON, TEXT / "train_raw.py", "--devices", "2"], capture_output=True, timeout=DEADLINE
+    )
 
     assert done.returncode == 1
     assert b"this loop knows one CPU" in done.stderr
@@ -128,11 +132,15 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "launcher", ["torchrun", pytest.param("fabric run", marks=pytest.mark.slow)]
+)
 def test_two_processes_give_the_same_losses_however_they_are_launched(
     tmp_path: Path, on_two: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, launcher: str
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder there, with --log-dir too
+    monkeypatch.setenv(
+        "TMPDIR", str(tmp_path)
+    )  # torchrun leaves a folder there, with --log-dir too
     assert losses(tmp_path, *LAUNCHERS[launcher], TEXT / "train.py", *CPU) == on_two
 
 
@@ -141,7 +149,9 @@ def test_two_processes_give_the_same_losses_however_they_are_launched(
 def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
     tmp_path: Path, plain: list[dict[str, float]], strategy: str
 ) -> None:
-    found = losses(tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2, "--strategy", strategy)
+    found = losses(
+        tmp_path, *PYTHON, TEXT / "train.py", *CPU, "--devices", 2, "--strategy", strategy
+    )
 
     assert found[-1]["validation_loss"] == pytest.approx(plain[-1]["validation_loss"], abs=1e-4)
 
@@ -150,7 +160,17 @@ def test_other_strategies_end_with_the_validation_loss_of_the_plain_loop(
 def test_a_killed_run_resumes_in_the_middle_of_an_epoch_as_if_nothing_had_happened(
     tmp_path: Path, devices: int
 ) -> None:
-    command = [*PYTHON, TEXT / "train.py", *CPU, "--devices", devices, "--dropout", 0.2, "--save-every", 7]
+    command = [
+        *PYTHON,
+        TEXT / "train.py",
+        *CPU,
+        "--devices",
+        devices,
+        "--dropout",
+        0.2,
+        "--save-every",
+        7,
+    ]
     whole = losses(tmp_path, *command, steps=26)
     (tmp_path / "text.pt").unlink()
 
@@ -181,9 +201,22 @@ def kill_at_step(step: int, *command: object) -> None:
 
 
 @pytest.mark.slow
-def test_any_mesh_prints_the_numbers_of_the_plain_loop_also_after_a_resume_on_another(tmp_path: Path) -> None:
-    mesh = [*PYTHON, EXAMPLES / "mesh" / "train.py", "--checkpoint", tmp_path / "mesh", "--layers", 1, "--width", 32]
-    plain = run(*PYTHON, EXAMPLES / "mesh" / "train_raw.py", "--layers", 1, "--width", 32, "--steps", 6)
+def test_any_mesh_prints_the_numbers_of_the_plain_loop_also_after_a_resume_on_another(
+    tmp_path: Path,
+) -> None:
+    mesh = [
+        *PYTHON,
+        EXAMPLES / "mesh" / "train.py",
+        "--checkpoint",
+        tmp_path / "mesh",
+        "--layers",
+        1,
+        "--width",
+        32,
+    ]
+    plain = run(
+        *PYTHON, EXAMPLES / "mesh" / "train_raw.py", "--layers", 1, "--width", 32, "--steps", 6
+    )
     parts = [
         run(*mesh, "--steps", 2),
         run(*mesh, "--resume", "--tensor", 4, "--steps", 4),
@@ -198,7 +231,18 @@ def test_any_mesh_prints_the_numbers_of_the_plain_loop_also_after_a_resume_on_an
 @pytest.mark.slow
 def test_longer_training_ends_with_text(tmp_path: Path) -> None:
     log = tmp_path / "losses.jsonl"
-    options = ["--layers", 2, "--width", 64, "--steps", 60, "--checkpoint", tmp_path / "text.pt", "--losses", log]
+    options = [
+        "--layers",
+        2,
+        "--width",
+        64,
+        "--steps",
+        60,
+        "--checkpoint",
+        tmp_path / "text.pt",
+        "--losses",
+        log,
+    ]
     output = run(*PYTHON, TEXT / "train.py", *CPU, "--devices", 2, *options)
 
     first, *_, last = records(log.read_text())
@@ -207,7 +251,9 @@ def test_longer_training_ends_with_text(tmp_path: Path) -> None:
     assert "\ndef " in output
 
 
-def test_windows_are_one_character_apart_and_do_not_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_are_one_character_apart_and_do_not_overlap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.syspath_prepend(TEXT)
     from corpus import CHARACTERS, decode, encode, read_windows  # pyright: ignore[reportMissingImports] beside the script
 
@@ -230,7 +276,9 @@ def test_the_gan_learns_in_float16_with_two_optimizers(devices: int) -> None:
     assert last < 0.7
 
 
-def test_a_long_run_goes_on_where_it_was_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_run_goes_on_where_it_was_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     main = runpy.run_path(str(EXAMPLES / "long_run.py"))["main"]
 
     def lines(folder: str, steps: int) -> list[str]:
@@ -239,7 +287,9 @@ def test_a_long_run_goes_on_where_it_was_ended(tmp_path: Path, capsys: pytest.Ca
 
     whole = lines("whole", 16)
     assert lines("parts", 14) == whole[:14]
-    assert lines("parts", 16) == whole[12:], "from step 12, the newest that was saved, in the second epoch"
+    assert lines("parts", 16) == whole[12:], (
+        "from step 12, the newest that was saved, in the second epoch"
+    )
 
 
 @pytest.mark.slow
@@ -248,5 +298,7 @@ def test_a_long_run_goes_on_with_other_processes(tmp_path: Path) -> None:
     whole = run(*command, tmp_path / "whole", "--devices", 1, "--steps", 16).splitlines()
     first = run(*command, tmp_path / "parts", "--devices", 2, "--steps", 14).splitlines()
     last = run(*command, tmp_path / "parts", "--devices", 3, "--steps", 16).splitlines()
-    values = [[float(line.rpartition(" ")[2]) for line in part] for part in (whole, [*first[:12], *last])]
+    values = [
+        [float(line.rpartition(" ")[2]) for line in part] for part in (whole, [*first[:12], *last])
+    ]
     assert values[0] == pytest.approx(values[1], abs=2e-6)

@@ -14,7 +14,11 @@ import fabric
 
 def public_modules() -> list[str]:
     found = pkgutil.walk_packages(fabric.__path__, "fabric.")
-    names = [module.name for module in found if not any(part.startswith("_") for part in module.name.split("."))]
+    names = [
+        module.name
+        for module in found
+        if not any(part.startswith("_") for part in module.name.split("."))
+    ]
     return ["fabric", *names]
 
 
@@ -51,7 +55,9 @@ def test_everything_public_is_documented(module: ModuleType) -> None:
             assert inspect.getdoc(value), f"{module.__name__}.{name} has no docstring"
 
 
-@pytest.mark.parametrize("package", ["fabric", "fabric.checkpoint", "fabric.communicators", "fabric.strategies"])
+@pytest.mark.parametrize(
+    "package", ["fabric", "fabric.checkpoint", "fabric.communicators", "fabric.strategies"]
+)
 def test_a_package_that_imports_names_late_lists_them_and_has_no_others(package: str) -> None:
     module = importlib.import_module(package)
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'Nothing'"):
@@ -74,7 +80,9 @@ import fabric.testing.generators
 
 
 def test_an_import_changes_nothing_in_the_process_and_brings_only_what_torch_has_loaded() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORT], capture_output=True, text=True, timeout=60
+    )
     imported, hypothesis = done.stdout.splitlines()
     modules = imported.split()
     assert {name.partition(".")[0] for name in modules} <= {"fabric", *sys.stdlib_module_names}

@@ -115,16 +115,48 @@ class Things:
 REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]] = {
     "setup twice": (lambda t: t.fabric.setup(t.net), UsageError, ["Net", "already"]),
     "setup of a result": (lambda t: t.fabric.setup(t.model), UsageError, ["Net", "already"]),
-    "setup compiled": (lambda t: t.fabric.setup(torch.compile(t.net)), UsageError, ["Net", "already"]),
-    "optimizer first": (lambda t: t.fabric.setup_optimizers(t.other), UsageError, ["SGD", "with or after the module"]),
-    "optimizer of another": (lambda t: t.fabric.setup(Net(), t.other), UsageError, ["none of its parameters"]),
+    "setup compiled": (
+        lambda t: t.fabric.setup(torch.compile(t.net)),
+        UsageError,
+        ["Net", "already"],
+    ),
+    "optimizer first": (
+        lambda t: t.fabric.setup_optimizers(t.other),
+        UsageError,
+        ["SGD", "with or after the module"],
+    ),
+    "optimizer of another": (
+        lambda t: t.fabric.setup(Net(), t.other),
+        UsageError,
+        ["none of its parameters"],
+    ),
     "optimizer twice": (lambda t: t.fabric.setup_optimizers(t.optimizer), UsageError, ["already"]),
     "same optimizer": (lambda t: setup_with_one_optimizer_twice(t.fabric), UsageError, ["already"]),
-    "launch of a result": (lambda t: t.fabric.launch(3), UsageError, ["launch(3)", "not fabric.launch(main(1, 2))"]),  # type: ignore[arg-type]
-    "launch without a function": (lambda t: several().launch(), UsageError, ["'spawn'", "fabric.launch(main, 1, 2)"]),
-    "launch with arguments": (lambda t: t.fabric.launch(x=3), UsageError, ["no function", "main, 1, 2"]),
-    "setup of a loader": (lambda t: t.fabric.setup(Net(), DataLoader([1])), UsageError, ["DataLoader", "neither"]),
-    "setup of a list": (lambda t: t.fabric.setup(Net(), [t.other]), UsageError, ["list", "neither"]),
+    "launch of a result": (
+        lambda t: t.fabric.launch(3),
+        UsageError,
+        ["launch(3)", "not fabric.launch(main(1, 2))"],
+    ),  # type: ignore[arg-type]
+    "launch without a function": (
+        lambda t: several().launch(),
+        UsageError,
+        ["'spawn'", "fabric.launch(main, 1, 2)"],
+    ),
+    "launch with arguments": (
+        lambda t: t.fabric.launch(x=3),
+        UsageError,
+        ["no function", "main, 1, 2"],
+    ),
+    "setup of a loader": (
+        lambda t: t.fabric.setup(Net(), DataLoader([1])),
+        UsageError,
+        ["DataLoader", "neither"],
+    ),
+    "setup of a list": (
+        lambda t: t.fabric.setup(Net(), [t.other]),
+        UsageError,
+        ["list", "neither"],
+    ),
     "optimizer before its model": (
         lambda t: t.fabric.setup(t.optimizer, t.net),
         ArgumentTypeError,
@@ -157,7 +189,11 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
         ArgumentTypeError,
         ["no_backward_sync with Net"],
     ),
-    "reduction": (lambda t: t.fabric.all_reduce(1.0, reduce_op="avrg"), ConfigurationError, ["'avrg'", "'mean'"]),
+    "reduction": (
+        lambda t: t.fabric.all_reduce(1.0, reduce_op="avrg"),
+        ConfigurationError,
+        ["'avrg'", "'mean'"],
+    ),
     "reduction as group": (
         lambda t: t.fabric.all_reduce(1.0, "sum"),  # type: ignore[arg-type]
         UsageError,
@@ -169,8 +205,16 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
         ArgumentTypeError,
         ["Recorded", "no environment"],
     ),
-    "checkpoint_io class": (lambda t: DDPStrategy(checkpoint_io=dict), ArgumentTypeError, ["it is no object"]),
-    "checkpoint_io": (lambda t: SingleDeviceStrategy(checkpoint_io="x"), ArgumentTypeError, ["save", "wait"]),
+    "checkpoint_io class": (
+        lambda t: DDPStrategy(checkpoint_io=dict),
+        ArgumentTypeError,
+        ["it is no object"],
+    ),
+    "checkpoint_io": (
+        lambda t: SingleDeviceStrategy(checkpoint_io="x"),
+        ArgumentTypeError,
+        ["save", "wait"],
+    ),
     "metric": (
         lambda t: single(loggers=CSVLogger(t.path)).log("loss", torch.ones(2)),
         ArgumentTypeError,
@@ -178,7 +222,11 @@ REFUSALS: dict[str, tuple[Callable[[Things], Any], type[FabricError], list[str]]
     ),
     "truncated checkpoint": (Things.truncated, CheckpointError, ["damaged", "state.pt"]),
     "missing key": (Things.missing_key, CheckpointError, ["'epoch'", "'model'"]),
-    "save of a module": (lambda t: t.fabric.save(t.path, t.model), ArgumentTypeError, ["a path, then a dict"]),
+    "save of a module": (
+        lambda t: t.fabric.save(t.path, t.model),
+        ArgumentTypeError,
+        ["a path, then a dict"],
+    ),
     "save as torch": (
         lambda t: t.fabric.save({"model": t.model}, t.path),  # type: ignore[arg-type]
         ArgumentTypeError,
@@ -245,7 +293,9 @@ def test_setup_returns_what_it_was_given_in_order() -> None:
         scheduler = StepLR(optimizers[1], 1)
         model, *rest = fabric.setup(net, *optimizers, scheduler=scheduler)
         assert model.module is net
-        assert all(mine is theirs for mine, theirs in zip(rest, [*optimizers, scheduler], strict=True))
+        assert all(
+            mine is theirs for mine, theirs in zip(rest, [*optimizers, scheduler], strict=True)
+        )
         other = sgd(net)
         assert fabric.setup_optimizers(other) is other
         assert [loader.original for loader in fabric.setup_dataloaders(*loaders)] == loaders
@@ -374,16 +424,22 @@ def test_is_wrapped_and_unwrap() -> None:
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_compiled_model_is_clipped_accumulated_and_saved_like_any(strategy: str, when: str, tmp_path: Path) -> None:
+def test_a_compiled_model_is_clipped_accumulated_and_saved_like_any(
+    strategy: str, when: str, tmp_path: Path
+) -> None:
     with single(strategy=strategy) as fabric:
         net = Net()
-        model, optimizer = fabric.setup(torch.compile(net, backend="eager") if when == "before" else net, sgd(net))
+        model, optimizer = fabric.setup(
+            torch.compile(net, backend="eager") if when == "before" else net, sgd(net)
+        )
         model = model if when == "before" else torch.compile(model, backend="eager")
         with fabric.no_backward_sync(model):
             fabric.backward(model(torch.ones(1, 4)).sum())
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         fabric.save(tmp_path / "state.pt", {"model": model})
-        assert list(torch.load(tmp_path / "state.pt", weights_only=True)["model"]) == list(net.state_dict())
+        assert list(torch.load(tmp_path / "state.pt", weights_only=True)["model"]) == list(
+            net.state_dict()
+        )
         expected = net.head.bias.detach().clone()
         nn.init.zeros_(net.head.bias)
         fabric.load(tmp_path / "state.pt", {"model": model})
@@ -395,8 +451,13 @@ def test_describe_tells_what_was_resolved_and_set_up_in_order() -> None:
         models = [fabric.setup(nn.Linear(1, 1)), fabric.setup(Net())]
         loader = fabric.setup_dataloaders(DataLoader([1]))
         text = fabric.describe()
-    assert text.index("Linear in DistributedDataParallel") < text.index("Net in DistributedDataParallel")
-    assert all(part in text for part in ("cpu", "DDPStrategy", "16-mixed", "rank 0", "FabricDataLoader", "65536"))
+    assert text.index("Linear in DistributedDataParallel") < text.index(
+        "Net in DistributedDataParallel"
+    )
+    assert all(
+        part in text
+        for part in ("cpu", "DDPStrategy", "16-mixed", "rank 0", "FabricDataLoader", "65536")
+    )
     assert len(models) == 2
     assert loader is not None
 
@@ -455,7 +516,11 @@ def test_modules_and_tensors_are_made_in_the_dtype_of_the_precision(precision: s
         with fabric.init_tensor():
             made = torch.ones(2), torch.ones(2, dtype=torch.int32)
     expected = fabric.precision.param_dtype or torch.float32
-    assert (net.head.weight.dtype, net.steps.dtype, made[0].dtype) == (expected, torch.int64, expected)
+    assert (net.head.weight.dtype, net.steps.dtype, made[0].dtype) == (
+        expected,
+        torch.int64,
+        expected,
+    )
     assert made[1].dtype is torch.int32
     assert torch.ones(1).dtype is torch.float32
 
@@ -492,9 +557,22 @@ class Recorded:
 
 
 def test_an_environment_that_is_passed_says_who_this_is() -> None:
-    world = World(rank=5, local_rank=1, node_rank=1, world_size=8, local_world_size=4, address="node0", port=2900)
+    world = World(
+        rank=5,
+        local_rank=1,
+        node_rank=1,
+        world_size=8,
+        local_world_size=4,
+        address="node0",
+        port=2900,
+    )
     fabric = Fabric(accelerator="cpu", environment=Recorded(world))
-    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (5, 1, 1, 8)
+    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
+        5,
+        1,
+        1,
+        8,
+    )
     assert not fabric.is_global_zero
     assert "2 node(s), by recorded" in fabric.describe()
 
@@ -505,7 +583,12 @@ def test_nodes_with_different_numbers_of_processes_count_every_process() -> None
 
 
 def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
+    for name, value in {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     with Fabric(accelerator="cpu", strategy="ddp") as fabric:
         fabric.launch()
@@ -541,7 +624,9 @@ def test_ddp_refuses_a_second_backward_pass_of_any_earlier_forward_pass(strategy
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
-def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pass_has_it(strategy: str) -> None:
+def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pass_has_it(
+    strategy: str,
+) -> None:
     with single(strategy=strategy) as fabric:
         model = fabric.setup(Net())
         with fabric.no_backward_sync(model):
@@ -574,7 +659,11 @@ def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
 def test_a_penalty_may_be_made_between_forward_passes() -> None:
     with single(strategy="ddp") as fabric:
         model = fabric.setup(nn.Linear(2, 1))
-        first, penalty, second = model(torch.ones(1, 2)), model.module.weight.pow(2).sum(), model(torch.ones(1, 2))
+        first, penalty, second = (
+            model(torch.ones(1, 2)),
+            model.module.weight.pow(2).sum(),
+            model(torch.ones(1, 2)),
+        )
         fabric.backward(first.sum() + second.sum())
         fabric.backward(penalty)
 

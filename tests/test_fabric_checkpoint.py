@@ -21,7 +21,10 @@ from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
-STEPS, SAVED_AT = 13, 6  # 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
+STEPS, SAVED_AT = (
+    13,
+    6,
+)  # 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
 
 
 @dataclass
@@ -44,7 +47,13 @@ def parts(fabric: Fabric, seed: int) -> dict[str, Any]:
     data = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
     loader = fabric.setup_dataloaders(DataLoader(TensorDataset(data), batch_size=3, shuffle=True))
     fabric.seed_everything(seed, per_rank=True)
-    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loader": loader, "step": 0}
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "loader": loader,
+        "step": 0,
+    }
 
 
 def train(fabric: Fabric, path: Path, resume: bool) -> Run:
@@ -81,12 +90,17 @@ def test_a_resumed_run_continues_bit_for_bit_in_the_middle_of_an_epoch(
 ) -> None:
     path = tmp_path / "state"
     whole, resumed = (
-        run_in_ranks(train, path, resume, ranks=ranks, precision=precision, **options) for resume in (False, True)
+        run_in_ranks(train, path, resume, ranks=ranks, precision=precision, **options)
+        for resume in (False, True)
     )
     assert path.is_dir() is bool(options)
     for before, after in zip(whole, resumed, strict=True):
         assert after.losses == before.losses[SAVED_AT:]
-        assert (after.rate, after.scaling, after.stream) == (before.rate, before.scaling, before.stream)
+        assert (after.rate, after.scaling, after.stream) == (
+            before.rate,
+            before.scaling,
+            before.stream,
+        )
         assert all(map(torch.equal, after.parameters, before.parameters))
     assert len({run.stream for run in whole}) == ranks
     assert (whole[0].scaling != "") is (precision == "16-mixed")
@@ -151,7 +165,9 @@ def filter_that_fails_on_one(fabric: Fabric, path: Path) -> tuple[str, str]:
     return text, str(state["epoch"])
 
 
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_old_file_survives(tmp_path: Path) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_old_file_survives(
+    tmp_path: Path,
+) -> None:
     first, second = run_in_ranks(filter_that_fails_on_one, tmp_path / "state.pt")
     assert first[0].startswith("CheckpointError")
     assert "on rank 0" in first[0]
@@ -194,11 +210,15 @@ def failures_between_modules(fabric: Fabric, path: Path) -> tuple[list[str], boo
         outcome(lambda: fabric.save(path, {**state, "between": Fickle(fabric, "save")})),
         outcome(lambda: fabric.load(path, {**state, "between": Fickle(fabric, "load")})),
     ]
-    return texts, all(bool((local_tensor(each) == 7).all()) for each in (*first.parameters(), *last.parameters()))
+    return texts, all(
+        bool((local_tensor(each) == 7).all()) for each in (*first.parameters(), *last.parameters())
+    )
 
 
 @pytest.mark.parametrize("options", [{"state_dict_type": "full"}, {}], ids=["full", "sharded"])
-def test_the_users_code_may_raise_on_one_rank_between_two_modules(options: dict[str, Any], tmp_path: Path) -> None:
+def test_the_users_code_may_raise_on_one_rank_between_two_modules(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
     # Where ranks gather full states none of them waits for one that raised, and no module is changed on either.
     jobs = run_in_ranks(failures_between_modules, tmp_path / "s", strategy=FSDPStrategy(**options))
     for rank, (texts, unchanged) in enumerate(jobs):
@@ -230,7 +250,9 @@ def unreadable_on_one(fabric: Fabric, path: Path) -> tuple[str, bool]:
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(tmp_path: Path) -> None:
-    (first, unchanged), (second, unchanged_too) = run_in_ranks(unreadable_on_one, tmp_path / "state.pt")
+    (first, unchanged), (second, unchanged_too) = run_in_ranks(
+        unreadable_on_one, tmp_path / "state.pt"
+    )
     assert "it failed on rank 1 of 2: CheckpointNotFoundError" in first
     assert "elsewhere.pt" in first
     assert second.startswith("CheckpointNotFoundError")
@@ -243,7 +265,11 @@ def test_a_filter_keeps_entries_and_strict_off_loads_what_there_is(tmp_path: Pat
         net = Net()
         model = fabric.setup(net)
         head, encoder = net.head.bias.item(), net.encoder.weight.detach().clone()
-        fabric.save(tmp_path / "s.pt", {"model": model}, filter={"model": lambda name, _: not name.startswith("head")})
+        fabric.save(
+            tmp_path / "s.pt",
+            {"model": model},
+            filter={"model": lambda name, _: not name.startswith("head")},
+        )
         nn.init.zeros_(net.encoder.weight)
         with pytest.raises(CheckpointError, match=r"head\.weight"):
             fabric.load(tmp_path / "s.pt", {"model": model})
@@ -327,7 +353,9 @@ def test_a_format_of_the_users_own_is_written_by_the_first_rank(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["s.own", "t.own"]
 
 
-def test_a_loss_scale_is_ignored_where_there_is_none_and_kept_where_the_file_has_none(tmp_path: Path) -> None:
+def test_a_loss_scale_is_ignored_where_there_is_none_and_kept_where_the_file_has_none(
+    tmp_path: Path,
+) -> None:
     with single(precision="16-mixed") as fabric:
         fabric.save(tmp_path / "scaled.pt", {"epoch": 1})
     with single() as fabric:
@@ -352,11 +380,15 @@ class Flat(torch.optim.SGD):
         super().__init__(parameters, lr=0.1, momentum=0.9)
         own = self.param_groups[0]["params"]
         self.flat = torch.zeros(sum(parameter.numel() for parameter in own))
-        for parameter, part in zip(own, self.flat.split([each.numel() for each in own]), strict=True):
+        for parameter, part in zip(
+            own, self.flat.split([each.numel() for each in own]), strict=True
+        ):
             self.state[parameter]["momentum_buffer"] = part.view_as(parameter)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for parameter, saved in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+        for parameter, saved in zip(
+            self.param_groups[0]["params"], state_dict["state"].values(), strict=True
+        ):
             self.state[parameter]["momentum_buffer"].copy_(saved["momentum_buffer"])
 
 
@@ -369,5 +401,8 @@ def test_an_optimizer_that_copies_what_is_loaded_keeps_its_own_memory(tmp_path: 
         optimizer.flat.zero_()
         fabric.load(path, {"optimizer": optimizer})
     for slots in optimizer.state.values():
-        assert slots["momentum_buffer"].untyped_storage().data_ptr() == optimizer.flat.untyped_storage().data_ptr()
+        assert (
+            slots["momentum_buffer"].untyped_storage().data_ptr()
+            == optimizer.flat.untyped_storage().data_ptr()
+        )
     assert optimizer.flat.tolist() == [3.0] * 3

@@ -105,7 +105,13 @@ class OneNodeEach:
 
     def detect(self, env: Mapping[str, str]) -> World | None:
         rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-        return World(rank=rank, node_rank=rank, world_size=size, local_world_size=1, store=env["FABRIC_STORE"])
+        return World(
+            rank=rank,
+            node_rank=rank,
+            world_size=size,
+            local_world_size=1,
+            store=env["FABRIC_STORE"],
+        )
 
 
 def ahead_on_its_node(fabric: Fabric, folder: Path) -> list[bool]:
@@ -151,7 +157,9 @@ def test_the_batches_of_all_ranks_are_the_plain_global_batches_although_streams_
     expected = [[sorted(batch.tolist()) for batch in plain] for _ in range(2)]
     ranks = run_in_ranks(shares, "pad")
     for index in range(2):
-        dealt = [sorted(one + other) for one, other in zip(*(rank[index] for rank in ranks), strict=True)]
+        dealt = [
+            sorted(one + other) for one, other in zip(*(rank[index] for rank in ranks), strict=True)
+        ]
         assert dealt == expected[index]
 
 
@@ -167,7 +175,9 @@ class Noise(Dataset[float]):
 
 def noise(fabric: Fabric, workers: bool) -> list[float]:
     fabric.seed_everything(1, workers=workers)
-    loader = fabric.setup_dataloaders(DataLoader(Noise(), num_workers=1, multiprocessing_context="fork"))
+    loader = fabric.setup_dataloaders(
+        DataLoader(Noise(), num_workers=1, multiprocessing_context="fork")
+    )
     return [batch.item() for batch in loader]
 
 
@@ -187,8 +197,14 @@ class Collects(Noise):
 def garbage_beside_workers(fabric: Fabric) -> list[float]:
     gc.disable()
     try:
-        garbage: list[Any] = [fabric.setup(Net()), fabric.new_group([0, 1]), torch.distributed.new_group([0, 1])]
-        garbage.append(garbage)  # the threads of groups end with it, and the workers do not have them
+        garbage: list[Any] = [
+            fabric.setup(Net()),
+            fabric.new_group([0, 1]),
+            torch.distributed.new_group([0, 1]),
+        ]
+        garbage.append(
+            garbage
+        )  # the threads of groups end with it, and the workers do not have them
         del garbage
         loader = DataLoader(Collects(), num_workers=1, multiprocessing_context="fork")
         return [batch.item() for batch in fabric.setup_dataloaders(loader)]

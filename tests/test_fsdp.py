@@ -77,7 +77,13 @@ def orders(fabric: Fabric) -> dict[str, str]:
         optimizer = stepped(model)
         fabric.setup_optimizers(optimizer)
 
-    cases = (alone_and_stale, partly_stale, with_state, of_the_set_up_module, made_after_an_evaluation)
+    cases = (
+        alone_and_stale,
+        partly_stale,
+        with_state,
+        of_the_set_up_module,
+        made_after_an_evaluation,
+    )
     cases += (made_between_forward_and_backward,)
     return {case.__name__: outcome(case) for case in cases}
 
@@ -85,7 +91,10 @@ def orders(fabric: Fabric) -> dict[str, str]:
 def test_an_optimizer_that_would_step_on_nothing_is_refused() -> None:
     for results in in_ranks(orders):
         assert results["of_the_set_up_module"] == "fine"
-        assert "none of its parameters belongs to a module that is set up" in results["alone_and_stale"]
+        assert (
+            "none of its parameters belongs to a module that is set up"
+            in results["alone_and_stale"]
+        )
         assert "parameters from before the sharding" in results["partly_stale"]
         assert results["made_after_an_evaluation"] == "fine"
         assert "a forward pass gathered" in results["made_between_forward_and_backward"]
@@ -225,12 +234,17 @@ def after_an_error(fabric: Fabric) -> list[bool]:
             assert outcome(torch.no_grad()(lambda: model(2 * x))).startswith("ZeroDivisionError")
             handle.remove()
         fabric.backward(model(3 * x).sum())
-        found = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        found = torch.cat(
+            [full_tensor(parameter.grad).flatten() for parameter in model.parameters()]
+        )
         model.zero_grad()
         return found
 
     expected = gradients(fail=False)
-    return [torch.equal(gradients(fail=True), expected), torch.equal(gradients(fail=False), expected)]
+    return [
+        torch.equal(gradients(fail=True), expected),
+        torch.equal(gradients(fail=False), expected),
+    ]
 
 
 def test_a_forward_pass_left_by_an_error_changes_no_later_gradient() -> None:
@@ -252,7 +266,9 @@ def without_its_backward(fabric: Fabric, drops: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("sharding_strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_a_pass_whose_loss_is_dropped_before_a_step_leaves_no_old_weights(sharding_strategy: str) -> None:
+def test_a_pass_whose_loss_is_dropped_before_a_step_leaves_no_old_weights(
+    sharding_strategy: str,
+) -> None:
     for drops, expected in zip(
         in_ranks(without_its_backward, True, sharding_strategy=sharding_strategy),
         in_ranks(without_its_backward, False, sharding_strategy=sharding_strategy),
@@ -267,7 +283,9 @@ def after_other_ends(fabric: Fabric) -> list[bool]:
 
     def gradients() -> Tensor:
         fabric.backward(model(3 * x).sum())
-        found = torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        found = torch.cat(
+            [full_tensor(parameter.grad).flatten() for parameter in model.parameters()]
+        )
         model.zero_grad()
         return found
 
@@ -303,9 +321,15 @@ def methods(fabric: Fabric) -> list[Any]:
     refused = outcome(lambda: model.by_parts(x))
     model.mark_forward_method("by_parts")
     gradients = []
-    for loss in (lambda: model(x).pow(2).mean(), lambda: model.training_step(x), lambda: model.by_parts(x)):
+    for loss in (
+        lambda: model(x).pow(2).mean(),
+        lambda: model.training_step(x),
+        lambda: model.by_parts(x),
+    ):
         fabric.backward(loss())
-        gradients.append(torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()]))
+        gradients.append(
+            torch.cat([full_tensor(parameter.grad).flatten() for parameter in model.parameters()])
+        )
         model.zero_grad()
     return [refused, *gradients]
 

@@ -28,14 +28,20 @@ def state_dicts(fabric: Fabric) -> tuple[dict[str, Tensor], list[Tensor]]:
     return state, whole(model)
 
 
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"activation_checkpointing": Buffers}])
+@pytest.mark.parametrize(
+    "options", [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"activation_checkpointing": Buffers}]
+)
 def test_a_state_dict_is_whole_on_every_rank_and_loads_again(options: dict[str, Any]) -> None:
     torch.manual_seed(3)
     expected = Buffers().state_dict()
     for state, changed in in_ranks(state_dicts, ranks=3, **options):
         assert list(state) == list(expected)
         torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)
-        parameters = [value + 1 for name, value in expected.items() if name in dict(Buffers().named_parameters())]
+        parameters = [
+            value + 1
+            for name, value in expected.items()
+            if name in dict(Buffers().named_parameters())
+        ]
         torch.testing.assert_close(changed, parameters, rtol=0, atol=0)
 
 
@@ -64,9 +70,12 @@ def sharded(ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(sharded(2), SINGLE), (sharded(2), sharded(3)), (DDP, sharded(2)), (sharded(3), DDP)]
+    ("before", "after"),
+    [(sharded(2), SINGLE), (sharded(2), sharded(3)), (DDP, sharded(2)), (sharded(3), DDP)],
 )
-def test_a_module_goes_from_any_strategy_to_any(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+def test_a_module_goes_from_any_strategy_to_any(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "checkpoint.pt"
     expected = Fabric(accelerator="cpu", launcher=SharedRanks(), **before).launch(save, path)
     with Fabric(accelerator="cpu", launcher=SharedRanks(), **after) as fabric:
@@ -110,9 +119,12 @@ def continued(fabric: Fabric, path: Path, load: bool) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(sharded(2), SINGLE), (SINGLE, sharded(3)), (sharded(2), sharded(3)), (sharded(3), DDP)]
+    ("before", "after"),
+    [(sharded(2), SINGLE), (SINGLE, sharded(3)), (sharded(2), sharded(3)), (sharded(3), DDP)],
 )
-def test_an_optimizer_goes_on_under_any_strategy(before: dict[str, Any], after: dict[str, Any], tmp_path: Path) -> None:
+def test_an_optimizer_goes_on_under_any_strategy(
+    before: dict[str, Any], after: dict[str, Any], tmp_path: Path
+) -> None:
     expected = plain_loop(torch.float64, None, False, 1).parameters
     path = tmp_path / "checkpoint.pt"
     with Fabric(accelerator="cpu", launcher=SharedRanks(), precision=64, **fresh(before)) as fabric:

@@ -40,7 +40,9 @@ class Wide(nn.Module):
         block = nn.Sequential(nn.Linear(8, 2100), nn.GELU(), nn.Linear(2100, 8))
         self.blocks = nn.ModuleList([block, copy.deepcopy(block)])
         self.norm = nn.BatchNorm1d(5)
-        self.register_buffer("table", torch.linspace(0, 1, 16800).view(2100, 8).sin(), persistent=False)
+        self.register_buffer(
+            "table", torch.linspace(0, 1, 16800).view(2100, 8).sin(), persistent=False
+        )
         self.recurrent = nn.LSTM(8, 128, proj_size=8, batch_first=True)
         self.embedding.weight.requires_grad_(False)
         self.apply(draw)
@@ -59,7 +61,9 @@ def mixed_dtypes() -> nn.Module:
     return model
 
 
-def plain(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> tuple[dict[str, Tensor], Tensor]:
+def plain(
+    build: Callable[[], nn.Module], dtype: torch.dtype = torch.float32
+) -> tuple[dict[str, Tensor], Tensor]:
     """Values and the generator's state after a whole build on the CPU in this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -74,7 +78,9 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: full_tensor(tensor.detach()).clone() for name, tensor in named}
 
 
-def built(fabric: Fabric, build: Callable[[], nn.Module], source: str) -> tuple[dict[str, Tensor], Tensor, bool]:
+def built(
+    fabric: Fabric, build: Callable[[], nn.Module], source: str
+) -> tuple[dict[str, Tensor], Tensor, bool]:
     """The values after setup, the generator's state after the build, and whether memory is where it should be."""
     gc.collect()
     before = set(mapped_files())
@@ -174,7 +180,9 @@ def test_ties_are_kept_also_those_made_after_the_build(source: str) -> None:
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, fabric: Fabric | None = None) -> dict[str, Tensor]:
+def steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, fabric: Fabric | None = None
+) -> dict[str, Tensor]:
     """Three steps in float64, on this rank's share of the batch, and what they lead to."""
     rank, size = (fabric.global_rank, fabric.world_size) if fabric else (0, 1)
     generator = torch.Generator().manual_seed(1)
@@ -201,7 +209,9 @@ def trained(fabric: Fabric, build: Callable[[], nn.Module], source: str) -> dict
 
 @pytest.mark.parametrize(("ranks", "source"), [(2, "rank0"), (3, "every_rank")])
 @pytest.mark.parametrize("build", [Tied, Wide])
-def test_training_gives_the_numbers_of_one_process(build: Callable[[], nn.Module], ranks: int, source: str) -> None:
+def test_training_gives_the_numbers_of_one_process(
+    build: Callable[[], nn.Module], ranks: int, source: str
+) -> None:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(7)
     model = build()
@@ -286,7 +296,15 @@ def refusals(fabric: Fabric) -> dict[str, str]:
         with fabric.init_module(source="rank0"):
             assert nn.Linear(200, 200).weight.norm().item() > 0
 
-    cases = (on_meta, partly_on_meta, unknown_source, lazy, another_model, another_tie, empty_on_one_rank)
+    cases = (
+        on_meta,
+        partly_on_meta,
+        unknown_source,
+        lazy,
+        another_model,
+        another_tie,
+        empty_on_one_rank,
+    )
     cases += (on_rank_1_alone, untouched)
     # Rank 0 waits in a collective for the ranks that raise here.
     cases += (read_on_another_rank,) if fabric.global_rank == fabric.world_size - 1 else ()
@@ -298,13 +316,18 @@ def test_what_cannot_be_set_up_is_refused_on_all_ranks_before_anything_changes()
         assert results.pop("untouched") == "fine"
         if rank:
             assert 'with source="rank0"' in results.pop("read_on_another_rank").lower()
-        assert all(text.startswith(("UsageError", "ConfigurationError")) for text in results.values()), results
+        assert all(
+            text.startswith(("UsageError", "ConfigurationError")) for text in results.values()
+        ), results
         assert "blocks.1.mlp.2.bias" in results["on_meta"]
         assert "head.bias" in results["partly_on_meta"]
         assert "embedding.weight" not in results["partly_on_meta"]
         assert "init_module()" in results["on_meta"]
         assert "0.weight, 0.bias" in results["lazy"]
-        assert all("another model" in results[case] for case in ("another_model", "another_tie", "empty_on_one_rank"))
+        assert all(
+            "another model" in results[case]
+            for case in ("another_model", "another_tie", "empty_on_one_rank")
+        )
         assert f"on rank {rank}" in results["another_model"]
         assert "LazyLinear" in results["on_rank_1_alone"]
 
@@ -395,7 +418,11 @@ def test_values_from_numpy_arrive(source: str) -> None:
 
 def in_older_contexts(fabric: Fabric) -> list[bool]:
     found = []
-    for context in (fabric.init_module, fabric.sharded_model, fabric.strategy.model_sharded_context):
+    for context in (
+        fabric.init_module,
+        fabric.sharded_model,
+        fabric.strategy.model_sharded_context,
+    ):
         torch.manual_seed(7)
         with context():
             module = nn.Linear(130, 130)

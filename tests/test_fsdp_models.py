@@ -97,7 +97,11 @@ MODELS = [Stack, Frozen, Tied, Buffers, OwnCheckpoints, TwoPasses, Shared]
 def build(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
     torch.manual_seed(3)
     model = make().double()
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4), torch.randn(12, 5, WIDTH).double()
+    return (
+        model,
+        torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4),
+        torch.randn(12, 5, WIDTH).double(),
+    )
 
 
 def plainly(make: Callable[[], nn.Module]) -> list[Tensor]:
@@ -125,7 +129,9 @@ def sharded(fabric: Fabric, make: Callable[[], nn.Module]) -> tuple[list[Tensor]
         fabric.backward(model(x).pow(2).mean())
         optimizer.step()
         optimizer.zero_grad()
-    return [*whole(model), *model.buffers()], sorted(type(parameter).__name__ for parameter in model.parameters())
+    return [*whole(model), *model.buffers()], sorted(
+        type(parameter).__name__ for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("make", MODELS)
@@ -170,7 +176,9 @@ def test_every_rank_starts_with_the_values_of_the_first() -> None:
     torch.manual_seed(0)
     expected = Buffers()
     for parameters, shift in in_ranks(drawn_apart):
-        torch.testing.assert_close(parameters, [parameter.detach() for parameter in expected.parameters()])
+        torch.testing.assert_close(
+            parameters, [parameter.detach() for parameter in expected.parameters()]
+        )
         assert torch.equal(shift, expected.shift)
 
 

@@ -29,7 +29,10 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def small_units(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | nn.LayerNorm) and type(module).__name__ in ("Linear", "LayerNorm")
+    return isinstance(module, nn.Linear | nn.LayerNorm) and type(module).__name__ in (
+        "Linear",
+        "LayerNorm",
+    )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +54,9 @@ def small_units(module: nn.Module) -> bool:
     ],
 )
 @pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_no_option_changes_the_numbers(ranks: int, options: dict[str, Any], accumulation: int) -> None:
+def test_no_option_changes_the_numbers(
+    ranks: int, options: dict[str, Any], accumulation: int
+) -> None:
     expected = plain_loop(torch.float64, None, False, accumulation)
     records: list[Record] = in_ranks(
         fabric_loop, torch.float64, accumulation, ranks=ranks, precision="64-true", **options
@@ -121,8 +126,16 @@ F32, BF16, F16, INT = torch.float32, torch.bfloat16, torch.float16, torch.int64
         ("bf16-mixed", None, [BF16, BF16, F32, INT, F32, F32]),
         ("16-mixed", None, [F16, F16, F32, INT, F32, F32]),
         ("bf16-mixed", MixedPrecisionPolicy(), [F32, F32, F32, INT, F32, F32]),
-        ("32-true", MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F16), [BF16, BF16, F16, INT, F32, F32]),
-        ("32-true", MixedPrecision(param_dtype=BF16, buffer_dtype=F16), [BF16, BF16, BF16, INT, F32, F16]),
+        (
+            "32-true",
+            MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F16),
+            [BF16, BF16, F16, INT, F32, F32],
+        ),
+        (
+            "32-true",
+            MixedPrecision(param_dtype=BF16, buffer_dtype=F16),
+            [BF16, BF16, BF16, INT, F32, F16],
+        ),
     ],
 )
 def test_every_tensor_has_the_dtype_of_the_precision(
@@ -143,7 +156,11 @@ def test_every_tensor_has_the_dtype_of_the_precision(
         ({"backward_prefetch": -1}, ConfigurationError, ["-1", "BACKWARD_PRE"]),
         ({"backward_prefetch": "PRE"}, ConfigurationError, ["'PRE'", "BACKWARD_PRE"]),
         ({"mixed_precision": "bf16"}, ConfigurationError, ["'bf16'", "MixedPrecisionPolicy"]),
-        ({"mixed_precision": MixedPrecision(keep_low_precision_grads=True)}, ConfigurationError, ["bf16-true"]),
+        (
+            {"mixed_precision": MixedPrecision(keep_low_precision_grads=True)},
+            ConfigurationError,
+            ["bf16-true"],
+        ),
         ({"activation_checkpointing": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
         ({"activation_checkpointing": [3]}, ArgumentTypeError, ["[3]"]),
         ({"auto_wrap_policy": "Block"}, ArgumentTypeError, ["'Block'", "a class"]),
@@ -166,7 +183,9 @@ def test_wrong_options_are_refused_at_construction(
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (0, 2), (6,), (1, 1, 6)])
-def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(mesh: tuple[int, ...]) -> None:
+def test_a_mesh_that_does_not_divide_the_world_is_refused_before_launch(
+    mesh: tuple[int, ...],
+) -> None:
     strategy = FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
     with pytest.raises(ConfigurationError, match="a job of 6 processes") as caught:
         resolve(accelerator="cpu", devices=6, strategy=strategy, env={})
@@ -181,19 +200,32 @@ def test_a_strategy_without_replicas_takes_a_mesh_of_one_dimension() -> None:
 
 @pytest.mark.parametrize(
     ("given", "offloads"),
-    [(True, True), (CPUOffload(offload_params=True), True), (CPUOffloadPolicy(), True), (False, False), (None, False)],
+    [
+        (True, True),
+        (CPUOffload(offload_params=True), True),
+        (CPUOffloadPolicy(), True),
+        (False, False),
+        (None, False),
+    ],
 )
 def test_offloading_can_be_spelled_as_torch_does(given: Any, offloads: bool) -> None:
     assert (FSDPStrategy(cpu_offload=given).cpu_offload is not None) is offloads
 
 
 def test_replicas_that_are_not_there_are_told() -> None:
-    with pytest.warns(UserWarning, match="device_mesh=\\(2, "), one_process(sharding_strategy="HYBRID_SHARD"):
+    with (
+        pytest.warns(UserWarning, match="device_mesh=\\(2, "),
+        one_process(sharding_strategy="HYBRID_SHARD"),
+    ):
         pass
 
 
 def test_options_of_torchs_first_fsdp_warn_once() -> None:
-    older = {"use_orig_params": True, "limit_all_gathers": True, "activation_checkpointing_policy": nn.Linear}
+    older = {
+        "use_orig_params": True,
+        "limit_all_gathers": True,
+        "activation_checkpointing_policy": nn.Linear,
+    }
     text = "policy is activation_checkpointing; limit_all_gathers means nothing, .*; use_orig_params means nothing,"
     with pytest.warns(UserWarning, match=text) as caught, one_process(**older) as fabric:
         fabric.setup(nn.Linear(4, 4))
@@ -202,7 +234,10 @@ def test_options_of_torchs_first_fsdp_warn_once() -> None:
 
 
 def test_offloading_on_the_cpu_warns() -> None:
-    with pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"), one_process(cpu_offload=True):
+    with (
+        pytest.warns(UserWarning, match="cpu_offload means nothing on the CPU"),
+        one_process(cpu_offload=True),
+    ):
         pass
 
 

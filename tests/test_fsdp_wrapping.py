@@ -90,7 +90,9 @@ def test_a_function_chooses_modules(policy: object) -> None:
 
 
 def test_a_policy_that_parts_a_shared_parameter_names_it() -> None:
-    with pytest.raises(ConfigurationError, match=r"blocks\.1\.mlp\.0\.weight and blocks\.2\.mlp\.0\.weight"):
+    with pytest.raises(
+        ConfigurationError, match=r"blocks\.1\.mlp\.0\.weight and blocks\.2\.mlp\.0\.weight"
+    ):
         names(Tied(), {Block})
     with pytest.raises(ConfigurationError, match=r"embedding\.weight and head\.weight"):
         names(Tied(), {nn.Embedding})

@@ -6,7 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError, UsageError
@@ -41,11 +47,20 @@ def seen(replicas: int, make: Callable[[int], DataLoader[Any]], uneven: Any = "p
 
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 def test_every_sample_counts_once_and_in_order(uneven: str) -> None:
-    for replicas, n, batch_size, drop_last in itertools.product((1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (0, 1)):
-        found = seen(replicas, lambda _: DataLoader(range(n), batch_size, drop_last=bool(drop_last)), uneven)  # noqa: B023
+    for replicas, n, batch_size, drop_last in itertools.product(
+        (1, 2, 3, 4), (1, 2, 5, 12, 13), (1, 3, 4), (0, 1)
+    ):
+        loader = DataLoader(range(n), batch_size, drop_last=bool(drop_last))
+        found = seen(replicas, lambda _, loader=loader: loader, uneven)
         dropped = uneven == "drop" or drop_last
         share = n // replicas if dropped else n
-        expected = share // batch_size * batch_size * replicas if drop_last else share * replicas if dropped else n
+        expected = (
+            share // batch_size * batch_size * replicas
+            if drop_last
+            else share * replicas
+            if dropped
+            else n
+        )
         assert found == list(range(expected)), (replicas, n, batch_size, drop_last)
 
 
@@ -55,7 +70,9 @@ def test_orders_of_other_kinds(replicas: int) -> None:
     assert seen(replicas, lambda _: DataLoader(range(10), batch_sampler=batches)) == list(range(10))
     bulk = BatchSampler(SequentialSampler(range(10)), 3, drop_last=False)
     whole = torch.arange(10)
-    assert seen(replicas, lambda _: DataLoader(Rows(whole), batch_size=None, sampler=bulk)) == list(range(10))
+    assert seen(replicas, lambda _: DataLoader(Rows(whole), batch_size=None, sampler=bulk)) == list(
+        range(10)
+    )
     assert seen(replicas, lambda _: DataLoader(whole, batch_size=None)) == list(range(10))
     assert seen(replicas, lambda _: DataLoader(Stream(12), 2)) == list(range(12))
 

@@ -46,7 +46,9 @@ def fabric_losses(fabric: Fabric, dtype: torch.dtype) -> list[float]:
     pairs = [(x, y) for batch in batches(dtype) for x, y in zip(*batch, strict=True)]
     dataset = TensorDataset(torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs]))
     losses = []
-    for x, y in fabric.setup_dataloaders(DataLoader(dataset, batch_size=GLOBAL_BATCH, pin_memory=True)):
+    for x, y in fabric.setup_dataloaders(
+        DataLoader(dataset, batch_size=GLOBAL_BATCH, pin_memory=True)
+    ):
         assert x.device == fabric.device
         loss = nn.functional.mse_loss(model(x), y)
         fabric.backward(loss)
@@ -93,9 +95,13 @@ def test_collectives_over_nccl_keep_devices_and_dtypes() -> None:
         }
         reduced = fabric.all_reduce(tree)
         torch.testing.assert_close(reduced, tree)
-        counts = fabric.all_reduce({"n": 2**60 + 1, "x": torch.tensor([2**60 + 1], device="cuda")}, reduce_op="sum")
+        counts = fabric.all_reduce(
+            {"n": 2**60 + 1, "x": torch.tensor([2**60 + 1], device="cuda")}, reduce_op="sum"
+        )
         assert counts["n"] == counts["x"].item() == 2**60 + 1
-        assert fabric.all_reduce(torch.tensor([True, False], device="cuda"), reduce_op="max").tolist() == [True, False]
+        assert fabric.all_reduce(
+            torch.tensor([True, False], device="cuda"), reduce_op="max"
+        ).tolist() == [True, False]
         assert fabric.all_gather(torch.ones(2, device="cuda")).shape == (1, 2)
         assert fabric.broadcast({"x": torch.ones(2, device="cuda")})["x"].is_cuda
         fabric.barrier("end")
@@ -115,11 +121,17 @@ def test_sync_batchnorm_is_converted_and_reverted() -> None:
 
 
 def test_a_checkpoint_continues_exactly(tmp_path: Any) -> None:
-    def losses(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    def losses(
+        fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+    ) -> list[float]:
         found = []
         for _ in range(steps):
             optimizer.zero_grad()
-            loss = nn.functional.dropout(model(torch.randn(8, 4, device=fabric.device)), 0.5).pow(2).mean()
+            loss = (
+                nn.functional.dropout(model(torch.randn(8, 4, device=fabric.device)), 0.5)
+                .pow(2)
+                .mean()
+            )
             fabric.backward(loss)
             optimizer.step()
             found.append(loss.item())
@@ -150,7 +162,9 @@ def test_ranks_start_after_cuda_was_used_here() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_overlapped_copies_change_no_value_and_continue_exactly(workers: int) -> None:
-    plain = DataLoader(TensorDataset(torch.randn(64, 1000)), batch_size=8, shuffle=True, num_workers=workers)
+    plain = DataLoader(
+        TensorDataset(torch.randn(64, 1000)), batch_size=8, shuffle=True, num_workers=workers
+    )
 
     def sums(fabric: Fabric, overlap: bool) -> tuple[list[float], list[float]]:
         torch.manual_seed(0)
@@ -165,7 +179,9 @@ def test_overlapped_copies_change_no_value_and_continue_exactly(workers: int) ->
                 state = loader.state_dict()
         resumed = fabric.setup_dataloaders(plain, overlap_copies=overlap)
         resumed.load_state_dict(state)
-        return [total.item() for total in found], [batch.double().sum().item() for [batch] in resumed]
+        return [total.item() for total in found], [
+            batch.double().sum().item() for [batch] in resumed
+        ]
 
     with Fabric(accelerator="cuda", devices=1) as fabric:
         overlapped, rest = sums(fabric, overlap=True)

@@ -36,4 +36,8 @@ def test_a_rank_exchanges_as_much_for_a_save_however_many_there_are() -> None:
 def test_what_grows_is_named(ours: Cost, words: str | None) -> None:
     costs = {8: {"ddp": {"raw": COST, "ours": COST}}, 512: {"ddp": {"raw": COST, "ours": ours}}}
     lines = list(broken(costs))
-    assert lines == [] if words is None else [words in line and "world of 512" in line for line in lines] == [True]
+    assert (
+        lines == []
+        if words is None
+        else [words in line and "world of 512" in line for line in lines] == [True]
+    )

@@ -96,9 +96,13 @@ def test_every_initializer_gives_the_values_of_the_plain_build(fsdp, initialize)
     assert not in_a_file(module.bias)
 
 
-@pytest.mark.parametrize("name", ["trunc_normal_ with rejections", "normal_", "uniform_", "sparse_"])
+@pytest.mark.parametrize(
+    "name", ["trunc_normal_ with rejections", "normal_", "uniform_", "sparse_"]
+)
 def test_low_precision_gives_the_values_of_the_plain_build(fsdp, name):
-    assert_equal_to_the_plain_build(fsdp, lambda: Holder(INITIALIZERS[name], (260, 140), torch.bfloat16))
+    assert_equal_to_the_plain_build(
+        fsdp, lambda: Holder(INITIALIZERS[name], (260, 140), torch.bfloat16)
+    )
 
 
 def own_generator(w):
@@ -138,9 +142,13 @@ def drawn_with_values(w):
 
 
 def from_factories(w):
-    w.data = torch.randn_like(w) + torch.rand_like(w) + torch.randint_like(w, 5) + w.new_zeros(130, 140)
+    w.data = (
+        torch.randn_like(w) + torch.rand_like(w) + torch.randint_like(w, 5) + w.new_zeros(130, 140)
+    )
     w.data += torch.arange(18200).view(130, 140) + torch.full_like(w, 2).double().float()
-    w.data += torch.stack([torch.randperm(18200), torch.linspace(0, 1, 18200)]).sum(0).view(130, 140)
+    w.data += (
+        torch.stack([torch.randperm(18200), torch.linspace(0, 1, 18200)]).sum(0).view(130, 140)
+    )
 
 
 def seeded_inside(w):
@@ -229,7 +237,9 @@ def skipped():
 
 
 LAYERS = {
-    "Transformer with its deep copies": lambda: nn.Transformer(LARGE, 2, 2, 2, LARGE, batch_first=True),
+    "Transformer with its deep copies": lambda: nn.Transformer(
+        LARGE, 2, 2, 2, LARGE, batch_first=True
+    ),
     "LSTM": lambda: nn.LSTM(LARGE, LARGE, 2),
     "Embedding with padding": lambda: nn.Embedding(200, LARGE, padding_idx=1),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(LARGE, LARGE)),
@@ -255,13 +265,17 @@ SOME_LAYERS = st.sampled_from(
         lambda: nn.Conv1d(LARGE, 60, 3),
         lambda: nn.Embedding(7, 6),
         lambda: nn.GRU(6, LARGE),
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(LARGE, 2, 8), 2, enable_nested_tensor=False),
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(LARGE, 2, 8), 2, enable_nested_tensor=False
+        ),
         lambda: nn.Sequential(*[nn.Linear(LARGE, 6)] * 2),
         Tied,
         lambda: Holder(drawn_with_values),
     ]
 )
-MATRICES = {name: function for name, function in INITIALIZERS.items() if name != "orthogonal_ of a view"}
+MATRICES = {
+    name: function for name, function in INITIALIZERS.items() if name != "orthogonal_ of a view"
+}
 
 
 def reinitialized(layer, function):
@@ -273,7 +287,11 @@ def reinitialized(layer, function):
 
 @settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @given(
-    parts=st.lists(st.tuples(SOME_LAYERS, st.sampled_from([None, *MATRICES]), st.booleans()), min_size=1, max_size=3),
+    parts=st.lists(
+        st.tuples(SOME_LAYERS, st.sampled_from([None, *MATRICES]), st.booleans()),
+        min_size=1,
+        max_size=3,
+    ),
     last=st.sampled_from([None, *MATRICES]),
     seed=st.integers(0, 2**31),
 )
@@ -367,7 +385,10 @@ def limited_to(nbytes):
 def test_a_full_scratch_folder_is_an_error_that_names_it():
     text = limited_to(100_000)
     assert text.startswith("building\nUsageError")
-    assert all(word in text for word in ("640,000 bytes", tempfile.gettempdir(), "bytes free", "TMPDIR=", "rank0"))
+    assert all(
+        word in text
+        for word in ("640,000 bytes", tempfile.gettempdir(), "bytes free", "TMPDIR=", "rank0")
+    )
 
 
 def test_a_scratch_folder_without_any_room_is_an_error_before_the_build():
@@ -397,7 +418,9 @@ with fabric.init_module():
 
 def test_nothing_is_left_of_a_build_that_is_killed(tmp_path):
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == -9, done.stderr
     assert list(tmp_path.iterdir()) == []
 

@@ -67,11 +67,17 @@ def test_spawned_ranks_meet_at_the_private_store():
 
 
 def test_all_results_come_back_by_rank(launcher):
-    assert launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=3, results="all")) == [0, 1, 2]
+    assert launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=3, results="all")) == [
+        0,
+        1,
+        2,
+    ]
 
 
 def test_no_result_is_none(launcher):
-    assert launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=2, results="none")) is None
+    assert (
+        launcher.launch(actions.rank, (), {}, LaunchSpec(num_processes=2, results="none")) is None
+    )
 
 
 def test_tensors_come_back_detached_by_value(launcher):
@@ -105,7 +111,11 @@ def test_an_instance_of_a_local_class_comes_back(forkserver):
 def test_each_rank_knows_its_place(launcher):
     reports = launcher.launch(report, (), {}, ALL)
     assert [r["world"].rank for r in reports] == [r["world"].local_rank for r in reports] == [0, 1]
-    assert {r["world"].world_size for r in reports} == {r["world"].local_world_size for r in reports} == {2}
+    assert (
+        {r["world"].world_size for r in reports}
+        == {r["world"].local_world_size for r in reports}
+        == {2}
+    )
     assert all(r["world"].store.startswith("file:///") for r in reports)
     assert len({r["pid"] for r in reports} | {os.getpid()}) == 3
 
@@ -161,7 +171,9 @@ def test_a_second_forkserver_launch_is_fast_and_uses_fresh_processes(forkserver)
 
 
 def test_garbage_collections_of_a_served_rank_leave_out_what_the_server_loaded(forkserver):
-    frozen, seen = forkserver.launch(lambda: (gc.get_freeze_count(), len(gc.get_objects())), (), {}, TWO)
+    frozen, seen = forkserver.launch(
+        lambda: (gc.get_freeze_count(), len(gc.get_objects())), (), {}, TWO
+    )
     assert frozen > 100_000 > seen
 
 
@@ -175,7 +187,9 @@ def test_a_killed_fork_server_is_replaced(forkserver):
 def test_two_threads_may_launch_at_once(forkserver):
     results = []
     threads = [
-        threading.Thread(target=lambda v=v: results.append(forkserver.launch(actions.reduce, (v,), {}, TWO)))
+        threading.Thread(
+            target=lambda v=v: results.append(forkserver.launch(actions.reduce, (v,), {}, TWO))
+        )
         for v in (1.0, 2.0)
     ]
     for thread in threads:
@@ -188,7 +202,9 @@ def test_two_threads_may_launch_at_once(forkserver):
 def test_fork_after_a_parallel_operation_does_not_deadlock():
     torch.set_num_threads(4)
     (torch.rand(1000, 1000) @ torch.rand(1000, 1000)).sum().item()
-    result = LAUNCHERS["fork"].launch(lambda: (torch.ones(900, 900) @ torch.ones(900, 900))[0, 0].item(), (), {}, ALL)
+    result = LAUNCHERS["fork"].launch(
+        lambda: (torch.ones(900, 900) @ torch.ones(900, 900))[0, 0].item(), (), {}, ALL
+    )
     assert result == [900.0, 900.0]
 
 
@@ -247,7 +263,10 @@ def test_a_call_instead_of_a_function_is_refused(launcher):
 
 def test_inline_runs_here_and_returns_the_very_object():
     thing = object()
-    assert InlineLauncher().launch(lambda value: value, (thing,), {}, LaunchSpec(num_processes=1)) is thing
+    assert (
+        InlineLauncher().launch(lambda value: value, (thing,), {}, LaunchSpec(num_processes=1))
+        is thing
+    )
     assert InlineLauncher().launch(None, (), {}, TWO) is None
 
 

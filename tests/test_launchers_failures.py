@@ -26,7 +26,11 @@ TWO = LaunchSpec(num_processes=2)
 
 # In `make test` the fork server stands for all: the rest of the matrix is the same code, and slower.
 @pytest.fixture(
-    params=[pytest.param("spawn", marks=pytest.mark.slow), pytest.param("fork", marks=pytest.mark.slow), "forkserver"]
+    params=[
+        pytest.param("spawn", marks=pytest.mark.slow),
+        pytest.param("fork", marks=pytest.mark.slow),
+        "forkserver",
+    ]
 )
 def failure(request):
     """Launch an action that fails; the error, and the seconds that it took."""
@@ -68,7 +72,9 @@ def test_the_rank_that_raised_is_named_with_its_traceback_once(failure, failing)
     assert (error.rank, error.exit_code) == (failing, 1)
     assert str(error).startswith(f"rank {failing} of 2 failed (exit code 1)\nTraceback")
     assert str(error).endswith("ValueError: the loss is not a number")
-    assert str(error).count("the loss is not a number") == 2  # the line of the source, and the message
+    assert (
+        str(error).count("the loss is not a number") == 2
+    )  # the line of the source, and the message
     assert "fabric/launchers" not in str(error)
     assert seconds < within(10)
 
@@ -140,7 +146,9 @@ raise ValueError(f"{removed} {sys.argv[1:]}")
 def test_a_script_keeps_arguments_that_it_removes_also_without_a_standard_output(tmp_path, closed):
     (tmp_path / "removes.py").write_text(REMOVES)
     command = f"{sys.executable} -W error removes.py a b{closed}"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.returncode == 1
     assert done.stderr.count("ValueError: b ['a']\n") == 1
 
@@ -162,7 +170,9 @@ if __name__ == "__main__":
 def test_functions_are_launched_without_a_standard_output(tmp_path):
     (tmp_path / "closed.py").write_text(FORKSERVER)
     command = f"{sys.executable} closed.py >&-"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
     assert (done.stderr, done.returncode) == ("7\n7\n", 0)
 
 
@@ -197,12 +207,20 @@ def test_popen_prints_one_report_and_exits_with_the_code_of_the_rank(popen):
     ("action", "code", "words"),
     [
         (("leave", "3"), 3, "rank 1 of 2 exited with exit code 3"),
-        pytest.param(("die",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param(("crash",), 128 + 11, "rank 1 of 2 was killed by SIGSEGV", marks=pytest.mark.slow),
+        pytest.param(
+            ("die",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("crash",), 128 + 11, "rank 1 of 2 was killed by SIGSEGV", marks=pytest.mark.slow
+        ),
         pytest.param(("fail_in_teardown",), 1, "rank 1 of 2 failed", marks=pytest.mark.slow),
         (("leave_early",), 1, "rank 1 of 2 exited with exit code 0"),
-        pytest.param(("fork_a_child",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow),
-        pytest.param(("leave_slowly",), 3, "rank 1 of 2 exited with exit code 3", marks=pytest.mark.slow),
+        pytest.param(
+            ("fork_a_child",), 128 + 9, "rank 1 of 2 was killed by SIGKILL", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("leave_slowly",), 3, "rank 1 of 2 exited with exit code 3", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_popen_keeps_exit_codes_and_names_the_cause(popen, action, code, words):

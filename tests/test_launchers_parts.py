@@ -9,7 +9,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, MissingDependencyError
+from fabric.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    ConfigurationError,
+    MissingDependencyError,
+)
 from fabric.launchers import LAUNCHERS, LaunchSpec, serialize
 from fabric.launchers.base import is_interactive, node_worlds, notebook_start_method
 from fabric.launchers.rank import is_secondary
@@ -64,7 +69,9 @@ LAUNCHERS["popen"].launch(None, (), {}, LaunchSpec(num_processes=1)) if "RANK" n
 def test_ranks_get_the_options_and_the_arguments_of_the_command_line(tmp_path):
     (tmp_path / "options.py").write_text(OPTIONS)
     command = [sys.executable, "-uO", "-W", "error", "-Xdev", "options.py", "-m", "--x"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert len(set(done.stdout.splitlines())) == 1
     assert done.stdout.count("1 ['default', 'error'] True True ['-m', '--x']") == 2
@@ -74,7 +81,12 @@ def test_code_on_the_command_line_cannot_be_run_again():
     code = "from fabric.launchers import *; LAUNCHERS['popen'].check(LaunchSpec(num_processes=2))"
     for arguments, text in ((["-c", code], None), (["-"], code)):
         done = subprocess.run(
-            [sys.executable, *arguments], input=text, capture_output=True, text=True, timeout=30, check=False
+            [sys.executable, *arguments],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
         )
         assert "python -c` or standard input" in done.stderr
         assert 'launcher="forkserver"' in done.stderr
@@ -83,7 +95,9 @@ def test_code_on_the_command_line_cannot_be_run_again():
 def test_a_function_of_standard_input_is_launched():
     code = "from fabric import Fabric\nf = Fabric(accelerator='cpu', devices=2, launcher='forkserver')\n"
     code += "def train(fabric): return fabric.all_reduce(fabric.global_rank, reduce_op='sum')\nprint(f.launch(train))"
-    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(
+        [sys.executable, "-"], input=code, capture_output=True, text=True, timeout=50, check=False
+    )
     assert done.stdout == "1\n", done.stderr
 
 
@@ -97,7 +111,12 @@ def test_modules_and_archives_are_run_again(tmp_path, kind):
         command = ["-Werror", "job.zip", "popen", "rank"]
     where = tmp_path if kind == "zip" else SCRIPTS
     done = subprocess.run(
-        [sys.executable, *command], cwd=where, capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, *command],
+        cwd=where,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "result 0\n", "")
 
@@ -107,13 +126,19 @@ def test_modules_and_archives_are_run_again(tmp_path, kind):
     [({}, 2, 8, "4"), ({}, 3, 8, "2"), ({}, 8, 2, "1"), ({"OMP_NUM_THREADS": "5"}, 2, 8, "5")],
 )
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(environ, processes, cores, threads):
-    assert rank_variables(environ, node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"] == threads
+    assert (
+        rank_variables(environ, node_worlds(processes)[0], cores, "linux")["OMP_NUM_THREADS"]
+        == threads
+    )
 
 
 def test_gloo_stays_on_the_loopback_interface_of_the_platform():
     assert rank_variables({}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"] == "lo"
     assert rank_variables({}, World(), 1, "darwin")["GLOO_SOCKET_IFNAME"] == "lo0"
-    assert rank_variables({"GLOO_SOCKET_IFNAME": "ib0"}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert (
+        rank_variables({"GLOO_SOCKET_IFNAME": "ib0"}, World(), 1, "linux")["GLOO_SOCKET_IFNAME"]
+        == "ib0"
+    )
 
 
 def raised(error, during=None):
@@ -132,7 +157,12 @@ def raised(error, during=None):
     [
         (ConnectionResetError("x"), True),
         (CollectiveMismatchError("barrier()", "rank 1 does not come"), True),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"), True),
+        (
+            RuntimeError(
+                "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4"
+            ),
+            True,
+        ),
         (RuntimeError("Timed out waiting 1000ms for recv operation to complete"), True),
         (ValueError("timeout has to be positive"), False),
         (RuntimeError("shape mismatch"), False),
@@ -150,7 +180,9 @@ def no_cloudpickle(monkeypatch):
 
 
 def test_a_function_of_a_module_travels_by_name_and_nobody_asks_for_cloudpickle(monkeypatch):
-    monkeypatch.setattr(serialize, "has_cloudpickle", lambda: pytest.fail("its import takes as long as a launch"))
+    monkeypatch.setattr(
+        serialize, "has_cloudpickle", lambda: pytest.fail("its import takes as long as a launch")
+    )
     packed, needs_main = dump_call(Call(torch.ones, (2,), {}), main_is_importable=False)
     assert not needs_main
     assert len(packed) < 200
@@ -187,7 +219,9 @@ def test_an_argument_that_cannot_travel_is_named(monkeypatch, by_value):
     ("can_pickle_functions", "platform", "method"),
     [(True, "linux", "forkserver"), (False, "linux", "fork"), (False, "darwin", "forkserver")],
 )
-def test_a_notebook_gets_the_start_method_that_is_safe_there(can_pickle_functions, platform, method):
+def test_a_notebook_gets_the_start_method_that_is_safe_there(
+    can_pickle_functions, platform, method
+):
     assert notebook_start_method(can_pickle_functions, platform) == method
 
 

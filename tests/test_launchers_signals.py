@@ -41,15 +41,21 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threading.Event().wait
 """
 
 
-NEEDS_FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+NEEDS_FULL = pytest.mark.skipif(
+    not os.path.exists("/dev/full"), reason="needs a device that is full"
+)
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
-def test_a_signal_that_does_not_interrupt_the_main_thread_still_runs_its_finally_blocks(number, code):
+def test_a_signal_that_does_not_interrupt_the_main_thread_still_runs_its_finally_blocks(
+    number, code
+):
     done = run(TAKEN_BY_ANOTHER_THREAD.format(number=number))
     assert done.returncode == code
     assert "finally\n" in done.stdout
@@ -138,7 +144,9 @@ def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_
     monkeypatch.chdir(tmp_path)
     done = run(FILES)
     assert (done.stderr, done.returncode) == ("", 3)
-    assert [(tmp_path / name).read_text() for name in ("text", "data", "both", "raw")] == ["kept"] * 4
+    assert [(tmp_path / name).read_text() for name in ("text", "data", "both", "raw")] == [
+        "kept"
+    ] * 4
 
 
 @pytest.mark.parametrize(
@@ -151,8 +159,14 @@ def test_a_rank_that_leaves_without_tearing_down_writes_what_its_files_hold(tmp_
         pytest.param(0, "full", 120, marks=NEEDS_FULL),
     ],
 )
-def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(code, stream, expected):
-    made = {"None": "None", "closed": "sys.__stdout__; sys.stdout.close()", "full": "open('/dev/full', 'w'); print(1)"}
+def test_a_standard_stream_that_cannot_be_flushed_changes_no_exit_code_but_that_of_success(
+    code, stream, expected
+):
+    made = {
+        "None": "None",
+        "closed": "sys.__stdout__; sys.stdout.close()",
+        "full": "open('/dev/full', 'w'); print(1)",
+    }
     imports = "import sys; from fabric.launchers.rank import exit_process"
     done = run(f"{imports}; sys.stdout = {made[stream]}; exit_process({code})")
     assert (done.stderr, done.returncode) == ("", expected)

@@ -44,7 +44,9 @@ ORDER = {
 }
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 POSITION = {
-    f"{package}.{name}": position for package, names in ORDER.items() for position, name in enumerate(names.split())
+    f"{package}.{name}": position
+    for package, names in ORDER.items()
+    for position, name in enumerate(names.split())
 }
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -73,20 +75,30 @@ def imports(path: Path) -> set[str]:
             parts = {f"{package}.{alias.name}" for alias in node.names}
             found |= {part if part in POSITION else package for part in parts}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.removeprefix("fabric.") for alias in node.names if alias.name.startswith("fabric.")}
+            found |= {
+                alias.name.removeprefix("fabric.")
+                for alias in node.names
+                if alias.name.startswith("fabric.")
+            }
     return found
 
 
 def above(path: Path) -> set[str]:
     """What a file imports from its own layer, but for its own package, or from one above."""
     own = module_name(path)
-    return {name for name in imports(path) if package_of(name) != package_of(own) and level(name) >= level(own)}
+    return {
+        name
+        for name in imports(path)
+        if package_of(name) != package_of(own) and level(name) >= level(own)
+    }
 
 
 def after(path: Path) -> set[str]:
     """What a file imports that comes after it in its package; an __init__ comes last."""
     own = module_name(path)
-    siblings = {name for name in imports(path) if package_of(name) == package_of(own) and name != own}
+    siblings = {
+        name for name in imports(path) if package_of(name) == package_of(own) and name != own
+    }
     last = len(POSITION)
     return {name for name in siblings if POSITION.get(name, last) >= POSITION.get(own, last)}
 
@@ -96,7 +108,9 @@ def test_a_file_imports_only_from_lower_layers() -> None:
 
 
 def test_every_file_of_a_package_has_its_place() -> None:
-    inside = {module_name(path) for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"}
+    inside = {
+        module_name(path) for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"
+    }
     assert set(POSITION) == inside
 
 
@@ -116,8 +130,14 @@ def test_no_file_imports_relatively() -> None:
 
 def test_contributing_names_what_is_there_and_all_of_it() -> None:
     root = PACKAGE.parent
-    named = set(re.findall(r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", (root / "CONTRIBUTING.md").read_text()))
+    named = set(
+        re.findall(
+            r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", (root / "CONTRIBUTING.md").read_text()
+        )
+    )
     places = (root, PACKAGE, PACKAGE / "diagnostics")
-    assert [name for name in sorted(named) if not any((place / name).exists() for place in places)] == []
+    assert [
+        name for name in sorted(named) if not any((place / name).exists() for place in places)
+    ] == []
     parts = {f"{part.name}/" if part.is_dir() else part.name for part in PACKAGE.glob("*")}
     assert sorted(parts - named - {"py.typed", "__init__.py", "__pycache__/"}) == []

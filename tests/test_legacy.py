@@ -13,14 +13,23 @@ from torch import nn
 
 from fabric import Fabric
 from fabric._torch import full_tensor
-from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError, RankFailedError, UsageError
+from fabric.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    FabricError,
+    RankFailedError,
+    UsageError,
+)
 from fabric.legacy import DDPFullyShardedNativeStrategy, DDPSpawnPlugin
 from fabric.precision import PRECISIONS
 from fabric.strategies import DDPStrategy, FSDPStrategy
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = [pytest.mark.timeout(90), pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.timeout(90),
+    pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning"),
+]
 
 CPU = torch.device("cpu")
 
@@ -34,11 +43,15 @@ def sharded(**options: Any) -> DDPFullyShardedNativeStrategy:
 
 
 def trainer_of(net: nn.Module) -> SimpleNamespace:
-    return SimpleNamespace(model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={})
+    return SimpleNamespace(
+        model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={}
+    )
 
 
 def parameters_of(module: nn.Module) -> torch.Tensor:
-    return torch.cat([full_tensor(parameter.detach()).flatten() for parameter in module.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).flatten() for parameter in module.parameters()]
+    )
 
 
 # -- a loop on the older names ----------------------------------------------------------------------------------------
@@ -79,7 +92,11 @@ class Model:
         rank = self.strategy.global_rank
         mine = torch.tensor(float(rank + offset) * scale, requires_grad=True)
         result = {"step": step_of_trainer(self.strategy, trainer), "mine": mine}
-        trainer.callback_metrics = {"rank": torch.tensor(rank), "nested": [torch.ones(3)[1:]], "epoch": 3}
+        trainer.callback_metrics = {
+            "rank": torch.tensor(rank),
+            "nested": [torch.ones(3)[1:]],
+            "epoch": 3,
+        }
         self.strategy.add_to_queue(trainer, self.strategy.mp_queue)
         return {**result, "sum": self.strategy.all_reduce(mine, reduce_op="sum")}
 
@@ -89,7 +106,11 @@ def test_with_one_device_a_trainer_takes_the_step_of_the_plain_loop_in_this_proc
     strategy, trainer = plugin(ranks=1), trainer_of(Net())
     result = strategy.spawn(Model(strategy).fit, trainer, 1, scale=10)
     assert torch.allclose(result["step"], expected_step(ranks=1), atol=1e-6)
-    assert (result["sum"].item(), result["mine"].item(), result["mine"].requires_grad) == (10.0, 10.0, True)
+    assert (result["sum"].item(), result["mine"].item(), result["mine"].requires_grad) == (
+        10.0,
+        10.0,
+        True,
+    )
     trainer.callback_metrics = dict[str, Any](kept=1)
     strategy.post_dispatch(trainer)
     assert torch.equal(trainer.callback_metrics.pop("nested")[0], torch.ones(2))
@@ -157,7 +178,9 @@ def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
     models = [fabric.setup(Net()), fabric.setup(Net())]
 
     def synced() -> list[bool]:
-        return [strategy.gradient_contract(model._fabric_prepared).synchronizes() for model in models]
+        return [
+            strategy.gradient_contract(model._fabric_prepared).synchronizes() for model in models
+        ]
 
     seen = {"before": synced()}
     with strategy.block_backward_sync():
@@ -173,7 +196,13 @@ def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
 def test_without_a_module_the_sync_of_every_module_is_blocked(make: Callable[[], Any]) -> None:
     both, none, second = [True, True], [False, False], [True, False]
     for seen in run_in_ranks(sync_states, strategy=make()):
-        assert seen == {"before": both, "all": none, "nested": none, "second": second, "after": both}
+        assert seen == {
+            "before": both,
+            "all": none,
+            "nested": none,
+            "second": second,
+            "after": both,
+        }
 
 
 # -- what is said -----------------------------------------------------------------------------------------------------
@@ -205,17 +234,30 @@ def everything(fabric: Fabric, modern: bool = False) -> list[tuple[str, bool]]:
             strategy.get_from_queue(trainer, queue)
         else:
             strategy.training_step(torch.ones(1, 4))
-    return [(str(one.message), one.filename == __file__) for one in caught if one.category is DeprecationWarning]
+    return [
+        (str(one.message), one.filename == __file__)
+        for one in caught
+        if one.category is DeprecationWarning
+    ]
 
 
-SAID = ["setup(", "setup_optimizers(", "model_to_device(", "block_backward_sync(", "model_sharded_context("]
+SAID = [
+    "setup(",
+    "setup_optimizers(",
+    "model_to_device(",
+    "block_backward_sync(",
+    "model_sharded_context(",
+]
 SAID_BY_PLUGIN = ["pre_backward(", "post_dispatch(", "add_to_queue(", "get_from_queue("]
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, [*SAID, "training_step("])]
+    ("make", "said"),
+    [(DDPSpawnPlugin, SAID + SAID_BY_PLUGIN), (sharded, [*SAID, "training_step("])],
 )
-def test_every_older_name_tells_its_caller_the_modern_one(make: Callable[[], Any], said: list[str]) -> None:
+def test_every_older_name_tells_its_caller_the_modern_one(
+    make: Callable[[], Any], said: list[str]
+) -> None:
     for texts in run_in_ranks(everything, strategy=make(), ranks=1):
         assert all(here and "Write: " in text for text, here in texts)
         assert [text.split(" is an older name")[0].split("(")[0] + "(" for text, _ in texts] == said
@@ -235,7 +277,9 @@ def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() ->
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = DDPSpawnPlugin(precision_plugin=64)
-        DDPFullyShardedNativeStrategy(precision_plugin=SimpleNamespace(precision="bf16"), precision="bf16-mixed")
+        DDPFullyShardedNativeStrategy(
+            precision_plugin=SimpleNamespace(precision="bf16"), precision="bf16-mixed"
+        )
     assert strategy.precision is PRECISIONS["64-true"]
     modern = ['strategy="ddp_spawn"', 'strategy="fsdp"']
     assert all(name in str(one.message) for name, one in zip(modern, caught, strict=True))
@@ -250,13 +294,33 @@ def test_making_one_tells_the_modern_names_of_the_strategy_and_of_precision() ->
     ("action", "kind", "text"),
     [
         (lambda: DDPSpawnPlugin(unknown=1), ArgumentTypeError, "unknown"),
-        (lambda: DDPSpawnPlugin(precision_plugin=64, precision=32), ConfigurationError, "the two differ"),
-        (lambda: DDPStrategy(precision="bf16", precision_plugin=16), ConfigurationError, "the two differ"),
-        (lambda: DDPFullyShardedNativeStrategy(precision_plugin="8"), ConfigurationError, "no such precision"),
-        (lambda: DDPFullyShardedNativeStrategy(flatten_parameters=True), ArgumentTypeError, "flatten_parameters"),
+        (
+            lambda: DDPSpawnPlugin(precision_plugin=64, precision=32),
+            ConfigurationError,
+            "the two differ",
+        ),
+        (
+            lambda: DDPStrategy(precision="bf16", precision_plugin=16),
+            ConfigurationError,
+            "the two differ",
+        ),
+        (
+            lambda: DDPFullyShardedNativeStrategy(precision_plugin="8"),
+            ConfigurationError,
+            "no such precision",
+        ),
+        (
+            lambda: DDPFullyShardedNativeStrategy(flatten_parameters=True),
+            ArgumentTypeError,
+            "flatten_parameters",
+        ),
         (lambda: DDPSpawnPlugin().spawn(print), ConfigurationError, "no parallel_devices"),
         (lambda: DDPSpawnPlugin().setup(), UsageError, "there is no model"),
-        (lambda: DDPSpawnPlugin().setup(trainer_of(Net())), UsageError, "the runtime of DDPSpawnPlugin"),
+        (
+            lambda: DDPSpawnPlugin().setup(trainer_of(Net())),
+            UsageError,
+            "the runtime of DDPSpawnPlugin",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_process_starts(
@@ -279,7 +343,10 @@ def refusals(fabric: Fabric) -> list[str]:
 
 def test_a_model_that_is_set_up_already_is_refused() -> None:
     for seen in run_in_ranks(refusals, strategy=DDPSpawnPlugin(), ranks=1):
-        assert all("Net is set up already" in text or "DistributedDataParallel is set up" in text for text in seen)
+        assert all(
+            "Net is set up already" in text or "DistributedDataParallel is set up" in text
+            for text in seen
+        )
 
 
 def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
@@ -288,17 +355,23 @@ def set_up_without_trainer(fabric: Fabric) -> tuple[torch.dtype, bool] | str:
     strategy.model_to_device()
     text = outcome(strategy.setup)
     return (
-        (net.head.weight.dtype, strategy.gradient_contract(strategy.model).synchronizes()) if text == "fine" else text
+        (net.head.weight.dtype, strategy.gradient_contract(strategy.model).synchronizes())
+        if text == "fine"
+        else text
     )
 
 
 def test_without_a_trainer_the_model_of_the_strategy_is_set_up_in_its_precision() -> None:
     strategy = DDPSpawnPlugin(precision_plugin="64-true")
-    assert run_in_ranks(set_up_without_trainer, strategy=strategy, ranks=1) == [(torch.float64, True)]
+    assert run_in_ranks(set_up_without_trainer, strategy=strategy, ranks=1) == [
+        (torch.float64, True)
+    ]
 
 
 @pytest.mark.parametrize("name", ["bf16-mixed", "16-mixed"])
 def test_a_precision_that_needs_fabric_is_refused_by_the_strategy_alone(name: str) -> None:
-    [text] = run_in_ranks(set_up_without_trainer, strategy=DDPSpawnPlugin(precision_plugin=name), ranks=1)
+    [text] = run_in_ranks(
+        set_up_without_trainer, strategy=DDPSpawnPlugin(precision_plugin=name), ranks=1
+    )
     assert f"precision={name!r}" in text
     assert "fabric.setup(model, optimizer)" in text

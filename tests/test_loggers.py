@@ -70,7 +70,9 @@ def test_an_existing_run_is_continued_after_a_torn_row(tmp_path):
     with open(tmp_path / "run" / "version_0" / "metrics.csv", "a") as file:
         file.write("1,0.")
     CSVLogger(tmp_path, version=0).log_metrics({"acc": 0.75}, 1)
-    assert [(row["step"], row["loss"], row["acc"]) for row in table(tmp_path / "run" / "version_0")] == [
+    assert [
+        (row["step"], row["loss"], row["acc"]) for row in table(tmp_path / "run" / "version_0")
+    ] == [
         ("0", "1.0", "0.5"),
         ("1", "", "0.75"),
     ]
@@ -124,7 +126,9 @@ def test_refused_metrics_are_named_and_nothing_is_written(tmp_path, case):
 
 def test_hyperparameters_are_json_and_add_up(tmp_path):
     logger = CSVLogger(tmp_path, version=0)
-    logger.log_hyperparams({"lr": 0.1, "model": {"layers": [1, 2]}, "path": Path("x"), "dtype": torch.float16})
+    logger.log_hyperparams(
+        {"lr": 0.1, "model": {"layers": [1, 2]}, "path": Path("x"), "dtype": torch.float16}
+    )
     logger.log_hyperparams(argparse.Namespace(seed=1))
     assert json.loads((tmp_path / "run" / "version_0" / "hparams.json").read_text()) == {
         "lr": 0.1,
@@ -150,7 +154,9 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
         logger.log_metrics({"loss": torch.tensor(1.0 / step)}, step)
     events = EventAccumulator(str(tmp_path / "run" / "version_0")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
-    assert b'"lr": 0.1' in events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0]
+    assert (
+        b'"lr": 0.1' in events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0]
+    )
     logger.close()
     logger.close()
 
@@ -162,7 +168,8 @@ def log_without_tensorboard(fabric, folder):
 
 def test_a_missing_tensorboard_names_the_install_line(tmp_path, rank_pool):
     with pytest.raises(
-        RankFailedError, match=r'MissingDependencyError[\s\S]*pip install "torch-fabric\[tensorboard\]"'
+        RankFailedError,
+        match=r'MissingDependencyError[\s\S]*pip install "torch-fabric\[tensorboard\]"',
     ):
         rank_pool(1).run(log_without_tensorboard, tmp_path)
     assert os.listdir(tmp_path) == []
@@ -198,7 +205,10 @@ class MetricsOnly:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_logger_needs_log_metrics_and_hears_the_rest_where_it_can(fails):
     full, small = LightningLike(), MetricsOnly()
-    with nullcontext() if not fails else pytest.raises(KeyError), Fabric(accelerator="cpu", loggers=full) as fabric:
+    with (
+        nullcontext() if not fails else pytest.raises(KeyError),
+        Fabric(accelerator="cpu", loggers=full) as fabric,
+    ):
         fabric.add_logger(small)
         assert fabric.loggers == [full, small]
         fabric.log_hyperparams({"lr": 0.1})
@@ -248,14 +258,20 @@ def test_a_run_of_wandb_is_a_logger():
     assert run.seen == [({"lr": 0.1}, True), ({"loss": 0.5}, 1), 0]
 
 
-@pytest.mark.parametrize("kind", [CSVLogger, type("SummaryWriter", (), {"add_scalar": lambda *_: None})])
+@pytest.mark.parametrize(
+    "kind", [CSVLogger, type("SummaryWriter", (), {"add_scalar": lambda *_: None})]
+)
 def test_a_class_of_loggers_is_refused_at_once(kind):
-    with pytest.raises(TypeError, match=rf"{kind.__name__}[\s\S]*it is a class\n  Valid: an object"):
+    with pytest.raises(
+        TypeError, match=rf"{kind.__name__}[\s\S]*it is a class\n  Valid: an object"
+    ):
         Fabric(accelerator="cpu", loggers=kind)
 
 
 def test_what_is_no_logger_is_refused_at_once():
-    with pytest.raises(TypeError, match=r"no method log_metrics[\s\S]*def log_metrics\(self, metrics, step=None\)"):
+    with pytest.raises(
+        TypeError, match=r"no method log_metrics[\s\S]*def log_metrics\(self, metrics, step=None\)"
+    ):
         Fabric(accelerator="cpu", loggers=[object()])
     with pytest.raises(TypeError, match=r"loggers='csv'[\s\S]*Write: CSVLogger\(\)"):
         Fabric(accelerator="cpu", loggers="csv")

@@ -41,7 +41,9 @@ def train(fabric: Fabric, bad_rank: int = 0) -> list[tuple[bool, float, int]]:
         optimizer.zero_grad()
         if not fabric.step_was_skipped(optimizer):
             scheduler.step()
-        seen.append((fabric.step_was_skipped(optimizer), optimizer.param_groups[0]["lr"], scale_of(fabric)))
+        seen.append(
+            (fabric.step_was_skipped(optimizer), optimizer.param_groups[0]["lr"], scale_of(fabric))
+        )
     return seen
 
 
@@ -113,5 +115,7 @@ def test_a_growth_interval_is_a_number_of_steps(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [1, 2.0**-126, 2.0**127])
 def test_the_limits_themselves_are_valid(value: float) -> None:
-    with single(precision=replace(SMALL, loss_scale=LossScale(init_scale=value, growth_interval=1))) as fabric:
+    with single(
+        precision=replace(SMALL, loss_scale=LossScale(init_scale=value, growth_interval=1))
+    ) as fabric:
         assert scale_of(fabric) == pytest.approx(value, rel=1e-5)  # as it is printed

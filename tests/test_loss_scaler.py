@@ -33,7 +33,9 @@ def twins(kind=torch.optim.AdamW, dtype=torch.float32, **options):
 
 
 def same_parameters(first, second):
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
 def batches(steps, overflow_at=(), dtype=torch.float32):
@@ -83,7 +85,10 @@ def test_every_dtype_that_can_be_unscaled_equals_the_plain_loop(dtype):
 
 def test_accumulation_uses_one_scale_and_equals_torchs():
     (ours, optimizer), (theirs, reference) = twins()
-    scaler, torchs = scaler_of(optimizer, growth_interval=1), GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    scaler, torchs = (
+        scaler_of(optimizer, growth_interval=1),
+        GradScaler("cpu", init_scale=2.0**10, growth_interval=1),
+    )
     for step, batch in enumerate(batches(9, overflow_at=(4,))):
         scaler.scale_loss(loss_of(ours, batch)).backward()
         torchs.scale(loss_of(theirs, batch)).backward()
@@ -136,7 +141,10 @@ def test_second_optimizer_sees_the_same_loss_scale():
 
 def test_one_growth_for_two_optimizers_that_share_a_backward():
     (first, a), (second, b) = twins()
-    scaler, torchs = scaler_of(a, b, growth_interval=2), GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    scaler, torchs = (
+        scaler_of(a, b, growth_interval=2),
+        GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
+    )
     (third, c), (fourth, d) = twins()
     for batch in batches(7, overflow_at=(3,)):
         scaler.scale_loss(loss_of(first, batch) + loss_of(second, batch)).backward()
@@ -253,7 +261,9 @@ def test_an_overflow_skips_the_step_and_leaves_gradients_and_state():
     grads = [parameter.grad for parameter in model.parameters()]
     optimizer.step()
     assert same_parameters(before, model)
-    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+    assert all(
+        parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True)
+    )
     assert str(optimizer.state_dict()) == str(state)
 
 
@@ -277,13 +287,17 @@ def overflow_on_one_rank(fabric):
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler = LossScaler(
-        CPU, LossScale(**OPTIONS), max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX)
+        CPU,
+        LossScale(**OPTIONS),
+        max_over_ranks=lambda found: all_reduce(communicator, found, Reduce.MAX),
     )
     scaler.gradients_differ = True
     scaler.register(optimizer)
     for step in range(3):
         factor = math.inf if step == 1 and fabric.global_rank == 1 else 1.0
-        scaler.scale_loss((weight * factor).sum() * (0.0 if step == 2 and fabric.global_rank == 0 else 1.0)).backward()
+        scaler.scale_loss(
+            (weight * factor).sum() * (0.0 if step == 2 and fabric.global_rank == 0 else 1.0)
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
     return weight.detach(), scaler.scale, scaler.state_dict()["pending"]
@@ -338,7 +352,9 @@ def test_sparse_gradients_equal_the_plain_loop():
     torch.manual_seed(3)
     ours = nn.Embedding(5, 2, sparse=True)
     plain = copy.deepcopy(ours)
-    optimizer, reference = (torch.optim.SparseAdam(list(model.parameters()), lr=0.1) for model in (ours, plain))
+    optimizer, reference = (
+        torch.optim.SparseAdam(list(model.parameters()), lr=0.1) for model in (ours, plain)
+    )
     scaler = scaler_of(optimizer, growth_interval=1)
     for indices in ([0, 1, 1], [4, 4], [2]):
         scaler.scale_loss(ours(torch.tensor(indices)).square().sum()).backward()

@@ -19,7 +19,9 @@ from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
 CODE = "\n".join(
-    re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "mesh.md").read_text(), re.DOTALL | re.MULTILINE)
+    re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "mesh.md").read_text(), re.DOTALL | re.MULTILINE
+    )
 )
 
 
@@ -47,7 +49,9 @@ def test_the_loop_ends_with_the_parameters_of_the_plain_one(way: str, ranks: int
 
 def test_the_loop_over_sequences_in_parts_is_that_of_one_process() -> None:
     [expected] = run_in_ranks(trained, "in_parts", ranks=1, strategy="auto")
-    for found in run_in_ranks(trained, "in_parts", strategy=ModelParallelStrategy(sequence_parallel_size=2)):
+    for found in run_in_ranks(
+        trained, "in_parts", strategy=ModelParallelStrategy(sequence_parallel_size=2)
+    ):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -55,8 +59,15 @@ def test_the_loop_over_sequences_in_parts_is_that_of_one_process() -> None:
 @pytest.mark.timeout(120)
 def test_a_step_hands_as_many_bytes_to_collectives_as_the_table_says() -> None:
     layers, width, batch, length = 2, 16, 4, 8
-    command = [sys.executable, "-m", "tests.scripts.mesh_bytes", *map(str, (layers, width, batch, length))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tests.scripts.mesh_bytes",
+        *map(str, (layers, width, batch, length)),
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
+    )
 
     vocabulary, positions, number, x = 96, 32, 4, batch * length * width
     split = (4 * width * width + 4 * width * width + 4 * width + 4 * width * width) // 2

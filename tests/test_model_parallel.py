@@ -42,7 +42,9 @@ class Attention(nn.Module):
             layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for layer in map(self.get_submodule, ("query", "key", "value"))
         ]
-        return self.out(scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            scaled_dot_product_attention(*parts, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -104,12 +106,22 @@ def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
     parameters = [full_tensor(each.detach()).clone() for each in model.parameters()]
-    return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters, "draw": torch.rand(3)}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "parameters": parameters,
+        "draw": torch.rand(3),
+    }
 
 
 def split(model: Any, mesh: Any) -> Any:
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     plan: Any = {"head": ColwiseParallel(output_layouts=Replicate())}
     for number, block in enumerate(model.blocks):
@@ -141,7 +153,12 @@ MESHES = [
             {"tensor_parallel_size": 2, "parallelize_fn": split_and_shard, "shape": (1,)},
             {"tensor_parallel_size": 2, "sequence_parallel_size": 2},
             {"tensor_parallel_size": 2, "replicate_size": 2, "devices": 8},
-            {"tensor_parallel_size": 2, "replicate_size": 2, "sequence_parallel_size": 2, "devices": 8},
+            {
+                "tensor_parallel_size": 2,
+                "replicate_size": 2,
+                "sequence_parallel_size": 2,
+                "devices": 8,
+            },
         ]
     ),
 ]
@@ -151,8 +168,13 @@ def on(mesh: dict[str, Any], function: Any, *args: Any) -> list[Any]:
     """What a function returned in each rank of a job on a mesh: options of the strategy, and some of the job."""
     sizes = {"tp_plan": None if "parallelize_fn" in mesh else PLAN, **mesh}
     sizes.pop("shape", None)
-    job = {"ranks": sizes.pop("devices", 4), "check_collectives": sizes.pop("check_collectives", False)}
-    return run_in_ranks(function, *args, strategy=ModelParallelStrategy(start_method="forkserver", **sizes), **job)
+    job = {
+        "ranks": sizes.pop("devices", 4),
+        "check_collectives": sizes.pop("check_collectives", False),
+    }
+    return run_in_ranks(
+        function, *args, strategy=ModelParallelStrategy(start_method="forkserver", **sizes), **job
+    )
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -167,7 +189,9 @@ def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any]) -> No
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def step(fabric: Fabric, source: str | None, target: str | None, takes_step: bool) -> dict[str, Any]:
+def step(
+    fabric: Fabric, source: str | None, target: str | None, takes_step: bool
+) -> dict[str, Any]:
     """Load, take a step, save; the state of the model and of the optimizer, in full."""
     model, optimizer = fabric.setup(*make())
     state = {"model": model, "optimizer": optimizer}
@@ -186,7 +210,11 @@ def step(fabric: Fabric, source: str | None, target: str | None, takes_step: boo
 
 
 def test_a_checkpoint_of_any_mesh_loads_into_any_other(tmp_path: Path) -> None:
-    both, four, whole = {"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"state_dict_type": "full"}
+    both, four, whole = (
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 4},
+        {"state_dict_type": "full"},
+    )
     first = on(both, step, None, f"{tmp_path}/a", True)[0]
     [single] = run_in_ranks(step, f"{tmp_path}/a", f"{tmp_path}/b", False, ranks=1, strategy="auto")
     results = [
@@ -221,7 +249,9 @@ def data_and_masks(fabric: Fabric) -> dict[str, Any]:
     torch.manual_seed(fabric.global_rank)
     model = fabric.setup(Dropping())
     samples: Any = list(range(10))
-    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True))
+    loader = fabric.setup_dataloaders(
+        torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
+    )
     torch.manual_seed(fabric.global_rank + 10)
     seen, batches = [], []
     for batch in loader:
@@ -235,11 +265,20 @@ def data_and_masks(fabric: Fabric) -> dict[str, Any]:
         fabric.all_reduce(torch.ones(2), reduce_op="sum"),
     )
     names = fabric.device_mesh.mesh_dim_names
-    return {"batches": batches, "seen": seen, "masks": masks, "counts": counts, "names": names, "draw": torch.rand(1)}
+    return {
+        "batches": batches,
+        "seen": seen,
+        "masks": masks,
+        "counts": counts,
+        "names": names,
+        "draw": torch.rand(1),
+    }
 
 
 def test_ranks_that_share_a_batch_have_the_same_data_and_the_masks_of_their_parts() -> None:
-    results = on({"tensor_parallel_size": 2, "tp_plan": SPLIT, "check_collectives": True}, data_and_masks)
+    results = on(
+        {"tensor_parallel_size": 2, "tp_plan": SPLIT, "check_collectives": True}, data_and_masks
+    )
     for first, second in (results[:2], results[2:]):
         assert first["batches"] == second["batches"]
         assert first["draw"] == second["draw"]
@@ -260,7 +299,11 @@ class PerHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.scale, self.down = nn.Linear(WIDTH, 8), nn.Parameter(torch.ones(2)), nn.Linear(8, 2)
+        self.up, self.scale, self.down = (
+            nn.Linear(WIDTH, 8),
+            nn.Parameter(torch.ones(2)),
+            nn.Linear(8, 2),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down((self.up(x).unflatten(-1, (-1, 2)) * self.scale).flatten(-2))
@@ -326,7 +369,9 @@ def test_sizes_and_options_that_cannot_work_are_refused_before_a_process_starts(
     ({"tp_plan": PLAN, "data_parallel_size": 4}, (1, 4, 1, 2)),
     ({"tp_plan": PLAN, "tensor_parallel_size": 2, "sequence_parallel_size": 2}, (1, 2, 2, 2)),
 ])  # fmt: skip
-def test_auto_is_the_processes_of_a_node_and_what_is_left(options: dict[str, Any], sizes: tuple[int, ...]) -> None:
+def test_auto_is_the_processes_of_a_node_and_what_is_left(
+    options: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
     assert tuple(ModelParallelStrategy(**options)._mesh_sizes(8, 4).values()) == sizes
 
 
@@ -376,17 +421,27 @@ def refused(fabric: Fabric) -> dict[str, str]:
     def parallelized() -> nn.Module:
         from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-        return parallelize_module(nn.Linear(4, 8), fabric.device_mesh["tensor_parallel"], ColwiseParallel())
+        return parallelize_module(
+            nn.Linear(4, 8), fabric.device_mesh["tensor_parallel"], ColwiseParallel()
+        )
 
     return {
         "no layer is called 'up'": setup(Tied(), plan={"up": "colwise"}),
         "and have to be split in one way": setup(Tied(), plan={"head": "colwise"}),
-        "out_features 3 / 2 parts leaves 1": setup(nn.Sequential(nn.Linear(4, 3)), plan={"0": "colwise"}),
-        "splits Linear and Embedding": setup(nn.Sequential(nn.Conv1d(4, 4, 1)), plan={"0": "colwise"}),
-        "num_heads 3 / 2 parts leaves 1": setup(Packed(3), plan={"qkv": "colwise", "out": "rowwise"}),
+        "out_features 3 / 2 parts leaves 1": setup(
+            nn.Sequential(nn.Linear(4, 3)), plan={"0": "colwise"}
+        ),
+        "splits Linear and Embedding": setup(
+            nn.Sequential(nn.Conv1d(4, 4, 1)), plan={"0": "colwise"}
+        ),
+        "num_heads 3 / 2 parts leaves 1": setup(
+            Packed(3), plan={"qkv": "colwise", "out": "rowwise"}
+        ),
         "write three": setup(Packed(), plan={"qkv": "colwise", "out": "rowwise"}),
         ".up: a gate and what it gates": setup(Gated(), plan={"up": "colwise", "down": "rowwise"}),
-        "uses the weights of its parts itself": setup(nn.MultiheadAttention(4, 2), plan={"out_proj": "rowwise"}),
+        "uses the weights of its parts itself": setup(
+            nn.MultiheadAttention(4, 2), plan={"out_proj": "rowwise"}
+        ),
         "no plan of its own": setup(Tied(), plan="auto"),
         "no layer fits layers.*.up": setup(stranger, plan="auto"),
         "which returned a NoneType": setup(Tied(), function=lambda model, mesh: None),
@@ -450,12 +505,17 @@ def built(fabric: Fabric, source: str, empty: bool) -> list[Tensor]:
 
 def parts_together(fabric: Fabric) -> dict[str, Any]:
     strategy: Any = fabric.strategy
-    strategy.tp_plan = {**{f"blocks.*.{name}": style for name, style in SPLIT.items()}, "big": "colwise_rep"}
+    strategy.tp_plan = {
+        **{f"blocks.*.{name}": style for name, style in SPLIT.items()},
+        "big": "colwise_rep",
+    }
     torch.manual_seed(7)
     plain = Wide()
     expected = [each.detach() for each in plain.parameters()]
     values = {source: built(fabric, source, False) for source in ("every_rank", "rank0")}
-    values["nan"] = [each.isnan().all() for each in built(fabric, "every_rank", True) if each.numel() >= 1 << 14]
+    values["nan"] = [
+        each.isnan().all() for each in built(fabric, "every_rank", True) if each.numel() >= 1 << 14
+    ]
     torch.manual_seed(9)
     runs = []
     state = torch.get_rng_state()
@@ -475,7 +535,12 @@ def parts_together(fabric: Fabric) -> dict[str, Any]:
     ema.update()
     with ema.applied():
         average = full_tensor(model.big.bias.detach())
-    return {"expected": expected, "values": values, "runs": runs, "average": average - plain.big.bias.detach()}
+    return {
+        "expected": expected,
+        "values": values,
+        "runs": runs,
+        "average": average - plain.big.bias.detach(),
+    }
 
 
 def test_values_recomputation_and_averages_are_those_of_one_process() -> None:
@@ -492,8 +557,14 @@ def weighted(fabric: Fabric) -> list[float]:
     strategy: Any = fabric.strategy
     strategy.tp_plan = {**SPLIT, "head": "colwise_rep"}
     torch.manual_seed(4)
-    plain, x, counts = Classifier().double(), torch.randn(4, 3, WIDTH, dtype=torch.float64), [1, 3, 2, 3]
-    total = sum(plain(x[number, :count]).square().sum() for number, count in enumerate(counts)) / sum(counts)
+    plain, x, counts = (
+        Classifier().double(),
+        torch.randn(4, 3, WIDTH, dtype=torch.float64),
+        [1, 3, 2, 3],
+    )
+    total = sum(
+        plain(x[number, :count]).square().sum() for number, count in enumerate(counts)
+    ) / sum(counts)
     torch.as_tensor(total).backward()
     expected = [grad(each) for each in plain.parameters()]
     plain.zero_grad()
@@ -540,14 +611,21 @@ def test_ranks_of_one_batch_run_out_of_batches_together() -> None:
     expected = run_in_ranks(at_the_end)
     for rank, actual in enumerate(on({"tensor_parallel_size": 2, "tp_plan": plan}, at_the_end)):
         torch.testing.assert_close(actual, expected[rank // 2], rtol=0, atol=1e-12)
-    assert [len(expected[1][uneven]) for uneven in ("shortest", "longest")] == [2 * 3 + 6, 2 * 4 + 6]
+    assert [len(expected[1][uneven]) for uneven in ("shortest", "longest")] == [
+        2 * 3 + 6,
+        2 * 4 + 6,
+    ]
     assert expected[1]["longest"][7]
 
 
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.Linear(WIDTH, 6)
+        self.up, self.down, self.head = (
+            nn.Linear(WIDTH, 8),
+            nn.Linear(8, WIDTH),
+            nn.Linear(WIDTH, 6),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.down(self.up(x)))
@@ -558,7 +636,10 @@ def loss_of_parts(fabric: Fabric) -> tuple[float, float]:
     from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel
 
     strategy: Any = fabric.strategy
-    strategy.tp_plan = {**SPLIT, "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)}
+    strategy.tp_plan = {
+        **SPLIT,
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
     torch.manual_seed(5)
     plain = Classifier().double()
     x, y = torch.randn(4, WIDTH, dtype=torch.float64), torch.tensor([0, 5, 2, 3])
@@ -571,7 +652,9 @@ def loss_of_parts(fabric: Fabric) -> tuple[float, float]:
         loss = nn.functional.cross_entropy(model(x), y)
         fabric.backward(loss)
     mean = fabric.all_reduce(full_tensor(loss.detach()))
-    return float(mean - expected), float((full_tensor(grad(model.up.weight)) - gradient).abs().max())
+    return float(mean - expected), float(
+        (full_tensor(grad(model.up.weight)) - gradient).abs().max()
+    )
 
 
 def test_a_loss_may_be_computed_in_parts() -> None:

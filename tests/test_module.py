@@ -30,17 +30,27 @@ def model(fabric: Fabric, net: Net) -> FabricModule:
 
 
 def test_names_are_the_users_own(model: FabricModule, net: Net) -> None:
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in net.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in net.named_parameters()
+    ]
     assert [name for name, _ in model.named_modules()] == [name for name, _ in net.named_modules()]
     assert list(model.state_dict()) == list(net.state_dict())
-    assert all(mine is theirs for mine, theirs in zip(model.parameters(), net.parameters(), strict=True))
+    assert all(
+        mine is theirs for mine, theirs in zip(model.parameters(), net.parameters(), strict=True)
+    )
 
 
-def test_names_inside_another_module_have_no_prefix_but_its_own(model: FabricModule, net: Net) -> None:
+def test_names_inside_another_module_have_no_prefix_but_its_own(
+    model: FabricModule, net: Net
+) -> None:
     outer = nn.ModuleDict({"net": model})
     assert list(outer.state_dict()) == [f"net.{name}" for name in net.state_dict()]
-    assert [name for name, _ in outer.named_parameters()] == [f"net.{name}" for name, _ in net.named_parameters()]
-    outer.load_state_dict({name: torch.ones_like(value) for name, value in outer.state_dict().items()})
+    assert [name for name, _ in outer.named_parameters()] == [
+        f"net.{name}" for name, _ in net.named_parameters()
+    ]
+    outer.load_state_dict(
+        {name: torch.ones_like(value) for name, value in outer.state_dict().items()}
+    )
     assert net.head.bias.item() == 1
 
 
@@ -134,7 +144,9 @@ def test_a_method_that_is_a_forward_pass_gets_the_precision() -> None:
         assert "forward" not in net.__dict__
 
 
-def test_a_forward_method_that_raises_leaves_forward_as_it_was(model: FabricModule, net: Net) -> None:
+def test_a_forward_method_that_raises_leaves_forward_as_it_was(
+    model: FabricModule, net: Net
+) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model.training_step(torch.ones(1, 5))
     assert "forward" not in net.__dict__
@@ -158,7 +170,9 @@ def test_what_is_no_method_cannot_be_marked(model: FabricModule, method: str) ->
         ("16-mixed", torch.float32, torch.float16, torch.float32),
     ],
 )
-def test_dtypes_of_a_forward_pass(precision: str, given: torch.dtype, seen: torch.dtype, returned: torch.dtype) -> None:
+def test_dtypes_of_a_forward_pass(
+    precision: str, given: torch.dtype, seen: torch.dtype, returned: torch.dtype
+) -> None:
     with Fabric(accelerator="cpu", precision=precision, environment="none") as fabric:
         net = Net()
         dtypes = []
@@ -175,7 +189,9 @@ def test_full_precision_leaves_parameters_as_they_were_built() -> None:
         assert model(torch.ones(1, 4)).dtype is torch.float64
 
 
-@pytest.mark.parametrize("net", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).half()), nn.ReLU()], ids=str)
+@pytest.mark.parametrize(
+    "net", [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).half()), nn.ReLU()], ids=str
+)
 def test_inputs_stay_as_they_are_where_parameters_have_no_dtype_in_common(net: nn.Module) -> None:
     with Fabric(accelerator="cpu", environment="none") as fabric:
         seen = []

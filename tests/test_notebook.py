@@ -19,7 +19,9 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
     NotebookClient(notebook, timeout=DEADLINE, kernel_name="python3", resources=resources).execute()
     return {
-        cell.id: "".join(output.get("text", "") or output["data"]["text/plain"] for output in cell.outputs)
+        cell.id: "".join(
+            output.get("text", "") or output["data"]["text/plain"] for output in cell.outputs
+        )
         for cell in notebook.cells
         if cell.cell_type == "code"
     }
@@ -29,17 +31,25 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
 
     nbformat.validate(notebook)
-    assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == "code")
+    assert all(
+        not cell.outputs and cell.execution_count is None
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    )
 
 
-def test_a_cell_launches_two_processes_and_gets_the_result_of_the_first(outputs: dict[str, str]) -> None:
+def test_a_cell_launches_two_processes_and_gets_the_result_of_the_first(
+    outputs: dict[str, str],
+) -> None:
     result = ast.literal_eval(outputs["launch-one"])
 
     assert result["processes"] == 2
     assert result["last loss"] < result["first loss"] / 2
 
 
-def test_a_second_launch_in_the_same_kernel_returns_the_results_of_both_processes(outputs: dict[str, str]) -> None:
+def test_a_second_launch_in_the_same_kernel_returns_the_results_of_both_processes(
+    outputs: dict[str, str],
+) -> None:
     lines = outputs["launch-two"].splitlines()
     shown = [re.fullmatch(r"process (\d) of 2: loss ([\d.]+) -> ([\d.]+)", line) for line in lines]
 

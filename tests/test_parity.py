@@ -37,9 +37,13 @@ JOBS: dict[str, dict[str, Any]] = {
     "fsdp-hybrid-2x2": {"strategy": ("HYBRID_SHARD", (2, 2)), "devices": 4},
 }
 # Of those, what `make test` leaves out in all precisions but the most exact.
-SLOW = {name for name in JOBS if name.startswith("fsdp-grad-op") or name.endswith(("-3", "-4", "-2x2"))}
+SLOW = {
+    name for name in JOBS if name.startswith("fsdp-grad-op") or name.endswith(("-3", "-4", "-2x2"))
+}
 CASES = [
-    pytest.param(name, precision, marks=pytest.mark.slow if name in SLOW and precision != "64-true" else ())
+    pytest.param(
+        name, precision, marks=pytest.mark.slow if name in SLOW and precision != "64-true" else ()
+    )
     for name in JOBS
     for precision in PRECISIONS
 ]
@@ -59,7 +63,9 @@ def fabric(name: str, precision: str) -> Iterator[Fabric]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize(("name", "precision"), CASES)
-def test_the_numbers_are_those_of_the_plain_loop(fabric: Fabric, name: str, precision: str, accumulation: int) -> None:
+def test_the_numbers_are_those_of_the_plain_loop(
+    fabric: Fabric, name: str, precision: str, accumulation: int
+) -> None:
     dtype, autocast, scaled, tolerance = PRECISIONS[precision]
     devices = JOBS[name]["devices"]
     # float16 gradients of a replica's part are summed in float32: they overflow later than those of a whole batch.

@@ -15,9 +15,21 @@ from fabric.launchers import ProcessLauncher
 from fabric.precision import PRECISIONS
 from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 
-TWO_RANKS = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1234"}
+TWO_RANKS = {
+    "RANK": "1",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_PORT": "1234",
+}
 ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-TWO_NODES = {**TWO_RANKS, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", "MASTER_ADDR": "node0"}
+TWO_NODES = {
+    **TWO_RANKS,
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "node0",
+}
 OWN_RANKS = {**TWO_RANKS, "FABRIC_STORE": "file:///nowhere/store"}
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="asks for CUDA where there is none")
 
@@ -89,7 +101,14 @@ def test_fsdp_has_a_row_with_and_without_offloading(name: str, offloads: bool) -
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(None, "32-true"), (64, "64-true"), ("64", "64-true"), (16, "16-mixed"), ("bf16", "bf16-mixed"), (32, "32-true")],
+    [
+        (None, "32-true"),
+        (64, "64-true"),
+        ("64", "64-true"),
+        (16, "16-mixed"),
+        ("bf16", "bf16-mixed"),
+        (32, "32-true"),
+    ],
 )
 def test_precision_aliases(given: object, name: str) -> None:
     assert plan(precision=given).precision.name == name
@@ -113,10 +132,14 @@ def test_ranks_that_fabric_made_accept_the_start_method_that_made_them() -> None
 
 def test_the_launcher_argument_wins_over_the_start_method() -> None:
     assert processes(plan(devices=2, strategy="ddp", launcher="spawn")).endswith("by spawn")
-    assert processes(plan(devices=2, strategy="ddp_spawn", launcher=ProcessLauncher("fork"))).endswith("by fork")
+    assert processes(
+        plan(devices=2, strategy="ddp_spawn", launcher=ProcessLauncher("fork"))
+    ).endswith("by fork")
 
 
-def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
     assert processes(plan(devices=2, strategy="ddp")).endswith("by forkserver")
     assert processes(plan(devices=2)).endswith("by forkserver")
@@ -126,7 +149,12 @@ def test_a_name_that_says_nothing_of_how_to_start_is_safe_at_a_prompt(monkeypatc
 
 
 def test_options_of_fabric_run_fill_what_is_left_open() -> None:
-    env = {**TWO_RANKS, "FABRIC_PRECISION": "bf16-mixed", "FABRIC_STRATEGY": "ddp", "FABRIC_DEVICES": "2"}
+    env = {
+        **TWO_RANKS,
+        "FABRIC_PRECISION": "bf16-mixed",
+        "FABRIC_STRATEGY": "ddp",
+        "FABRIC_DEVICES": "2",
+    }
     made = plan(env, accelerator="auto", devices=2, precision="bf16")
     assert made.precision.name == "bf16-mixed"
 
@@ -154,12 +182,19 @@ def test_d22_a_job_of_this_process_alone_runs_inside_of_a_rank() -> None:
 
 
 def test_a_job_of_this_process_alone_takes_no_option_of_fabric_run() -> None:
-    env = {**OWN_RANKS, "FABRIC_DEVICES": "2", "FABRIC_STRATEGY": "fsdp", "FABRIC_PRECISION": "bf16-mixed"}
+    env = {
+        **OWN_RANKS,
+        "FABRIC_DEVICES": "2",
+        "FABRIC_STRATEGY": "fsdp",
+        "FABRIC_PRECISION": "bf16-mixed",
+    }
     for devices in (1, "auto"):
         made = plan(env, devices=devices, environment="none")
         assert (made.world_size, made.strategy.name) == (1, "single_device")
         assert made.precision.name == "32-true"
-    with pytest.raises(ConfigurationError, match=r"--devices 2` \(FABRIC_DEVICES; environment='none' ignores it"):
+    with pytest.raises(
+        ConfigurationError, match=r"--devices 2` \(FABRIC_DEVICES; environment='none' ignores it"
+    ):
         plan(env, devices=1)
 
 
@@ -175,9 +210,22 @@ def test_options_of_the_strategy_are_merged() -> None:
 REFUSALS = [
     ({"accelerator": "tpu"}, {}, ConfigurationError, ["'tpu'", "'cpu'", "'cuda'"]),
     ({"accelerator": 3}, {}, ArgumentTypeError, ["accelerator=3", "int"]),
-    pytest.param({"accelerator": "cuda"}, {}, ConfigurationError, ["'cuda'", "none on this machine"], marks=no_cuda),
-    pytest.param({"accelerator": CUDAAccelerator()}, {}, ConfigurationError, ["cuda"], marks=no_cuda),
-    ({"strategy": "dpp"}, {}, ConfigurationError, ["'dpp'", "no strategy of that name", 'strategy="dp', "'ddp_spawn'"]),
+    pytest.param(
+        {"accelerator": "cuda"},
+        {},
+        ConfigurationError,
+        ["'cuda'", "none on this machine"],
+        marks=no_cuda,
+    ),
+    pytest.param(
+        {"accelerator": CUDAAccelerator()}, {}, ConfigurationError, ["cuda"], marks=no_cuda
+    ),
+    (
+        {"strategy": "dpp"},
+        {},
+        ConfigurationError,
+        ["'dpp'", "no strategy of that name", 'strategy="dp', "'ddp_spawn'"],
+    ),
     ({"strategy": None}, {}, ArgumentTypeError, ["strategy=None"]),
     ({"strategy": DDPStrategy}, {}, ArgumentTypeError, ["DDPStrategy"]),
     ({"precision": "fp16"}, {}, ConfigurationError, ["'fp16'", "'16-mixed'"]),
@@ -192,7 +240,12 @@ REFUSALS = [
     ({"num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
     ({"num_nodes": "many"}, {}, ConfigurationError, ["'many'"]),
     ({"num_nodes": 2}, {}, ConfigurationError, ["num_nodes=2", "fabric run --num-nodes 2"]),
-    ({"num_nodes": 2}, TWO_RANKS, ConfigurationError, ["num_nodes=2", "a job of 1 node(s)", "torchrun"]),
+    (
+        {"num_nodes": 2},
+        TWO_RANKS,
+        ConfigurationError,
+        ["num_nodes=2", "a job of 1 node(s)", "torchrun"],
+    ),
     ({"devices": 3}, TWO_RANKS, ConfigurationError, ["devices=3", "2 process(es)", "rank 1"]),
     ({"environment": "slurm"}, {}, ArgumentTypeError, ["'slurm'", "SlurmEnvironment()"]),
     ({"environment": SlurmEnvironment()}, {}, ConfigurationError, ["variables are missing"]),
@@ -200,7 +253,12 @@ REFUSALS = [
     ({"launcher": 7}, {}, ArgumentTypeError, ["launcher=7"]),
     ({"strategy": "ddp_spawn"}, TWO_RANKS, ConfigurationError, ["'spawn'", "torchrun", "rank 1"]),
     ({"launcher": "fork"}, TWO_RANKS, ConfigurationError, ["'fork'", "torchrun"]),
-    ({"strategy": "single_device", "devices": 2}, {}, ConfigurationError, ["single_device", "2 device(s)"]),
+    (
+        {"strategy": "single_device", "devices": 2},
+        {},
+        ConfigurationError,
+        ["single_device", "2 device(s)"],
+    ),
     ({"strategy": SingleDeviceStrategy()}, TWO_RANKS, ConfigurationError, ["single_device"]),
     (
         {"strategy": SingleDeviceStrategy(device="cpu")},
@@ -208,18 +266,43 @@ REFUSALS = [
         ConfigurationError,
         ["'single_device' with 2 processes", "by fabric (rank 1)", 'environment="none"'],
     ),
-    ({"strategy": "dp"}, TWO_RANKS, ConfigurationError, ["'dp'", "2 processes", "torchrun", "rank 1"]),
+    (
+        {"strategy": "dp"},
+        TWO_RANKS,
+        ConfigurationError,
+        ["'dp'", "2 processes", "torchrun", "rank 1"],
+    ),
     ({"strategy": "dp", "devices": 2}, TWO_NODES, ConfigurationError, ["'dp'", "2 node(s)"]),
     ({"strategy": "dp", "num_nodes": "2"}, {}, ConfigurationError, ["num_nodes='2'"]),
     ({"strategy": "dp", "num_nodes": 0}, {}, ConfigurationError, ["num_nodes=0"]),
-    ({"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2}, {}, ConfigurationError, ["sync_batchnorm", "CPU"]),
-    ({"precision": "16-mixed"}, {"FABRIC_PRECISION": "32"}, ConfigurationError, ["'16-mixed'", "--precision 32"]),
+    (
+        {"strategy": DDPStrategy(sync_batchnorm=True), "devices": 2},
+        {},
+        ConfigurationError,
+        ["sync_batchnorm", "CPU"],
+    ),
+    (
+        {"precision": "16-mixed"},
+        {"FABRIC_PRECISION": "32"},
+        ConfigurationError,
+        ["'16-mixed'", "--precision 32"],
+    ),
     ({"devices": 2}, {"FABRIC_DEVICES": "4"}, ConfigurationError, ["devices=2", "--devices 4"]),
-    ({"strategy": DDPStrategy(precision=64), "precision": 32}, {}, ConfigurationError, ["precision=32", "64-true"]),
+    (
+        {"strategy": DDPStrategy(precision=64), "precision": 32},
+        {},
+        ConfigurationError,
+        ["precision=32", "64-true"],
+    ),
     ({"strategy": DDPStrategy(accelerator="cuda")}, {}, ConfigurationError, ["'cpu'", "'cuda'"]),
     ({"strategy": DDPStrategy(timeout=timedelta(0))}, {}, ConfigurationError, ["timedelta(0)"]),
     ({"strategy": DDPStrategy(num_nodes=0)}, {}, ConfigurationError, ["num_nodes=0"]),
-    ({"strategy": DDPStrategy(start_method="thread"), "devices": 2}, {}, ConfigurationError, ["'thread'", "'popen'"]),
+    (
+        {"strategy": DDPStrategy(start_method="thread"), "devices": 2},
+        {},
+        ConfigurationError,
+        ["'thread'", "'popen'"],
+    ),
     (
         {"strategy": DDPStrategy(parallel_devices=[torch.device("cpu")]), "devices": 2},
         {},
@@ -244,10 +327,18 @@ def test_what_cannot_work_is_refused_with_what_can(
 @pytest.mark.parametrize(
     ("arguments", "error", "names"),
     [
-        ({"find_unused_parameter": True}, ArgumentTypeError, ["find_unused_parameter=True", "find_unused_parameters"]),
+        (
+            {"find_unused_parameter": True},
+            ArgumentTypeError,
+            ["find_unused_parameter=True", "find_unused_parameters"],
+        ),
         ({"module": None}, ArgumentTypeError, ["module"]),
         ({"ddp_comm_wrapper": print}, ConfigurationError, ["ddp_comm_wrapper"]),
-        ({"model_averaging_period": 4}, ConfigurationError, ["model_averaging_period=4", "PostLocalSGDState"]),
+        (
+            {"model_averaging_period": 4},
+            ConfigurationError,
+            ["model_averaging_period=4", "PostLocalSGDState"],
+        ),
         ({"precision": "fp8"}, ConfigurationError, ["'fp8'"]),
     ],
 )
@@ -278,8 +369,15 @@ def test_d22_an_installed_package_adds_names_through_entry_points(
     )
     group = {"strategy": "fabric.strategies", "accelerator": "fabric.accelerators"}[kind]
     (tmp_path / "ours-1.0.dist-info").mkdir()
-    (tmp_path / "ours-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n")
-    (tmp_path / "ours-1.0.dist-info" / "entry_points.txt").write_text(f"[{group}]\nours = ours:{kind}\n")
+    (tmp_path / "ours-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n"
+    )
+    (tmp_path / "ours-1.0.dist-info" / "entry_points.txt").write_text(
+        f"[{group}]\nours = ours:{kind}\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     fabric = plan(**{kind: "ours"})
-    assert type(getattr(fabric, kind)) is {"strategy": SingleDeviceStrategy, "accelerator": CPUAccelerator}[kind]
+    assert (
+        type(getattr(fabric, kind))
+        is {"strategy": SingleDeviceStrategy, "accelerator": CPUAccelerator}[kind]
+    )

@@ -45,7 +45,9 @@ def test_a_row_of_ones_own_stays_as_it_is():
         row.name = "other"
 
 
-@pytest.mark.parametrize("given", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"])
+@pytest.mark.parametrize(
+    "given", ["fp16", "8", 8, 0, True, False, "", "16-mix", 16.0, torch.float16, "bf16true"]
+)
 def test_an_unknown_precision_lists_the_valid_ones(given):
     with pytest.raises(ConfigurationError) as caught:
         parse_precision(given)
@@ -55,7 +57,8 @@ def test_an_unknown_precision_lists_the_valid_ones(given):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("64-true", torch.float64), ("16-true", torch.float16), ("bf16-true", torch.bfloat16)]
+    ("name", "dtype"),
+    [("64-true", torch.float64), ("16-true", torch.float16), ("bf16-true", torch.bfloat16)],
 )
 def test_true_precisions_convert_floating_state_and_nothing_else(name, dtype):
     module = nn.BatchNorm1d(2)
@@ -79,13 +82,17 @@ def test_the_others_leave_parameters_as_they_were_built(name):
 def test_c16_complex_tensors_do_not_lose_their_imaginary_part(name):
     module = nn.Sequential(nn.Linear(1, 1))
     module[0].register_buffer("phase", torch.full((1,), 1j, dtype=torch.complex64))
-    module[0].register_parameter("spectrum", nn.Parameter(torch.full((1,), 2j, dtype=torch.complex64)))
+    module[0].register_parameter(
+        "spectrum", nn.Parameter(torch.full((1,), 2j, dtype=torch.complex64))
+    )
     PRECISIONS[name].convert_module(module)
     assert module[0].weight.dtype is PRECISIONS[name].param_dtype
     assert (module[0].phase.item(), module[0].spectrum.item()) == (1j, 2j)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("16-mixed", torch.float16), ("bf16-mixed", torch.bfloat16)]
+)
 def test_mixed_precisions_run_in_autocast_and_can_be_entered_again(name, dtype):
     layer = nn.Linear(2, 2)
     for _ in range(2):
@@ -116,17 +123,27 @@ def test_inputs_of_the_right_dtype_pass_without_a_copy():
 
 
 def test_floating_inputs_are_cast_wherever_they_are():
-    nested = {"x": [torch.ones(1)], "p": Pair(torch.ones(1).half(), 3), "b": Batch(torch.ones(1), torch.ones(1).int())}
-    (first, text, number), kwargs = cast_inputs(torch.float64, (torch.ones(2), "text", 1.5), {"nested": nested})
+    nested = {
+        "x": [torch.ones(1)],
+        "p": Pair(torch.ones(1).half(), 3),
+        "b": Batch(torch.ones(1), torch.ones(1).int()),
+    }
+    (first, text, number), kwargs = cast_inputs(
+        torch.float64, (torch.ones(2), "text", 1.5), {"nested": nested}
+    )
     assert first.dtype is torch.float64
     assert (text, number) == ("text", 1.5)
     nested = kwargs["nested"]
-    assert nested["x"][0].dtype is nested["p"].left.dtype is nested["b"].image.dtype is torch.float64
+    assert (
+        nested["x"][0].dtype is nested["p"].left.dtype is nested["b"].image.dtype is torch.float64
+    )
     assert nested["b"].label.dtype is torch.int32
     assert nested["b"].name == "x"
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
 def test_other_dtypes_are_never_cast(dtype):
     tensor = torch.ones(2).to(dtype)
     (cast,), kwargs = cast_inputs(torch.bfloat16, (tensor,), {"x": tensor})
@@ -136,7 +153,9 @@ def test_other_dtypes_are_never_cast(dtype):
 
 def test_a_container_that_a_forward_pass_fills_stays_the_callers():
     cache, hidden = {"keys": [torch.ones(1)]}, []
-    (_, cast), kwargs = cast_inputs(torch.float32, (torch.ones(1).double(), cache), {"hidden": hidden})
+    (_, cast), kwargs = cast_inputs(
+        torch.float32, (torch.ones(1).double(), cache), {"hidden": hidden}
+    )
     assert cast is cache
     assert kwargs["hidden"] is hidden
 
@@ -154,11 +173,15 @@ def test_gradients_flow_back_through_the_cast():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_16_bit_outputs_come_back_wider(dtype):
     assert cast_outputs(torch.float32, torch.ones(1, dtype=dtype)).dtype is torch.float32
-    output = cast_outputs(torch.float32, {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)})
+    output = cast_outputs(
+        torch.float32, {"a": [torch.ones(1, dtype=dtype)], "b": Pair(torch.ones(1, dtype=dtype), 1)}
+    )
     assert output["a"][0].dtype is output["b"].left.dtype is torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
 def test_other_outputs_come_back_themselves(dtype):
     tensor = torch.ones(2).to(dtype)
     output = [tensor, {"x": tensor}, None, "text"]

@@ -24,7 +24,10 @@ from tests.ranks import run_in_ranks
 
 SCRIPT = Path(__file__).parent / "scripts" / "preempted.py"
 LAUNCH = {
-    **{method: [sys.executable, str(SCRIPT), method] for method in ("popen", "spawn", "fork", "forkserver")},
+    **{
+        method: [sys.executable, str(SCRIPT), method]
+        for method in ("popen", "spawn", "fork", "forkserver")
+    },
     "run": [
         sys.executable,
         *["-m", "fabric", "run", "--accelerator=cpu", "--devices=2", "--max-restarts=2"],
@@ -62,7 +65,10 @@ def test_a_signal_is_noted_from_the_first_question_to_teardown(name: str, alone:
 
 def test_a_handler_of_the_user_comes_back_though_another_thread_tears_down(alone: None) -> None:
     heard: list[str] = []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)}
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+    }
     signal.signal(signal.SIGUSR2, lambda *_: heard.append("mine"))
     try:
         fabric = Fabric(accelerator="cpu", devices=1)
@@ -78,7 +84,9 @@ def test_a_handler_of_the_user_comes_back_though_another_thread_tears_down(alone
     assert heard == ["mine", "mine"]
 
 
-def test_sigusr1_asks_to_stop_under_slurm_alone(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigusr1_asks_to_stop_under_slurm_alone(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda *_: heard.append(1))
     asked = []
@@ -123,7 +131,9 @@ def test_in_another_thread_a_time_limit_counts_and_signals_keep_their_meaning(al
     assert asked[1] == signal.SIG_DFL
 
 
-@pytest.mark.parametrize("limit", [0, -5, "90", "1:2", "00:99:00", "soon", [60], math.nan, "0-00:00:00"])
+@pytest.mark.parametrize(
+    "limit", [0, -5, "90", "1:2", "00:99:00", "soon", [60], math.nan, "0-00:00:00"]
+)
 def test_what_is_no_time_limit_is_refused_before_anything_starts(limit: Any) -> None:
     for name in ("time_limit", "stop_margin"):
         with pytest.raises(ConfigurationError, match=rf"Fabric\({name}=.*\n.*\n.*D-HH:MM:SS"):
@@ -139,7 +149,13 @@ def job(**more: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("left", "margin", "expected"),
-    [(3600, None, 3540), (3600, 600, 3000), (40, None, 20), (None, None, math.inf), (None, 600, math.inf)],
+    [
+        (3600, None, 3540),
+        (3600, 600, 3000),
+        (40, None, 20),
+        (None, None, math.inf),
+        (None, 600, math.inf),
+    ],
 )
 def test_a_slurm_job_stops_in_time_before_its_end(left: Any, margin: Any, expected: float) -> None:
     env = job() if left is None else job(JOB_END_TIME=int(time.time()) + left)
@@ -151,13 +167,18 @@ def test_a_slurm_job_stops_in_time_before_its_end(left: Any, margin: Any, expect
     ("env", "words"),
     [
         (job(JOBID=18, JOB_END_TIME="soon"), "SLURM_JOB_ID=17, SLURM_JOBID=18, "),
-        (job(JOB_END_TIME="soon"), "SLURM_JOBID=17, and the end is in [0-9]* s\n.*a margin shorter than that"),
+        (
+            job(JOB_END_TIME="soon"),
+            "SLURM_JOBID=17, and the end is in [0-9]* s\n.*a margin shorter than that",
+        ),
         (job(JOB_END_TIME=1_000_000_000), "the end is in -[0-9]* s\n.*\n.*unset SLURM_JOB_ID"),
         (job(JOB_END_TIME="tomorrow"), "SLURM_JOB_END_TIME='tomorrow'"),
     ],
     ids=["two jobs", "shorter than the margin", "is over", "no time"],
 )
-def test_variables_of_slurm_that_cannot_be_true_are_one_error(env: dict[str, str], words: str) -> None:
+def test_variables_of_slurm_that_cannot_be_true_are_one_error(
+    env: dict[str, str], words: str
+) -> None:
     soon = {name: str(int(time.time()) + 100) for name, value in env.items() if value == "soon"}
     with pytest.raises(ConfigurationError, match=words):
         slurm_deadline(env | soon, timedelta(seconds=600))
@@ -183,13 +204,17 @@ def test_the_controller_is_asked_where_the_environment_does_not_say_the_end(
     end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 1000))
     found = []
     for shown in (end, "Unknown"):
-        monkeypatch.setenv("ANSWER", f"JobId=17 StartTime=2026-01-01T00:00:00 EndTime={shown} Deadline=N/A")
+        monkeypatch.setenv(
+            "ANSWER", f"JobId=17 StartTime=2026-01-01T00:00:00 EndTime={shown} Deadline=N/A"
+        )
         found.append(slurm_deadline(os.environ) - time.monotonic())
     assert found[0] == pytest.approx(940, abs=3)
     assert found[1] == math.inf
     assert controller.read_text() == "show job -o 17\n" * 2
     monkeypatch.delenv("ANSWER")
-    with pytest.warns(UserWarning, match="the end of job 17 of SLURM is not known, time_limit= says it"):
+    with pytest.warns(
+        UserWarning, match="the end of job 17 of SLURM is not known, time_limit= says it"
+    ):
         assert slurm_deadline(os.environ) == math.inf
 
 
@@ -206,7 +231,11 @@ def test_a_preempted_job_is_put_back_into_the_queue_when_asked_to(
     assert not controller.exists()
     with pytest.raises(UsageError, match=r"scontrol requeue 17\n.*no job"):
         Fabric(accelerator="cpu", devices=1).exit_preempted(requeue=True)
-    for name, value in {"SLURM_ARRAY_JOB_ID": "15", "SLURM_ARRAY_TASK_ID": "3", "ANSWER": "done"}.items():
+    for name, value in {
+        "SLURM_ARRAY_JOB_ID": "15",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "ANSWER": "done",
+    }.items():
         monkeypatch.setenv(name, value)
     assert preempted(requeue=True) == PREEMPTED
     assert controller.read_text() == "requeue 17\nrequeue 15_3\n", "not the whole array"
@@ -257,7 +286,9 @@ def one_is_done_before(fabric: Fabric) -> bool:
     [(signal.SIGTERM, False, None), (signal.SIGUSR2, True, None), (None, False, 1.5)],
     ids=["SIGTERM", "SIGUSR2 beside a loop in a thread", "time limit"],
 )
-def test_all_ranks_stop_at_the_same_call_though_one_alone_is_asked(number: Any, thread: bool, limit: Any) -> None:
+def test_all_ranks_stop_at_the_same_call_though_one_alone_is_asked(
+    number: Any, thread: bool, limit: Any
+) -> None:
     first, second = run_in_ranks(stop_together, number, thread, time_limit=limit)
     assert first == second > 20
 
@@ -306,18 +337,28 @@ def assert_preempted(ended: Any) -> str:
     [
         ("fork", "SIGUSR2"),
         ("run", "SIGTERM"),
-        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("popen", "SIGUSR2"), ("forkserver", "SIGTERM"))],
-        *[pytest.param("spawn", name, marks=[pytest.mark.slow, pytest.mark.soak]) for name in ("SIGUSR2", "SIGHUP")],
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("popen", "SIGUSR2"), ("forkserver", "SIGTERM"))
+        ],
+        *[
+            pytest.param("spawn", name, marks=[pytest.mark.slow, pytest.mark.soak])
+            for name in ("SIGUSR2", "SIGHUP")
+        ],
     ],
 )
-def test_a_launcher_passes_a_signal_on_and_ends_as_its_ranks(launcher: str, name: str, tmp_path: Path) -> None:
+def test_a_launcher_passes_a_signal_on_and_ends_as_its_ranks(
+    launcher: str, name: str, tmp_path: Path
+) -> None:
     (tmp_path / "tmp").mkdir()
     with Job(tmp_path / "tmp", [*LAUNCH[launcher], str(tmp_path / "kept")]) as started:
         step = assert_preempted(started.end(started.signal(signal.Signals[name])))
     assert (tmp_path / "kept" / "latest").read_text().strip().endswith(f"-step-{step}")
 
 
-def save_when_asked_to(fabric: Fabric, path: str, source: str, target: int, seed: int) -> tuple[int, int]:
+def save_when_asked_to(
+    fabric: Fabric, path: str, source: str, target: int, seed: int
+) -> tuple[int, int]:
     step, model, delays = 0, torch.zeros(1), random.Random(seed + fabric.global_rank)
     while not fabric.should_stop:
         step += 1
@@ -338,7 +379,10 @@ def test_all_ranks_save_the_same_step_under_load(tries: int, tmp_path: Path) -> 
     load = [psutil.Popen(busy) for _ in range(2)]
     try:
         for seed in range(tries):
-            source, target = ["SIGTERM", "SIGUSR2", "time"][seed % 3], choose.randrange(3)  # one rank, or both
+            source, target = (
+                ["SIGTERM", "SIGUSR2", "time"][seed % 3],
+                choose.randrange(3),
+            )  # one rank, or both
             limit = choose.random() + 0.1 if source == "time" else None
             first, second = run_in_ranks(
                 save_when_asked_to, str(tmp_path / "last"), source, target, seed, time_limit=limit

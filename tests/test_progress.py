@@ -39,10 +39,14 @@ def test_one_line_in_a_pipe_on_the_first_process_counts_the_samples_of_all() -> 
     [(text, first), (nothing, second)] = run_in_ranks(loop)
     assert sorted(first + second) == list(range(12))
     assert nothing == ""
-    assert re.fullmatch(r"epoch 1  3/3 100%  loss 0\.5  [\d.,e+]+ samples/s  0:00  \d+\.\d\d GiB\n", text)
+    assert re.fullmatch(
+        r"epoch 1  3/3 100%  loss 0\.5  [\d.,e+]+ samples/s  0:00  \d+\.\d\d GiB\n", text
+    )
 
 
-def test_a_second_pass_shows_another_line_and_what_has_no_length_or_tensor_counts_batches(capsys) -> None:
+def test_a_second_pass_shows_another_line_and_what_has_no_length_or_tensor_counts_batches(
+    capsys,
+) -> None:
     with Fabric(accelerator="cpu") as fabric:
         batches = fabric.progress(iter("abc"))
         assert list(batches) == ["a", "b", "c"]
@@ -50,7 +54,9 @@ def test_a_second_pass_shows_another_line_and_what_has_no_length_or_tensor_count
         assert len(list(again)) == len(list(again)) == 1
     lines = capsys.readouterr().err.splitlines()
     assert re.match(r"3  [\d.,e+]+ batches/s  0:00  ", lines[0])
-    assert [re.sub("  [^ ]+ samples/s.*", "", line) for line in lines[1:]] == ["1/1 100%  a 1  b 2e-05"] * 2
+    assert [re.sub("  [^ ]+ samples/s.*", "", line) for line in lines[1:]] == [
+        "1/1 100%  a 1  b 2e-05"
+    ] * 2
 
 
 def resumed(fabric: Fabric, accumulates: bool) -> str:
@@ -60,7 +66,9 @@ def resumed(fabric: Fabric, accumulates: bool) -> str:
     smaller.load_state_dict(loader.state_dict())
     sys.stderr, before = io.StringIO(), sys.stderr
     try:
-        for number, _ in enumerate(fabric.progress(fabric.accumulate(smaller, 4) if accumulates else smaller)):
+        for number, _ in enumerate(
+            fabric.progress(fabric.accumulate(smaller, 4) if accumulates else smaller)
+        ):
             if number == 2:
                 break
         return sys.stderr.getvalue()
@@ -70,7 +78,9 @@ def resumed(fabric: Fabric, accumulates: bool) -> str:
 
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_resumed_epoch_is_counted_from_the_loaded_position(accumulates: bool) -> None:
-    assert re.match(r"4/10 40%  [\d.,e+]+ samples/s  0:00 left", run_in_ranks(resumed, accumulates)[0])
+    assert re.match(
+        r"4/10 40%  [\d.,e+]+ samples/s  0:00 left", run_in_ranks(resumed, accumulates)[0]
+    )
 
 
 def test_the_line_is_ended_when_a_loop_is_left(capsys) -> None:
@@ -82,7 +92,10 @@ def test_the_line_is_ended_when_a_loop_is_left(capsys) -> None:
 
 
 def test_a_metric_that_is_no_number_is_named(capsys) -> None:
-    with Fabric(accelerator="cpu") as fabric, pytest.raises(TypeError, match="metric 'loss' of 'high'"):
+    with (
+        Fabric(accelerator="cpu") as fabric,
+        pytest.raises(TypeError, match="metric 'loss' of 'high'"),
+    ):
         list(fabric.progress(range(1), metrics={"loss": "high"}))
 
 
@@ -98,7 +111,9 @@ for i in fabric.progress(range(8), desc="a line that does not fit into a narrow 
 def test_a_terminal_has_one_line_that_is_written_over(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, tmp_path / "script.py"], stderr=theirs, env={**os.environ, "COLUMNS": "60"}):
+    with subprocess.Popen(
+        [sys.executable, tmp_path / "script.py"], stderr=theirs, env={**os.environ, "COLUMNS": "60"}
+    ):
         os.close(theirs)
         text = b""
         while chunk := _read(ours):
@@ -165,8 +180,12 @@ def test_several_runs_are_lines_of_one_panel(run: Path, tmp_path: Path) -> None:
     assert [Path(label.split(":")[0]).parent.name for label in labels] == ["a", "a", "b"]
 
 
-@pytest.mark.parametrize(("made", "text"), [(None, "no such folder"), ("", "no metrics.csv"), ("step\n", "no metric")])
-def test_a_run_without_metrics_is_refused_in_one_line(made, text: str, tmp_path: Path, capsys) -> None:
+@pytest.mark.parametrize(
+    ("made", "text"), [(None, "no such folder"), ("", "no metrics.csv"), ("step\n", "no metric")]
+)
+def test_a_run_without_metrics_is_refused_in_one_line(
+    made, text: str, tmp_path: Path, capsys
+) -> None:
     folder = tmp_path / "empty"
     if made is not None:
         folder.mkdir()

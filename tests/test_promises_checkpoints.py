@@ -32,7 +32,9 @@ STRATEGIES = {
 
 
 def single(io: Any) -> Fabric:
-    return Fabric(strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none")
+    return Fabric(
+        strategy=SingleDeviceStrategy(accelerator="cpu", checkpoint_io=io), environment="none"
+    )
 
 
 def values(fabric: Fabric, model: nn.Module) -> dict[str, Tensor]:
@@ -80,7 +82,9 @@ def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
             for name in (f"{saved}", f"trainable {saved}"):
                 other = fabric.setup(Blocks(loaded))
                 fabric.load(folder / name, {"model": other}, strict=name == f"{saved}")
-                pairs = zip(values(fabric, model).items(), values(fabric, other).values(), strict=True)
+                pairs = zip(
+                    values(fabric, model).items(), values(fabric, other).values(), strict=True
+                )
                 for key, (one, two) in ((key, (one, two)) for (key, one), two in pairs):
                     is_left_out = "frozen" in key and name != f"{saved}"
                     found[f"{name} into {loaded}: {key}"] = torch.equal(one, two) is not is_left_out
@@ -96,7 +100,9 @@ def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_c14_compiled_blocks_and_modules_around_set_up_ones_load(strategy: str, tmp_path: Path) -> None:
+def test_c14_compiled_blocks_and_modules_around_set_up_ones_load(
+    strategy: str, tmp_path: Path
+) -> None:
     for found in run_in_ranks(compiled_or_not, tmp_path, strategy=STRATEGIES[strategy]):
         assert len(found) > 50
         assert [name for name, is_right in found.items() if not is_right] == []
@@ -148,11 +154,19 @@ def trained(fabric: Fabric, refuses: bool) -> dict[str, Any]:
     optimizer.step()
     plain = fabric.setup(nn.Linear(2, 2))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    return {"plain": plain, "model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+    return {
+        "plain": plain,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "step": 0,
+    }
 
 
 def pictures(fabric: Fabric, state: dict[str, Any]) -> Any:
-    kept: dict[str, Any] = {name: each for name, each in state.items() if not hasattr(each, "state_dict")}
+    kept: dict[str, Any] = {
+        name: each for name, each in state.items() if not hasattr(each, "state_dict")
+    }
     for name in ("plain", "model", "optimizer", "scheduler"):
         kept[name] = copy.deepcopy(fabric.strategy.full_state(dict(state[name].state_dict())))
     return repr(kept), repr(torch.get_rng_state().tolist())
@@ -208,13 +222,17 @@ def rings(fabric: Fabric, path: Path) -> list[tuple[str, str]]:
     for async_ in (False, True):
         for value in (ring, Holder(ring if fabric.global_rank else [1])):
             state = {"model": fabric.setup(nn.Linear(4, 4)), "x": value}
-            text = outcome(lambda state=state, async_=async_: fabric.save(path, state, async_=async_))
+            text = outcome(
+                lambda state=state, async_=async_: fabric.save(path, state, async_=async_)
+            )
             found.append((type(value).__name__, text))
     return found
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp-file", "ddp"])
-def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: str, tmp_path: Path) -> None:
+def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(
+    strategy: str, tmp_path: Path
+) -> None:
     for found in run_in_ranks(rings, tmp_path / "run", strategy=STRATEGIES[strategy]):
         assert all("it holds itself" in text for _, text in found)
         assert all(text.startswith("ArgumentTypeError") for kind, text in found if kind == "list")
@@ -224,7 +242,12 @@ def test_c14_a_collection_that_holds_itself_is_refused_on_every_rank(strategy: s
 # -- C14: odd paths --------------------------------------------------------------------------------------------------
 
 
-KNOWN = ("CheckpointError", "CheckpointNotFoundError", "ConfigurationError", "DamagedCheckpointError")
+KNOWN = (
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "ConfigurationError",
+    "DamagedCheckpointError",
+)
 
 
 def odd_paths(fabric: Fabric, folder: Path) -> dict[str, str]:
@@ -242,8 +265,15 @@ def odd_paths(fabric: Fabric, folder: Path) -> dict[str, str]:
         os.mkfifo(place / "pipe")
     fabric.barrier()
     found = {}
-    paths = {"empty": "", "null": "a\0b", "long": place / ("a" * 300), "slash": Path("s3://bucket/run")}
-    for name, path in (paths | {name: place / name for name in ("index", "foreign", "pipes", "pipe", "odd")}).items():
+    paths = {
+        "empty": "",
+        "null": "a\0b",
+        "long": place / ("a" * 300),
+        "slash": Path("s3://bucket/run"),
+    }
+    for name, path in (
+        paths | {name: place / name for name in ("index", "foreign", "pipes", "pipe", "odd")}
+    ).items():
         found[f"{name} saved"] = outcome(lambda path=path: fabric.save(path, {"model": model}))
         found[f"{name} loaded"] = outcome(lambda path=path: fabric.load(path, {"model": model}))
     return found
@@ -268,7 +298,9 @@ def test_c14_odd_paths_are_refused_once_and_clearly(strategy: str, tmp_path: Pat
         assert "index.json is not one that fabric wrote" in first["foreign saved"]
         assert first["odd saved"] == first["odd loaded"] == "fine"
     for texts in (first, second):
-        assert all("Error: " not in text or text.partition(":")[0] in KNOWN for text in texts.values())
+        assert all(
+            "Error: " not in text or text.partition(":")[0] in KNOWN for text in texts.values()
+        )
 
 
 # -- C13: paths with a scheme -----------------------------------------------------------------------------------------
@@ -290,7 +322,9 @@ def test_c13_a_checkpoint_in_memory_is_replaced_as_a_whole(
         state = {"model": fabric.setup(Net()), "step": 0}
         fabric.load(url, state)
         assert state["step"] == 3
-        assert all(map(torch.equal, model.state_dict().values(), state["model"].state_dict().values()))
+        assert all(
+            map(torch.equal, model.state_dict().values(), state["model"].state_dict().values())
+        )
         kept = files.find(f"/c13-{form}")
         assert len(kept) == (1 if form == "file" else 3)
 
@@ -334,7 +368,9 @@ def schemes(fabric: Fabric, folder: Path) -> dict[str, Any]:
             fabric.save(url, {"model": model, "step": step}, async_=bool(step))
         state = {"model": fabric.setup(Net()), "step": -1}
         fabric.load(url, state)
-        pairs = zip(values(fabric, model).values(), values(fabric, state["model"]).values(), strict=True)
+        pairs = zip(
+            values(fabric, model).values(), values(fabric, state["model"]).values(), strict=True
+        )
         found[scheme] = state["step"] == 1 and all(torch.equal(one, two) for one, two in pairs)
     found["own"] = outcome(lambda: fabric.save(url, {"model": model, "x": object()}))
     found["filter"] = outcome(
@@ -362,7 +398,9 @@ def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "local", "objects"]
     if strategy == "fsdp":
         kinds = sorted(name.rpartition(".")[2] for name in os.listdir(tmp_path / "objects"))
-        assert kinds == ["json"] * 3 + ["safetensors"] * 2, "the index, and two files of each rank, of one save"
+        assert kinds == ["json"] * 3 + ["safetensors"] * 2, (
+            "the index, and two files of each rank, of one save"
+        )
 
 
 # -- C17: whole weights -----------------------------------------------------------------------------------------------
@@ -389,7 +427,10 @@ def whole(fabric: Fabric, folder: Path) -> Any:
     if fabric.global_rank:
         return state == {}
     assert list(state) == list(expected)
-    assert all(torch.equal(state[name], value) and state[name].device.type == "cpu" for name, value in expected.items())
+    assert all(
+        torch.equal(state[name], value) and state[name].device.type == "cpu"
+        for name, value in expected.items()
+    )
     assert not any(hasattr(value, "full_tensor") or value.requires_grad for value in state.values())
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
     Tied().load_state_dict(state)

@@ -25,12 +25,20 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def run(tmp_path: Path) -> Run:
     """Runs a module with arguments in a folder that has this script as train.py."""
 
-    def start(script: str, *words: str, module: str = "fabric") -> "subprocess.CompletedProcess[str]":
+    def start(
+        script: str, *words: str, module: str = "fabric"
+    ) -> "subprocess.CompletedProcess[str]":
         (tmp_path / "train.py").write_text(textwrap.dedent(script))
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
         command = [sys.executable, "-m", module, *words]
         return subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=DEADLINE, check=False
+            command,
+            cwd=tmp_path,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE,
+            check=False,
         )
 
     return start
@@ -44,7 +52,9 @@ OPEN = """
 """
 
 
-def test_d21_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(run: Run) -> None:
+def test_d21_options_after_the_script_that_nobody_reads_are_refused_with_the_right_order(
+    run: Run,
+) -> None:
     job = run(OPEN, "run", "train.py", "--devices=2", "--strategy", "ddp", "--accelerator", "cpu")
     assert job.returncode == 1
     assert job.stdout == ""
@@ -64,7 +74,9 @@ READS = """
 """
 
 
-def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(run: Run) -> None:
+def test_d21_a_script_that_reads_them_itself_and_never_launches_runs_in_the_processes_that_are_there(
+    run: Run,
+) -> None:
     job = run(READS, "run", "--devices", "2", "train.py", "--devices", "2", "--precision", "mine")
     assert (job.returncode, job.stdout) == (0, "32-true mine 2\n"), job.stderr
 
@@ -81,7 +93,9 @@ ALONE = """
 def test_d21_a_rank_that_waits_for_others_to_use_fabric_says_so(run: Run) -> None:
     job = run(ALONE, "run", "--devices", "2", "train.py")
     assert job.returncode == 1
-    assert job.stderr.startswith("rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n")
+    assert job.stderr.startswith(
+        "rank 0 of 2 waits for all to call fabric.launch() or to use Fabric\n"
+    )
 
 
 @pytest.mark.slow
@@ -113,8 +127,12 @@ UNDER_HYDRA = """
 """
 
 
-@pytest.mark.parametrize("sweep", [[], pytest.param(["--multirun"], marks=pytest.mark.slow)], ids=["run", "sweep"])
-def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(sweep: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sweep", [[], pytest.param(["--multirun"], marks=pytest.mark.slow)], ids=["run", "sweep"]
+)
+def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(
+    sweep: list[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "it's"
     folder.mkdir()
     (folder / "train.py").write_text(textwrap.dedent(UNDER_HYDRA))
@@ -123,18 +141,26 @@ def test_d22_under_hydra_all_ranks_get_the_folder_of_the_launching_process(sweep
         cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=DEADLINE,
         check=False,
     )  # fmt: skip
-    launching, first, second, *words = [line for line in job.stdout.splitlines() if not line.startswith("[")]
+    launching, first, second, *words = [
+        line for line in job.stdout.splitlines() if not line.startswith("[")
+    ]
     assert launching == first == second, job.stderr
     assert launching.startswith(str(folder))
     assert words == ["{'lr': 1}", "+lr=1"]
 
 
 def alone(fabric: Fabric) -> tuple[str, float, int | None]:
-    refused = outcome(lambda: Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu")))
-    with Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu"), environment="none") as own:
+    refused = outcome(
+        lambda: Fabric(accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu"))
+    )
+    with Fabric(
+        accelerator="cpu", strategy=SingleDeviceStrategy(device="cpu"), environment="none"
+    ) as own:
         model = own.setup(nn.Linear(1, 1, bias=False))
         own.backward(model(torch.full((1, 1), float(fabric.global_rank))).sum())
-        [gradient] = [parameter.grad.item() for parameter in model.parameters() if parameter.grad is not None]
+        [gradient] = [
+            parameter.grad.item() for parameter in model.parameters() if parameter.grad is not None
+        ]
     fabric.barrier()
     return refused, gradient, rank_zero_only.rank
 
@@ -148,4 +174,7 @@ def test_d22_a_job_of_one_process_inside_of_a_rank_is_its_own_and_rank_zero_is_k
 def test_d23_python_m_fabric_is_the_command_and_the_readme_says_so(run: Run) -> None:
     job = run("", "--version")
     assert (job.returncode, job.stdout) == (0, f"fabric {version('torch-fabric')}\n"), job.stderr
-    assert "`python -m fabric run ...` is always this one" in (Path(__file__).parents[1] / "README.md").read_text()
+    assert (
+        "`python -m fabric run ...` is always this one"
+        in (Path(__file__).parents[1] / "README.md").read_text()
+    )

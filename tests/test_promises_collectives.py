@@ -41,13 +41,17 @@ def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
     reduce, gather = partial(fabric.all_reduce, reduce_op="sum"), fabric.all_gather
     return {
         "an int beside a float": lambda: reduce({"acc": 0 if first else 0.5}),
-        "a number beside a tensor": lambda: reduce({"acc": 0.5 if first else ones(dtype=torch.float64)}),
+        "a number beside a tensor": lambda: reduce(
+            {"acc": 0.5 if first else ones(dtype=torch.float64)}
+        ),
         "keys": lambda: reduce({"loss" if first else "acc": 1.0}),
         "one key more": lambda: reduce({"loss": 1.0, **({"acc": 1.0} if first else {})}),
         "sum beside max": lambda: fabric.all_reduce(1.0, reduce_op="sum" if first else "max"),
         "sum beside mean": lambda: fabric.all_reduce(1.0, reduce_op="sum" if first else "mean"),
         "max beside min": lambda: fabric.all_reduce(ones(3), reduce_op="max" if first else "min"),
-        "min beside product": lambda: fabric.all_reduce(ones(3), reduce_op="min" if first else "product"),
+        "min beside product": lambda: fabric.all_reduce(
+            ones(3), reduce_op="min" if first else "product"
+        ),
         "bxor beside sum": lambda: fabric.all_reduce(3, reduce_op="bxor" if first else "sum"),
         "dtypes": lambda: reduce(ones(2, dtype=torch.float32 if first else torch.int32)),
         "16 bits": lambda: reduce(ones(2, dtype=torch.float16 if first else torch.bfloat16)),
@@ -70,12 +74,18 @@ def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
         "gathered keys": lambda: gather({"loss" if first else "acc": ones(LARGE)}),
         "rows": lambda: fabric.all_to_all(ones(fabric.world_size, 3 if first else 4)),
         "large rows": lambda: fabric.all_to_all(ones(fabric.world_size, LARGE + first)),
-        "scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3 if first else 4), reduce_op="sum"),
-        "scattered ops": lambda: fabric.reduce_scatter(ones(fabric.world_size, 3), reduce_op="sum" if first else "min"),
+        "scattered": lambda: fabric.reduce_scatter(
+            ones(fabric.world_size, 3 if first else 4), reduce_op="sum"
+        ),
+        "scattered ops": lambda: fabric.reduce_scatter(
+            ones(fabric.world_size, 3), reduce_op="sum" if first else "min"
+        ),
         "sources": lambda: fabric.broadcast({"x": ones(2)}, src=fabric.global_rank % 2),
         "sources of parts": lambda: fabric.scatter([1] * fabric.world_size, src=int(first)),
         "destinations": lambda: fabric.gather(1, dst=int(first)),
-        "large scattered": lambda: fabric.reduce_scatter(ones(fabric.world_size, LARGE + first), reduce_op="sum"),
+        "large scattered": lambda: fabric.reduce_scatter(
+            ones(fabric.world_size, LARGE + first), reduce_op="sum"
+        ),
     }
 
 
@@ -90,7 +100,11 @@ def outcomes_of_mismatches(fabric: Fabric) -> dict[str, str]:
 def test_a1_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(ranks: int) -> None:
     for found in run_in_ranks(outcomes_of_mismatches, ranks=ranks):
         assert found.pop("afterwards") == str({"loss": float(ranks)})
-        assert {name: text for name, text in found.items() if not text.startswith("CollectiveMismatchError")} == {}
+        assert {
+            name: text
+            for name, text in found.items()
+            if not text.startswith("CollectiveMismatchError")
+        } == {}
         assert "all_reduce(sum of acc: 1 " in found["an int beside a float"]
         assert "test_promises_collectives.py:" in found["an int beside a float"]
         assert "FABRIC_CHECK=1" in found["keys"]
@@ -106,12 +120,18 @@ def agreeing(fabric: Fabric) -> dict[str, Any]:
     return {
         "order of insertion": fabric.all_reduce(dict.fromkeys(keys, 1.0), reduce_op="sum"),
         "types of numbers": fabric.all_reduce(numbers[rank % 2 :][:1] * 2, reduce_op="max"),
-        "a list beside a tuple": list(fabric.all_reduce([1.0, 2.0] if rank else (1.0, 2.0), reduce_op="sum")),
+        "a list beside a tuple": list(
+            fabric.all_reduce([1.0, 2.0] if rank else (1.0, 2.0), reduce_op="sum")
+        ),
         "texts": fabric.all_reduce([None if rank else "text", 1.0], reduce_op="sum")[1],
         "gradients": fabric.all_reduce(ones(2).requires_grad_(rank > 0), reduce_op="sum").tolist(),
-        "strides": fabric.all_reduce(ones(3, 2).t() if rank else ones(2, 3), reduce_op="sum").tolist(),
+        "strides": fabric.all_reduce(
+            ones(3, 2).t() if rank else ones(2, 3), reduce_op="sum"
+        ).tolist(),
         "large": fabric.all_reduce(ones(LARGE), reduce_op="sum").sum().item(),
-        "keys without an order": len(fabric.all_reduce({outcome: 1.0, ("a", 1): 2.0}, reduce_op="sum")),
+        "keys without an order": len(
+            fabric.all_reduce({outcome: 1.0, ("a", 1): 2.0}, reduce_op="sum")
+        ),
         "empty": fabric.all_reduce([{}, ones(0), 1.0], reduce_op="sum")[2],
         "scattered": fabric.reduce_scatter(ones(size, 2), reduce_op="max").tolist(),
         "exchanged": fabric.all_to_all(ones(size, 20) * rank)[:, 0].tolist(),
@@ -122,11 +142,15 @@ def agreeing(fabric: Fabric) -> dict[str, Any]:
             for op in ("max", "min")
         ],
         "ordered": [
-            fabric.all_reduce(torch.tensor([-2.0, 0.5, float("inf"), -1e-45]).repeat(LARGE), reduce_op=op)[:4].tolist()
+            fabric.all_reduce(
+                torch.tensor([-2.0, 0.5, float("inf"), -1e-45]).repeat(LARGE), reduce_op=op
+            )[:4].tolist()
             for op in ("max", "min")
         ],
         "alone": fabric.all_reduce(ones(2), reduce_op="sum").untyped_storage().nbytes(),
-        "decisions": [fabric.strategy.reduce_boolean_decision(rank > 0, all=every) for every in (True, False)],
+        "decisions": [
+            fabric.strategy.reduce_boolean_decision(rank > 0, all=every) for every in (True, False)
+        ],
     }
 
 
@@ -156,22 +180,37 @@ def test_a1_calls_that_agree_pass_and_results_hold_nothing_else() -> None:
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2]
 COMPLEX = [torch.complex32, torch.complex64, torch.complex128]
-INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint64, torch.bool]
+INTEGERS = [
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint64,
+    torch.bool,
+]
 DTYPES = [*FLOATS, *COMPLEX, *INTEGERS]
 
 
 def has_meaning(op: Reduce, dtype: torch.dtype) -> bool:
     inexact = dtype.is_floating_point or dtype.is_complex
     return not (
-        (op is Reduce.MEAN and not inexact) or (op in BITWISE and inexact) or (op in ORDERED and dtype.is_complex)
+        (op is Reduce.MEAN and not inexact)
+        or (op in BITWISE and inexact)
+        or (op in ORDERED and dtype.is_complex)
     )
 
 
-REDUCTIONS = [(Operation.ALL_REDUCE, op, dtype) for op in Reduce for dtype in DTYPES if has_meaning(op, dtype)]
+REDUCTIONS = [
+    (Operation.ALL_REDUCE, op, dtype) for op in Reduce for dtype in DTYPES if has_meaning(op, dtype)
+]
 GATHERS = [(Operation.ALL_GATHER, None, dtype) for dtype in DTYPES]
 
 
-def message(operation: Operation, op: Reduce | None, dtype: torch.dtype, size: int, text: str) -> Collective:
+def message(
+    operation: Operation, op: Reduce | None, dtype: torch.dtype, size: int, text: str
+) -> Collective:
     """What a rank sends first."""
     wire = (MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES).get(dtype, dtype)
     return sign(Collective(operation, torch.ones(2).to(wire), op), text, size)[0]
@@ -179,7 +218,10 @@ def message(operation: Operation, op: Reduce | None, dtype: torch.dtype, size: i
 
 def agreed(sent: list[Collective]) -> bool:
     """What the ranks find out, which all make the same call whatever they were going to do."""
-    assert len({(each.operation, each.reduce, each.buffer.dtype, each.buffer.shape) for each in sent}) == 1
+    assert (
+        len({(each.operation, each.reduce, each.buffer.dtype, each.buffer.shape) for each in sent})
+        == 1
+    )
     rows, op = [each.buffer for each in sent], sent[0].reduce
     return agree(torch.stack(rows)[:, 0] if op is None else fold(op, rows))
 
@@ -204,7 +246,10 @@ def test_a1_of_ten_thousand_mismatches_none_is_missed() -> None:
         usual, odd = generator.choice(calls), generator.choice(calls)
         texts = [str(generator.random()), str(generator.random())]
         strays = set(generator.sample(range(size), generator.randint(1, size - 1)))
-        sent = [message(*(odd if rank in strays else usual), size, texts[rank in strays]) for rank in range(size)]
+        sent = [
+            message(*(odd if rank in strays else usual), size, texts[rank in strays])
+            for rank in range(size)
+        ]
         assert not agreed(sent), (usual, odd, size, strays)
 
 
@@ -236,7 +281,12 @@ class Elsewhere(Communicator):
     """As on a device that is not waited for at every call."""
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner, self.rank, self.size, self.device = inner, inner.rank, inner.size, torch.device("cpu", 0)
+        self._inner, self.rank, self.size, self.device = (
+            inner,
+            inner.rank,
+            inner.size,
+            torch.device("cpu", 0),
+        )
 
     def run(self, collective: Collective) -> Any:
         group = self._inner.run(collective)
@@ -280,9 +330,13 @@ def integers(fabric: Fabric) -> dict[str, Any]:
     product = partial(fabric.all_reduce, reduce_op="product")
     return {
         "sum": reduce(2**62),
-        "of many": reduce({"a": [2**63 - 1, -(2**63), -1, 0], "t": torch.tensor([2, 3]), "b": -1 if first else 1}),
+        "of many": reduce(
+            {"a": [2**63 - 1, -(2**63), -1, 0], "t": torch.tensor([2, 3]), "b": -1 if first else 1}
+        ),
         "some": reduce([2**62, 0.5, torch.tensor(1), "text"]),
-        "product": product([3 if first else -5, 2**40 if first else 2**22, True and 1, 0 if first else 2**62]),
+        "product": product(
+            [3 if first else -5, 2**40 if first else 2**22, True and 1, 0 if first else 2**62]
+        ),
         "large": outcome(lambda: product(2**32)),
         "largest": outcome(lambda: product({"n": 2**62})),
         "zero mod 64 bits": outcome(lambda: product([2**40, 1.0])),
@@ -302,7 +356,9 @@ def test_a3_sums_and_products_of_python_integers_never_wrap() -> None:
         assert found["product"] == [-15, 2**62, 1, 0]
         for name in ("large", "largest", "zero mod 64 bits"):
             assert found[name].startswith("ConfigurationError: a product of Python integers"), name
-        assert found["beyond"].startswith(("CollectiveMismatchError", "ConfigurationError")[1 - rank])
+        assert found["beyond"].startswith(
+            ("CollectiveMismatchError", "ConfigurationError")[1 - rank]
+        )
         assert found["afterwards"] == 2
 
 
@@ -354,8 +410,13 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
             under_jvp,
             outcome(lambda run=collective: torch.func.jvp(run, (x,), (x,)) if first else run(x)),
         ]
-        found[f"{title} dual"] = [dual(collective), dual(collective) if first else forward([x], collective)]
-        found[f"{title} scalar"] = [outcome(lambda run=collective: torch.func.jvp(run, (x[0],), (x[0],)))] * 2
+        found[f"{title} dual"] = [
+            dual(collective),
+            dual(collective) if first else forward([x], collective),
+        ]
+        found[f"{title} scalar"] = [
+            outcome(lambda run=collective: torch.func.jvp(run, (x[0],), (x[0],)))
+        ] * 2
     shared = {"broadcast": fabric.broadcast, "gather": fabric.gather}
     for title, collective in shared.items():
         for name in ("nested", "strided nested", "quantized"):
@@ -363,8 +424,14 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
             found[f"shared {title} {name}"] = [forward(leaves[name](), collective), alone]
     chunks = partial(fabric.all_to_all), partial(fabric.reduce_scatter, reduce_op="sum")
     for number, collective in enumerate(chunks):
-        found[f"chunks {number}"] = [forward(x[:1], collective), forward(x[:1] if first else x, collective)]
-    found["mean"] = [outcome(lambda: fabric.all_reduce(1)), outcome(lambda: fabric.all_reduce(1 if first else 1.0))]
+        found[f"chunks {number}"] = [
+            forward(x[:1], collective),
+            forward(x[:1] if first else x, collective),
+        ]
+    found["mean"] = [
+        outcome(lambda: fabric.all_reduce(1)),
+        outcome(lambda: fabric.all_reduce(1 if first else 1.0)),
+    ]
     found["afterwards"] = [str(fabric.all_reduce(1, reduce_op="sum"))]
     return found
 
@@ -410,10 +477,12 @@ def broken_on_the_first(fabric: Fabric) -> list[str]:
 @pytest.mark.timeout(60)
 def test_a4_what_raises_while_it_is_taken_apart_raises_on_every_rank() -> None:
     first, second = run_in_ranks(broken_on_the_first)
-    assert [text.split(":")[0] for text in first] == ["LookupError"] * 3 + ["ArgumentTypeError"] * 3 + ["2"]
-    assert [text.split(":")[0] for text in second] == ["CollectiveMismatchError"] * 3 + ["ArgumentTypeError"] * 3 + [
-        "2"
-    ]
+    assert [text.split(":")[0] for text in first] == ["LookupError"] * 3 + [
+        "ArgumentTypeError"
+    ] * 3 + ["2"]
+    assert [text.split(":")[0] for text in second] == ["CollectiveMismatchError"] * 3 + [
+        "ArgumentTypeError"
+    ] * 3 + ["2"]
     assert all("LookupError: a" in text for text in first[3:6] + second[3:6])
 
 
@@ -425,7 +494,10 @@ def test_a4_what_does_not_travel_is_refused_on_every_rank_also_where_one_has_it(
         for name, (everywhere, alone) in found.items():
             assert everywhere.startswith("ConfigurationError"), (name, everywhere)
             mine = rank == 0 or "scalar" in name or "shared" in name
-            assert alone.startswith("ConfigurationError" if mine else "CollectiveMismatchError"), (name, alone)
+            assert alone.startswith("ConfigurationError" if mine else "CollectiveMismatchError"), (
+                name,
+                alone,
+            )
         assert "torch.autograd.grad" in found["reduce jvp"][0]
         assert "dequantize" in found["gather quantized"][0]
         assert "float(x)" in found["reduce Decimal"][0]

@@ -48,7 +48,9 @@ def trained(fabric: Fabric, kind: str) -> dict[str, Any]:
     net = Clip()
     if kind == "frozen":
         net.logit_scale.requires_grad_(False)
-    options = {"fused": {"fused": True}, "for-loop": {"foreach": False}}.get(kind, {"foreach": True})
+    options = {"fused": {"fused": True}, "for-loop": {"foreach": False}}.get(
+        kind, {"foreach": True}
+    )
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.1, **options))
     norms = []
     for number, batch in enumerate(batches(fabric, 6)):
@@ -57,12 +59,18 @@ def trained(fabric: Fabric, kind: str) -> dict[str, Any]:
             fabric.backward(model(batch).sum())
         if not waits:
             norms.append(
-                fabric.clip_gradients(model, optimizer, max_norm=0.5, norm_type=[2.0, float("inf")][number % 2])
+                fabric.clip_gradients(
+                    model, optimizer, max_norm=0.5, norm_type=[2.0, float("inf")][number % 2]
+                )
             )
             optimizer.step()
             optimizer.zero_grad()
     assert type(model.logit_scale) is nn.Parameter or local_tensor(model.logit_scale).dim() == 0
-    return {"norms": torch.stack(norms), **values(model), "logit_scale": model.logit_scale.exp().item()}
+    return {
+        "norms": torch.stack(norms),
+        **values(model),
+        "logit_scale": model.logit_scale.exp().item(),
+    }
 
 
 KINDS = ["foreach", "fused", "for-loop", "accumulated", "frozen"]
@@ -73,10 +81,14 @@ def all_trained(fabric: Fabric) -> list[dict[str, Any]]:
 
 
 def close(ours: Any, theirs: Any) -> None:
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # sums of several orders, and AdamW
+    torch.testing.assert_close(
+        ours, theirs, rtol=1e-4, atol=1e-5
+    )  # sums of several orders, and AdamW
 
 
-@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 1)}], ids=str
+)
 def test_b10_parameters_without_a_dimension_train_as_under_ddp(options: dict[str, Any]) -> None:
     expected = run_in_ranks(all_trained)
     close(run_in_ranks(all_trained, strategy=Fsdp(**options)), expected)
@@ -85,7 +97,9 @@ def test_b10_parameters_without_a_dimension_train_as_under_ddp(options: dict[str
 def test_b10_ignored_parameters_are_replicated_and_trained() -> None:
     net: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first = net[0].weight
-    with Fabric(accelerator="cpu", devices=1, strategy=FSDPStrategy(ignored_params={first})) as fabric:
+    with Fabric(
+        accelerator="cpu", devices=1, strategy=FSDPStrategy(ignored_params={first})
+    ) as fabric:
         fabric.launch()
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
         before = values(model)
@@ -112,11 +126,15 @@ def hooked(fabric: Fabric) -> dict[str, Any]:
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
     named = dict(model.named_parameters())
     named["towers.1.norm.bias"].register_hook(lambda grad: calls.append(grad.shape))
-    named["towers.1.mlp.0.bias"].register_post_accumulate_grad_hook(lambda each: calls.append(each.shape))
+    named["towers.1.mlp.0.bias"].register_post_accumulate_grad_hook(
+        lambda each: calls.append(each.shape)
+    )
     removed.remove()
     for batch in batches(fabric, 2):
         output = model(batch)
-        tagged = [name for name, each in model.named_parameters() if getattr(each, "no_decay", False)]
+        tagged = [
+            name for name, each in model.named_parameters() if getattr(each, "no_decay", False)
+        ]
         fabric.backward(output.mean())
         optimizer.step()
         optimizer.zero_grad()
@@ -211,7 +229,10 @@ def stepped(fabric: Fabric, folder: Path, load: str, save: str) -> dict[str, Any
     state = {"model": model, "optimizer": optimizer}
     if load:
         fabric.load(folder / load, state)
-    loaded = {**values(model), "moments": [full_tensor(slots["exp_avg"]) for slots in optimizer.state.values()]}
+    loaded = {
+        **values(model),
+        "moments": [full_tensor(slots["exp_avg"]) for slots in optimizer.state.values()],
+    }
     assert all(local_tensor(slots["step"]) is slots["step"] for slots in optimizer.state.values())
     if save:
         generator = torch.Generator().manual_seed(5)
@@ -228,7 +249,9 @@ def loaded(fabric: Fabric, folder: Path, names: list[str]) -> list[dict[str, Any
     return [stepped(fabric, folder, name, "") for name in names]
 
 
-def test_b10_checkpoints_with_them_load_into_every_strategy_and_number_of_ranks(tmp_path: Path) -> None:
+def test_b10_checkpoints_with_them_load_into_every_strategy_and_number_of_ranks(
+    tmp_path: Path,
+) -> None:
     strategies = [Fsdp(), Fsdp(state_dict_type="full"), "ddp"]
     for strategy, name in zip(strategies, SAVED, strict=True):
         run_in_ranks(stepped, tmp_path, "", name, strategy=strategy)
@@ -251,7 +274,13 @@ def refused(fabric: Fabric) -> list[str]:
     other = nn.Linear(4, 4)
     other.weight = tied[0].weight
     model = fabric.setup_module(tied)
-    cases = [convolution, nn.Sequential(nn.Linear(2, 2), whole), nn.Sequential(model), whole[1], other]
+    cases = [
+        convolution,
+        nn.Sequential(nn.Linear(2, 2), whole),
+        nn.Sequential(model),
+        whole[1],
+        other,
+    ]
     before = [[each.stride() for each in case.parameters()] for case in cases]
     found = [outcome(partial(fabric.setup_module, case)) for case in cases]
     assert before == [[each.stride() for each in case.parameters()] for case in cases]
@@ -263,7 +292,10 @@ def test_b10_shared_nested_and_strided_modules_are_refused() -> None:
         strided, *shared = rank
         assert "not contiguous, as in channels_last: 0.weight, 1.weight" in strided
         assert "contiguous_format" in strided
-        assert all("belong to another model" in each and "one module around both" in each for each in shared), shared
+        assert all(
+            "belong to another model" in each and "one module around both" in each
+            for each in shared
+        ), shared
         assert "1.0.norm" in shared[0]
 
 
@@ -281,14 +313,21 @@ def refused_for_dtypes(fabric: Fabric) -> list[str]:
 
 def test_b11_trained_parameters_of_several_dtypes_in_one_fsdp_module_are_refused_by_name() -> None:
     for mixed, *others in run_in_ranks(refused_for_dtypes, strategy=Fsdp()):
-        assert "torch.float32: ['0.0.weight', '0.0.bias'], torch.bfloat16: ['0.1.weight', '0.1.bias']" in mixed
+        assert (
+            "torch.float32: ['0.0.weight', '0.0.bias'], torch.bfloat16: ['0.1.weight', '0.1.bias']"
+            in mixed
+        )
         assert "auto_wrap_policy={...}" in mixed
         assert others == ["fine", "fine"]
-    [[converted, *_]] = run_in_ranks(refused_for_dtypes, strategy=Fsdp(), ranks=1, precision="bf16-true")
+    [[converted, *_]] = run_in_ranks(
+        refused_for_dtypes, strategy=Fsdp(), ranks=1, precision="bf16-true"
+    )
     assert converted == "fine"
 
 
 def test_b11_ignored_parameters_of_another_model_are_warned_of() -> None:
     strategy = Fsdp(ignored_params={nn.Parameter(torch.ones(2, 2))})
-    with pytest.warns(UserWarning, match=r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"):
+    with pytest.warns(
+        UserWarning, match=r"Linear: ignored_params are no parameters of it.*launch\(train, model\)"
+    ):
         run_in_ranks(Fabric.setup_module, nn.Linear(2, 2), ranks=1, strategy=strategy)

@@ -94,7 +94,9 @@ def test_a5_children_of_a_rank_end_with_it() -> None:
 
 PHASES = {
     "setup of Linear": lambda fabric, model, folder: fabric.setup_module(nn.Linear(2, 1)),
-    "forward of Linear": lambda fabric, model, folder: fabric.backward(model(torch.ones(4, 2)).mean()),
+    "forward of Linear": lambda fabric, model, folder: fabric.backward(
+        model(torch.ones(4, 2)).mean()
+    ),
     "save": lambda fabric, model, folder: fabric.save(f"{folder}/checkpoint", {"model": model}),
 }
 
@@ -112,8 +114,12 @@ def call_beside_a_phase(fabric: Fabric, phase: str, folder: str) -> tuple[str, f
 
 
 @pytest.mark.parametrize("phase", [*PHASES, "backward"])
-def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(phase: str, tmp_path: Path) -> None:
-    for text, seconds in run_in_ranks(call_beside_a_phase, phase, str(tmp_path), check_collectives=True):
+def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(
+    phase: str, tmp_path: Path
+) -> None:
+    for text, seconds in run_in_ranks(
+        call_beside_a_phase, phase, str(tmp_path), check_collectives=True
+    ):
         assert text.startswith("CollectiveMismatchError: ")
         assert "rank 0: all_reduce(mean of " in text or "rank 0 makes no further calls: " in text
         assert f"{phase} at " in text
@@ -121,7 +127,9 @@ def test_a6_a_rank_in_a_phase_is_seen_while_another_is_in_a_collective(phase: st
 
 
 def differ_where_nothing_is_synchronized(fabric: Fabric) -> int:
-    model, optimizer = fabric.setup(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(
+        model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     for _ in range(fabric.global_rank):
         with torch.no_grad():
             model(torch.ones(4, 2))
@@ -139,7 +147,9 @@ def differ_where_nothing_is_synchronized(fabric: Fabric) -> int:
 
 
 def test_a6_phases_without_synchronization_may_differ_in_checked_mode() -> None:
-    assert run_in_ranks(differ_where_nothing_is_synchronized, check_collectives=True, check_training=False) == [2, 2]
+    assert run_in_ranks(
+        differ_where_nothing_is_synchronized, check_collectives=True, check_training=False
+    ) == [2, 2]
 
 
 # -- D19 --------------------------------------------------------------------------------------------------------------
@@ -183,7 +193,9 @@ def change_surroundings(fabric: Fabric, folder: str) -> None:
     del os.environ["PATH"]
 
 
-def test_d19_folder_and_environment_of_a_call_are_not_those_of_the_next(pool: RankPool, tmp_path: Any) -> None:
+def test_d19_folder_and_environment_of_a_call_are_not_those_of_the_next(
+    pool: RankPool, tmp_path: Any
+) -> None:
     before = pool.run(surroundings)
     pool.run(change_surroundings, str(tmp_path))
     assert pool.run(surroundings) == before
@@ -209,7 +221,9 @@ Fabric(accelerator="cpu", devices=2, launcher="fork").launch(train)
 
 
 def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
-    with subprocess.Popen([sys.executable, "-c", HANGS_UP], stdout=subprocess.PIPE, text=True) as job:
+    with subprocess.Popen(
+        [sys.executable, "-c", HANGS_UP], stdout=subprocess.PIPE, text=True
+    ) as job:
         assert job.stdout is not None
         assert [job.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
         job.send_signal(signal.SIGHUP)
@@ -223,7 +237,9 @@ def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
 def report(fabric: Fabric, pattern: str, after: int = 0) -> tuple[int, str]:
     """Wait for a report in which a pattern is found, with Python code and no collective; its number and itself."""
     until, store, number = time.monotonic() + 30, fabric.strategy.runtime.store, after + 1
-    while (text := store.get_nowait(f"watchdog/report/{number}")) is None or not re.search(pattern, text.decode()):
+    while (text := store.get_nowait(f"watchdog/report/{number}")) is None or not re.search(
+        pattern, text.decode()
+    ):
         assert time.monotonic() < until, "no such report came"
         number += text is not None
         NEVER.wait(0.01)
@@ -231,13 +247,19 @@ def report(fabric: Fabric, pattern: str, after: int = 0) -> tuple[int, str]:
 
 
 def wait_for_a_compiler(fabric: Fabric, folder: str) -> list[str]:
-    patterns = r"torch\.compile is at work", r"rank 1: in no collective at [^(]*, step", r"rank 0: in save: "
+    patterns = (
+        r"torch\.compile is at work",
+        r"rank 1: in no collective at [^(]*, step",
+        r"rank 0: in save: ",
+    )
 
     def backend(graph: Any, inputs: Any) -> Any:
         report(fabric, patterns[0], report(fabric, patterns[0])[0])
         return graph.forward
 
-    torch.compile(torch.neg, backend=lambda graph, _: graph.forward)(torch.ones(1))  # imports for seconds
+    torch.compile(torch.neg, backend=lambda graph, _: graph.forward)(
+        torch.ones(1)
+    )  # imports for seconds
     fabric.barrier()
     if fabric.global_rank == 1:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
@@ -252,10 +274,15 @@ def wait_for_a_compiler(fabric: Fabric, folder: str) -> list[str]:
 def test_d20_the_watchdog_is_quiet_while_a_rank_compiles_and_says_who_has_to_call(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    [texts, _] = run_in_ranks(wait_for_a_compiler, str(tmp_path), launcher="forkserver", watchdog=0.3)
+    [texts, _] = run_in_ranks(
+        wait_for_a_compiler, str(tmp_path), launcher="forkserver", watchdog=0.3
+    )
     printed = capfd.readouterr().err
     assert [text in printed for text in texts] == [False, True, True]
-    assert "it is collective: ranks 0, 1 have to make it, outside of any branch on the rank" in texts[1]
+    assert (
+        "it is collective: ranks 0, 1 have to make it, outside of any branch on the rank"
+        in texts[1]
+    )
     assert " s in save: " in texts[2]
 
 

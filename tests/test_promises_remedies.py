@@ -28,7 +28,9 @@ class Tower(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(2)
+        )
         self.head = nn.Linear(5, 3)
 
     def forward(self, x: Tensor, in_place: bool = False) -> Tensor:
@@ -49,7 +51,9 @@ X = torch.arange(30.0).view(2, 3, 5) / 30
 
 
 def penalty(model: Any) -> Tensor:
-    weights = (getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters())
+    weights = (
+        getattr(each, "full_tensor", lambda each=each: each)() for each in model.parameters()
+    )
     return torch.stack([weight.pow(2).sum() for weight in weights]).sum()
 
 
@@ -92,7 +96,9 @@ def with_penalty(fabric: Fabric) -> tuple[list[Tensor], list[Tensor | None]]:
     for net, backward in ((plain, Tensor.backward), (model, fabric.backward)):
         extra = penalty(net)
         backward(net(X).sum() + extra)
-    return [each.grad.full_tensor() for each in model.parameters()], [each.grad for each in plain.parameters()]
+    return [each.grad.full_tensor() for each in model.parameters()], [
+        each.grad for each in plain.parameters()
+    ]
 
 
 def test_b11_the_penalty_that_the_error_suggests_has_the_right_gradients() -> None:
@@ -106,7 +112,9 @@ def refusals(fabric: Fabric) -> dict[str, str]:
 
     even = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     return {
-        "sparse": outcome(lambda: fabric.setup(nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)))),
+        "sparse": outcome(
+            lambda: fabric.setup(nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2)))
+        ),
         "Adafactor": made(optim.Adafactor, Tower()),
         "Rprop": made(optim.Rprop, copy.deepcopy(even)),
         "LBFGS": made(optim.LBFGS, Tower()),
@@ -128,30 +136,59 @@ def whole_states(fabric: Fabric) -> dict[str, bool]:
     model, optimizer = fabric.setup(net, optim.Adam(net.parameters()))
     fabric.backward(model(X).sum())
     optimizer.step()
-    kept = {name: each.full_tensor().clone() for name, each in optimizer.state[net.head.weight].items() if each.dim()}
+    kept = {
+        name: each.full_tensor().clone()
+        for name, each in optimizer.state[net.head.weight].items()
+        if each.dim()
+    }
     optimizer.load_state_dict(fabric.strategy.full_state(optimizer.state_dict()))
-    again = {name: each.full_tensor() for name, each in optimizer.state[net.head.weight].items() if each.dim()}
+    again = {
+        name: each.full_tensor()
+        for name, each in optimizer.state[net.head.weight].items()
+        if each.dim()
+    }
 
     def loaded(prefix: str = "") -> bool:
-        named = ((name, each.full_tensor()) for name, each in model.named_parameters() if name.startswith(prefix))
+        named = (
+            (name, each.full_tensor())
+            for name, each in model.named_parameters()
+            if name.startswith(prefix)
+        )
         return all(torch.equal(value, state[name]) for name, value in named)
 
     with torch.no_grad():
         model(X)  # leaves gathered weights
-    model.blocks[0].load_state_dict({name[9:]: value for name, value in state.items() if name.startswith("blocks.0")})
-    found = {"optimizer": all(torch.equal(kept[name], again[name]) for name in kept), "part": loaded("blocks.0")}
-    nn.ModuleDict({"inside": model}).load_state_dict({f"inside.{name}": value for name, value in state.items()})
-    return {**found, "around": loaded(), "missing": "Missing key" in outcome(lambda: model.load_state_dict({}))}
+    model.blocks[0].load_state_dict(
+        {name[9:]: value for name, value in state.items() if name.startswith("blocks.0")}
+    )
+    found = {
+        "optimizer": all(torch.equal(kept[name], again[name]) for name in kept),
+        "part": loaded("blocks.0"),
+    }
+    nn.ModuleDict({"inside": model}).load_state_dict(
+        {f"inside.{name}": value for name, value in state.items()}
+    )
+    return {
+        **found,
+        "around": loaded(),
+        "missing": "Missing key" in outcome(lambda: model.load_state_dict({})),
+    }
 
 
 def test_b11_whole_state_dicts_load_into_sharded_modules() -> None:
-    assert sharded(whole_states) == [dict.fromkeys(("optimizer", "part", "around", "missing"), True)] * 2
+    assert (
+        sharded(whole_states)
+        == [dict.fromkeys(("optimizer", "part", "around", "missing"), True)] * 2
+    )
 
 
 def early_state(fabric: Fabric) -> tuple[list[Tensor], list[Tensor]]:
     plain = Tower()
     net = copy.deepcopy(plain)
-    adagrad = {each: optim.Adagrad(each.parameters(), lr=0.1, initial_accumulator_value=0.5) for each in (plain, net)}
+    adagrad = {
+        each: optim.Adagrad(each.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        for each in (plain, net)
+    }
     model, optimizer = fabric.setup(net, adagrad[net])
     for _ in range(3):
         adagrad[plain].zero_grad()
@@ -160,7 +197,9 @@ def early_state(fabric: Fabric) -> tuple[list[Tensor], list[Tensor]]:
         optimizer.zero_grad()
         fabric.backward(model(X).sum())
         optimizer.step()
-    return [each.full_tensor().detach() for each in model.parameters()], [each.detach() for each in plain.parameters()]
+    return [each.full_tensor().detach() for each in model.parameters()], [
+        each.detach() for each in plain.parameters()
+    ]
 
 
 def test_b11_the_early_state_of_adagrad_is_sharded_with_its_parameter() -> None:
@@ -191,7 +230,11 @@ def after_a_failure(fabric: Fabric) -> tuple[str, list[Tensor], list[Tensor | No
     for _ in range(2):
         plain(X).sum().backward()
         fabric.backward(model(X).sum())
-    return failure, [each.grad.full_tensor() for each in model.parameters()], [each.grad for each in plain.parameters()]
+    return (
+        failure,
+        [each.grad.full_tensor() for each in model.parameters()],
+        [each.grad for each in plain.parameters()],
+    )
 
 
 def test_b11_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_next() -> None:
@@ -205,7 +248,10 @@ def test_b11_a_backward_pass_that_raised_leaves_no_gradient_unreduced_in_the_nex
 
 def converted(fabric: Fabric) -> dict[str, str]:
     model = fabric.setup(Tower())
-    found = {name: outcome(getattr(model, name)) for name in ("double", "float", "half", "bfloat16", "cpu")}
+    found = {
+        name: outcome(getattr(model, name))
+        for name in ("double", "float", "half", "bfloat16", "cpu")
+    }
     found["to"] = outcome(lambda: model.to(torch.float64))
     found["type"] = outcome(lambda: model.type(torch.float64))
     found["same"] = outcome(lambda: model.to("cpu", torch.float32))
@@ -214,7 +260,9 @@ def converted(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DDPStrategy])
-def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_synchronized(strategy: Any) -> None:
+def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_synchronized(
+    strategy: Any,
+) -> None:
     for found in run_in_ranks(converted, strategy=strategy(start_method="forkserver")):
         fine = {name for name, text in found.items() if text == "fine"}
         assert fine == {"float", "cpu", "same"}
@@ -222,7 +270,9 @@ def test_b12_a_dtype_that_changes_after_setup_is_refused_where_gradients_are_syn
             assert "synchronized in torch.float32, and would then be torch.float64" in found[name]
 
 
-def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> None:
+def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_on_one_device() -> (
+    None
+):
     with Fabric(accelerator="cpu", devices=1) as fabric:
         model = fabric.setup(Tower())
         assert model.double()(X).dtype is torch.float64
@@ -233,7 +283,12 @@ def test_b12_a_container_that_was_set_up_is_one() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
         model, net = fabric.setup(nn.Sequential(*layers)), fabric.setup(Tower())
-        assert (len(model), model[0], list(model), model[-1] in model) == (3, layers[0], layers, True)
+        assert (len(model), model[0], list(model), model[-1] in model) == (
+            3,
+            layers[0],
+            layers,
+            True,
+        )
         assert len(model[:2]) == 2
         assert net  # is true, as any module without a length
         for action in (lambda: len(net), lambda: net[0], lambda: iter(net)):
@@ -250,7 +305,11 @@ def close_one(fabric: Fabric, kept: str) -> tuple[float, list[Tensor], bool]:
     left.backward(model(X + left.global_rank).sum())
     total = left.all_reduce(1.0, reduce_op="sum")
     left.teardown()
-    return total, [local_tensor(each.grad) for each in model.parameters()], torch.distributed.is_initialized()
+    return (
+        total,
+        [local_tensor(each.grad) for each in model.parameters()],
+        torch.distributed.is_initialized(),
+    )
 
 
 @pytest.mark.parametrize("kept", ["first", "second"])
@@ -293,7 +352,9 @@ def gathered(fabric: Fabric) -> list[str]:
 def test_d20_features_gathered_without_gradients_are_told_to_be_gathered_with_them() -> None:
     for step, forward, fine in run_in_ranks(gathered):
         assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in step
-        assert "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in forward
+        assert (
+            "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors; else" in forward
+        )
         assert fine == "fine"
 
 
@@ -322,7 +383,11 @@ def test_d20_a_file_that_names_a_class_is_told_the_safe_way_first(tmp_path: Path
     torch.save({"net": Tower()}, tmp_path / "net.pt")
     with Fabric(accelerator="cpu", devices=1) as fabric:
         refused = outcome(lambda: fabric.load(tmp_path / "net.pt"))
-    assert -1 < refused.find("add_safe_globals") < refused.find("whose author you trust, weights_only=False")
+    assert (
+        -1
+        < refused.find("add_safe_globals")
+        < refused.find("whose author you trust, weights_only=False")
+    )
 
 
 def test_d20_what_goes_elsewhere_is_told_where() -> None:
@@ -330,8 +395,12 @@ def test_d20_what_goes_elsewhere_is_told_where() -> None:
         net = Tower()
         optimizer = optim.SGD(net.parameters(), lr=0.1)
         scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
-        assert "setup_dataloaders(loader)" in outcome(lambda: fabric.setup(net, optimizer, DataLoader([1, 2])))
-        assert "setup(..., scheduler=...)" in outcome(lambda: fabric.setup(net, optimizer, scheduler))
+        assert "setup_dataloaders(loader)" in outcome(
+            lambda: fabric.setup(net, optimizer, DataLoader([1, 2]))
+        )
+        assert "setup(..., scheduler=...)" in outcome(
+            lambda: fabric.setup(net, optimizer, scheduler)
+        )
 
 
 def ends_in_a_view(fabric: Fabric) -> tuple[list[str], list[Tensor], list[Tensor | None]]:
@@ -343,10 +412,16 @@ def ends_in_a_view(fabric: Fabric) -> tuple[list[str], list[Tensor], list[Tensor
             output *= 2
             backward(output.pow(2).sum())
     texts = [str(each.message) for each in caught if "view" in str(each.message)]
-    return texts, [each.grad.full_tensor() for each in model.parameters()], [each.grad for each in plain.parameters()]
+    return (
+        texts,
+        [each.grad.full_tensor() for each in model.parameters()],
+        [each.grad for each in plain.parameters()],
+    )
 
 
-def test_d20_a_model_that_returns_a_view_is_not_warned_about_and_its_output_may_change_in_place() -> None:
+def test_d20_a_model_that_returns_a_view_is_not_warned_about_and_its_output_may_change_in_place() -> (
+    None
+):
     for texts, own, plain in sharded(ends_in_a_view):
         assert texts == []
         torch.testing.assert_close(own, plain)

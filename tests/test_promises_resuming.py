@@ -10,7 +10,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from fabric import Fabric
 from fabric.data import FabricDataLoader
@@ -69,7 +76,9 @@ def taken(loader: FabricDataLoader, steps: int) -> list[int]:
 
 @pytest.mark.parametrize("kind", LOADERS)
 @pytest.mark.parametrize("sizes", [(1, 2, 3), (3, 1, 4), (2, 5, 2), (5, 3, 1)])
-def test_c15_another_number_of_processes_goes_on_in_the_same_order(kind: str, sizes: tuple[int, ...]) -> None:
+def test_c15_another_number_of_processes_goes_on_in_the_same_order(
+    kind: str, sizes: tuple[int, ...]
+) -> None:
     expected = taken(prepare(LOADERS[kind](12), 0, 1), N)
     found: list[int] = []
     state = None
@@ -88,7 +97,9 @@ def test_c15_another_number_of_processes_goes_on_in_the_same_order(kind: str, si
 
 
 def recipe(fabric: Fabric, path: Path, steps: int) -> list[list[int]]:
-    loader = fabric.setup_dataloaders(DataLoader(torch.arange(N), 12 // fabric.world_size, shuffle=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(torch.arange(N), 12 // fabric.world_size, shuffle=True)
+    )
     if path.exists():
         fabric.load(path, {"loader": loader})
     else:
@@ -151,7 +162,9 @@ def interrupted(fabric: Fabric) -> dict[str, bool]:
     kinds: dict[str, Callable[[], DataLoader[Any]]] = {
         "shuffled": lambda: Stateful(range(20), 2, shuffle=True),
         "sampler": lambda: Stateful(
-            range(20), 2, sampler=DistributedSampler(range(20), fabric.world_size, fabric.global_rank)
+            range(20),
+            2,
+            sampler=DistributedSampler(range(20), fabric.world_size, fabric.global_rank),
         ),
         "epochs": lambda: Stateful(Epochs(), 2),
     }
@@ -198,7 +211,9 @@ class Files(IterableDataset[str]):
 
 def own_data(fabric: Fabric, kind: str) -> Any:
     if kind == "lists":  # of different lengths
-        return fabric.setup_dataloaders(DataLoader(range(9 + fabric.global_rank)), use_distributed_sampler=False)
+        return fabric.setup_dataloaders(
+            DataLoader(range(9 + fabric.global_rank)), use_distributed_sampler=False
+        )
     loader = DataLoader(Files(fabric.global_rank, kind == "shards itself"), 1)
     return fabric.setup_dataloaders(loader, use_distributed_sampler=kind == "shards itself")
 
@@ -217,14 +232,18 @@ def resumed_data(fabric: Fabric, folder: Path) -> dict[str, bool]:
 
 
 def load_own_data(fabric: Fabric, folder: Path) -> str:
-    return outcome(lambda: fabric.load(folder / "shards itself", {"loader": own_data(fabric, "shards itself")}))
+    return outcome(
+        lambda: fabric.load(folder / "shards itself", {"loader": own_data(fabric, "shards itself")})
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_c16_each_rank_goes_on_in_data_of_its_own(strategy: str, tmp_path: Path) -> None:
-    assert [each for found in run_in_ranks(resumed_data, tmp_path, strategy=strategy) for each in found.values()] == [
-        True
-    ] * 6
+    assert [
+        each
+        for found in run_in_ranks(resumed_data, tmp_path, strategy=strategy)
+        for each in found.values()
+    ] == [True] * 6
     for text in run_in_ranks(load_own_data, tmp_path, ranks=1):
         assert "Files, which shards itself" in text
 
@@ -237,9 +256,13 @@ def test_c16_a_loader_with_a_state_of_its_own_resumes_in_its_order() -> None:
 
 def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> None:
     saved = prepare(DataLoader(Epochs(), 2), 0, 1).state_dict()
-    with pytest.raises(CheckpointError, match="the Stateful keeps its own position; this is fabric's"):
+    with pytest.raises(
+        CheckpointError, match="the Stateful keeps its own position; this is fabric's"
+    ):
         prepare(Stateful(Epochs(), 2), 0, 1, saved)
-    assert "not what state_dict" in outcome(lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3}))
+    assert "not what state_dict" in outcome(
+        lambda: prepare(Stateful(range(20), 2), 0, 2, {"yielded": 3})
+    )
 
 
 class Net(nn.Module):
@@ -282,7 +305,10 @@ def test_c16_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path
         with pytest.raises(CheckpointError) as caught:
             fabric.load(folder)
         command, _, rest = str(caught.value.suggestion).partition("; ")
-        assert command == f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pt"
+        assert (
+            command
+            == f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {folder} {folder}.pt"
+        )
         assert rest.startswith(f"what else was saved is in {folder}/meta.pt;")
         dcp_to_torch_save(folder, f"{folder}.pt")
         model = fabric.setup(Net())

@@ -120,9 +120,13 @@ def late(fabric: Fabric) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b7_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(strategy: str) -> None:
+def test_b7_parameters_that_are_added_after_the_setup_are_an_error_that_names_them(
+    strategy: str,
+) -> None:
     of_ddp = {parameters_from_before: "fine"}  # they are those of after it
-    assert_said(run_in_ranks(late, strategy=strategy), {**LATE, **(of_ddp if strategy == "ddp" else {})})
+    assert_said(
+        run_in_ranks(late, strategy=strategy), {**LATE, **(of_ddp if strategy == "ddp" else {})}
+    )
 
 
 # -- B8: optimizers that were not set up ------------------------------------------------------------------------------
@@ -151,7 +155,10 @@ def test_b8_an_optimizer_that_was_not_set_up_never_steps_with_scaled_gradients()
     for case in (none_set_up, one_of_two_set_up, not_even_a_module):
         with Fabric(**options) as fabric:
             result = outcome(lambda case=case, fabric=fabric: case(fabric))
-        assert "it has not been set up, and steps with the gradients of the loss times its scale" in result
+        assert (
+            "it has not been set up, and steps with the gradients of the loss times its scale"
+            in result
+        )
 
 
 def of_old_parameters(fabric: Fabric) -> None:
@@ -174,7 +181,10 @@ def before_the_head_was_replaced_and_not_set_up(fabric: Fabric) -> None:
 
 
 REPLACED = "no optimizer has head.weight, head.bias of Net"
-UNMOVED = {before_the_head_was_replaced: REPLACED, before_the_head_was_replaced_and_not_set_up: "of Net"}
+UNMOVED = {
+    before_the_head_was_replaced: REPLACED,
+    before_the_head_was_replaced_and_not_set_up: "of Net",
+}
 
 
 def of_what_is_not_sharded(fabric: Fabric) -> None:
@@ -227,9 +237,15 @@ def no_module(fabric: Fabric, differ: bool) -> tuple[list[str], str]:
 def test_b9_processes_without_a_module_that_is_set_up_are_warned_and_compared(differ: bool) -> None:
     first, second = run_in_ranks(no_module, differ)
     assert len(first[0]) == 1
-    assert "of 2 processes each has a model of its own: model, optimizer = fabric.setup(model, " in first[0][0]
+    assert (
+        "of 2 processes each has a model of its own: model, optimizer = fabric.setup(model, "
+        in first[0][0]
+    )
     assert second[0] == []
-    assert all(("the replicas of ranks 0 and 1 differ" in result) == differ for _, result in (first, second))
+    assert all(
+        ("the replicas of ranks 0 and 1 differ" in result) == differ
+        for _, result in (first, second)
+    )
 
 
 def dropped_module(fabric: Fabric) -> tuple[list[str], str]:
@@ -250,7 +266,9 @@ def loaders(fabric: Fabric, kind: str) -> tuple[list[str], str]:
     model, optimizer = fabric.setup(net, sgd(net.parameters()))
     loader: Any = DataLoader(data, batch_size=2, shuffle=kind == "plain")
     if kind == "sampler":
-        loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, 2, fabric.global_rank))
+        loader = DataLoader(
+            data, batch_size=2, sampler=DistributedSampler(data, 2, fabric.global_rank)
+        )
     elif kind == "set up":
         loader = fabric.setup_dataloaders(loader)
 
@@ -270,7 +288,10 @@ def all_loaders(fabric: Fabric) -> dict[str, tuple[list[str], str]]:
 def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None:
     first, second = run_in_ranks(all_loaders)
     assert [len(told) for told, _ in first.values()] == [0, 1, 0]
-    assert "of 2 processes each reads the whole TensorDataset: loader = fabric.setup_" in first["plain"][0][0]
+    assert (
+        "of 2 processes each reads the whole TensorDataset: loader = fabric.setup_"
+        in first["plain"][0][0]
+    )
     assert all(told == [] for told, _ in second.values())
     assert {result for results in (first, second) for _, result in results.values()} == {"fine"}
 
@@ -281,7 +302,11 @@ def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 5000), nn.LayerNorm(5000), nn.Linear(5000, 1)
+        self.first, self.norm, self.last = (
+            nn.Linear(4, 5000),
+            nn.LayerNorm(5000),
+            nn.Linear(5000, 1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.norm(self.first(x)))
@@ -297,14 +322,21 @@ def without_values(fabric: Fabric, path: str) -> dict[str, str]:
         model, optimizer = fabric.setup(net, sgd(net.parameters()))
         if kind == "checkpoint":
             fabric.load(path, {"model": model})
-        results[kind] = outcome(lambda model=model, optimizer=optimizer: step(fabric, model, optimizer))
+        results[kind] = outcome(
+            lambda model=model, optimizer=optimizer: step(fabric, model, optimizer)
+        )
     return results
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(strategy: str, tmp_path: Path) -> None:
+def test_b9_a_first_step_of_a_model_without_values_is_an_error_that_names_them(
+    strategy: str, tmp_path: Path
+) -> None:
     for results in run_in_ranks(without_values, str(tmp_path / "model"), strategy=strategy):
-        assert "these are not a number before the first step: first.weight, first.bias" in results["none"]
+        assert (
+            "these are not a number before the first step: first.weight, first.bias"
+            in results["none"]
+        )
         assert results["checkpoint"] == "fine"
 
 
@@ -346,7 +378,9 @@ def bare(fabric: Fabric, path: str) -> tuple[list[float], list[float], Any]:
 def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
     strategy: str, precision: str, tmp_path: Path
 ) -> None:
-    for values, norms, loaded in run_in_ranks(bare, str(tmp_path / "saved"), strategy=strategy, precision=precision):
+    for values, norms, loaded in run_in_ranks(
+        bare, str(tmp_path / "saved"), strategy=strategy, precision=precision
+    ):
         assert values == [1.0 - 1.75, 1.0 - 2 * 1.75, 1.0 - 3 * 1.75]
         assert norms == [1.75, 1.75]
         assert loaded == values[-1]
@@ -361,7 +395,9 @@ def bare_after_its_optimizer(fabric: Fabric) -> float:
     return float(weight)
 
 
-def test_b9_bare_parameters_are_synchronized_also_when_they_are_set_up_after_their_optimizer() -> None:
+def test_b9_bare_parameters_are_synchronized_also_when_they_are_set_up_after_their_optimizer() -> (
+    None
+):
     assert run_in_ranks(bare_after_its_optimizer, check_training=False) == [0.5, 0.5]
 
 
@@ -392,13 +428,17 @@ def other_models(fabric: Fabric) -> dict[str, str]:
         "names": nn.ModuleDict({"own" if rank else "first": nn.Linear(4, 4)}),
         "untrained": nn.Linear(4, 4 + rank).requires_grad_(False),
     }
-    return {name: outcome(lambda model=model: fabric.setup(model)) for name, model in models.items()}
+    return {
+        name: outcome(lambda model=model: fabric.setup(model)) for name, model in models.items()
+    }
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_b9_models_that_differ_between_ranks_are_refused_on_every_rank(strategy: str) -> None:
     for found in run_in_ranks(other_models, strategy=strategy):
-        assert all("it is another model on rank 1 than on rank 0" in text for text in found.values()), found
+        assert all(
+            "it is another model on rank 1 than on rank 0" in text for text in found.values()
+        ), found
 
 
 def steps_of_one_rank(fabric: Fabric) -> None:
@@ -491,8 +531,12 @@ def one_iteration_more(fabric: Fabric, where: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(strategy: str) -> None:
+def test_b9_ranks_that_begin_different_numbers_of_iterations_train_on_no_common_order(
+    strategy: str,
+) -> None:
     for where in ("everywhere", "in order"):
         assert run_in_ranks(one_iteration_more, where, strategy=strategy) == ["fine"] * 2
-    with pytest.raises(RankFailedError, match=r"in iteration \d over its loader and rank \d in iteration \d"):
+    with pytest.raises(
+        RankFailedError, match=r"in iteration \d over its loader and rank \d in iteration \d"
+    ):
         run_in_ranks(one_iteration_more, "on rank 0", strategy=strategy)

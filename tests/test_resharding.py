@@ -36,7 +36,9 @@ def run(job: str, function: Any, *args: Any) -> Any:
         fabric.teardown()
 
 
-def step(fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+def step(
+    fabric: Fabric, model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]
+) -> float:
     x, y = (tensor[fabric.global_rank :: fabric.world_size] for tensor in batch)
     loss = nn.functional.mse_loss(model(x), y)
     fabric.backward(loss)
@@ -68,13 +70,16 @@ def load_save_and_go_on(fabric: Fabric, paths: list[Path], copies: Path) -> list
 
 
 def contents(path: Path) -> dict[str, Any]:
-    loaded = ShardedCheckpoint().load(path) if path.is_dir() else torch.load(path, weights_only=True)
+    loaded = (
+        ShardedCheckpoint().load(path) if path.is_dir() else torch.load(path, weights_only=True)
+    )
     return {"model": loaded["model"], "optimizer": loaded["optimizer"]}
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "jobs", [pytest.param(SOME, id="some"), pytest.param(list(JOBS), id="all", marks=pytest.mark.slow)]
+    "jobs",
+    [pytest.param(SOME, id="some"), pytest.param(list(JOBS), id="all", marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_of_any_job_loads_into_any_other(jobs: list[str], tmp_path: Path) -> None:
     paths = [tmp_path / job for job in jobs]

@@ -46,7 +46,9 @@ for _ in range(2):
 
 
 @pytest.mark.slow
-def test_what_a_rank_that_died_early_left_in_the_store_of_torchrun_stops_no_restart(tmp_path: Path) -> None:
+def test_what_a_rank_that_died_early_left_in_the_store_of_torchrun_stops_no_restart(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "train.py").write_text(KILLED_EARLY)
     done = subprocess.run(
         [*TORCHRUN, "2", "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE,
@@ -70,12 +72,17 @@ def an_epoch(fabric: Fabric, path: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(strategy: str, tmp_path: Path) -> None:
+def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(
+    strategy: str, tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     nn.Linear(1, 1)
     plain = DataLoader(range(24), 12, shuffle=True)
     orders = [[sample for batch in plain for sample in batch.tolist()] for _ in range(2)]
-    found = [run_in_ranks(an_epoch, tmp_path / "state", ranks=ranks, strategy=strategy)[0] for ranks in (2, 1, 3)]
+    found = [
+        run_in_ranks(an_epoch, tmp_path / "state", ranks=ranks, strategy=strategy)[0]
+        for ranks in (2, 1, 3)
+    ]
     assert found == [orders[0], orders[1], orders[1]]
 
 
@@ -84,7 +91,16 @@ def test_the_order_of_the_next_epoch_is_drawn_on_another_number_of_ranks_too(str
 EXAMPLE = Path(__file__).parent.parent / "examples" / "long_run.py"
 CONFIGURATION = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 ELASTIC = [
-    *("--nnodes", "1:3", "--nproc-per-node", "1", "--max-restarts", "5", "--local-addr", "127.0.0.1"),
+    *(
+        "--nnodes",
+        "1:3",
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "5",
+        "--local-addr",
+        "127.0.0.1",
+    ),
     *("--rdzv-backend", "c10d", "--rdzv-id", "1", "--rdzv-conf", CONFIGURATION),
 ]
 
@@ -119,9 +135,19 @@ class Run:
         self.commands: list[subprocess.Popen[str]] = []
 
     def start(self, *command: object, pause: float = 0.0) -> subprocess.Popen[str]:
-        options = {"accelerator": "cpu", "folder": "checkpoints", "record": self.log, "steps": STEPS, "pause": pause}
+        options = {
+            "accelerator": "cpu",
+            "folder": "checkpoints",
+            "record": self.log,
+            "steps": STEPS,
+            "pause": pause,
+        }
         script = [EXAMPLE, *(f"--{name}={value}" for name, value in options.items())]
-        environment = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.folder), "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(self.folder),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
         with open(self.folder / f"errors-{len(self.commands)}", "w") as errors:
             process = subprocess.Popen(
                 [str(word) for word in [*command, *script]],
@@ -132,7 +158,17 @@ class Run:
         return self.commands[-1]
 
     def fabric_run(self, processes: int, *options: object) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "fabric", "run", "--accelerator", "cpu", "--devices", processes, *options]
+        command = [
+            sys.executable,
+            "-m",
+            "fabric",
+            "run",
+            "--accelerator",
+            "cpu",
+            "--devices",
+            processes,
+            *options,
+        ]
         return self.start(*command)
 
     def steps(self) -> list[dict[str, Any]]:
@@ -142,14 +178,19 @@ class Run:
     def wait_for(self, step: int, processes: int) -> None:
         """Wait until a step is logged by a job of this size."""
         deadline = time.monotonic() + DEADLINE
-        while not any(each["step"] >= step and each["processes"] == processes for each in self.steps()):
+        while not any(
+            each["step"] >= step and each["processes"] == processes for each in self.steps()
+        ):
             assert time.monotonic() < deadline, self.errors()
             time.sleep(0.003)
 
     def wait_for_port(self, port: int) -> None:
         deadline = time.monotonic() + DEADLINE
         while True:
-            with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            with (
+                contextlib.suppress(ConnectionRefusedError),
+                socket.create_connection(("127.0.0.1", port)),
+            ):
                 return
             assert time.monotonic() < deadline, self.errors()
             time.sleep(0.05)
@@ -185,7 +226,9 @@ def run(tmp_path: Path) -> Iterator[Run]:
     one.close()
 
 
-def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(run: Run, uninterrupted: Steps) -> None:
+def test_ranks_that_are_restarted_go_on_from_the_newest_checkpoint(
+    run: Run, uninterrupted: Steps
+) -> None:
     command = run.fabric_run(2, "--max-restarts", 1)
     run.wait_for(random.Random(1).randrange(20, 50), processes=2)
     run.kill_rank(command, 1)
@@ -200,7 +243,9 @@ def tries(slow: int, soak: int) -> list:
 
 
 @pytest.mark.parametrize("seed", tries(3, 50))
-def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(run: Run, seed: int, uninterrupted: Steps) -> None:
+def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(
+    run: Run, seed: int, uninterrupted: Steps
+) -> None:
     draw = random.Random(seed)
     command, processes = run.fabric_run(2), (1, 3)[seed % 2]
     run.wait_for(draw.randrange(2, 60), processes=2)
@@ -212,7 +257,9 @@ def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(run: Run, se
 
 
 @pytest.mark.parametrize("seed", tries(1, 10))
-def test_torchrun_goes_on_with_a_machine_more_and_with_fewer(run: Run, seed: int, uninterrupted: Steps) -> None:
+def test_torchrun_goes_on_with_a_machine_more_and_with_fewer(
+    run: Run, seed: int, uninterrupted: Steps
+) -> None:
     draw = random.Random(seed)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # free a moment ago; a rival would have to be quick

@@ -58,7 +58,12 @@ def folder(tmp_path) -> Path:
 
 def planted(folder: Path, payload: Payload) -> Iterator[Path]:
     """Pickles that run code, in place of each file of a folder and beside them."""
-    for name in ["index.json", ".metadata", "skeleton.pt", *(file.name for file in folder.glob("rank-*"))]:
+    for name in [
+        "index.json",
+        ".metadata",
+        "skeleton.pt",
+        *(file.name for file in folder.glob("rank-*")),
+    ]:
         path = folder.parent / "attacked" / name
         if path.parent.exists():
             shutil.rmtree(path.parent)
@@ -72,7 +77,9 @@ def test_a_payload_in_a_folder_is_never_run(fabric, folder, ran, capsys):
     for path in planted(folder, Payload(ran)):
         text = outcome(lambda: fabric.load(path.parent, {"model": None, "step": None}))  # noqa: B023 - called at once
         assert main(["consolidate", str(path.parent)]) == (0 if text == "fine" else 2)
-        assert "weights_only=False" not in text + capsys.readouterr().err, "a folder of fabric's never needs it"
+        assert "weights_only=False" not in text + capsys.readouterr().err, (
+            "a folder of fabric's never needs it"
+        )
         refused += text.startswith(("CheckpointError", "DamagedCheckpointError"))
         assert not ran.exists()
     assert refused == len(list(folder.iterdir())), "what is not of the checkpoint is never opened"
@@ -117,7 +124,10 @@ def test_trust_has_no_meaning_for_a_folder(fabric, folder):
 
 
 # The slow ones connect their ranks by the same code.
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("fabric run", "spawn", "fork", "forkserver")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("fabric run", "spawn", "fork", "forkserver")
+]
 
 
 @pytest.mark.parametrize("launcher", ["popen", *SLOW])
@@ -135,11 +145,18 @@ def test_a_job_stays_on_its_machine_and_its_report_tells_no_secrets(tmp_path, la
     assert SECRET not in done.stdout + done.stderr
     told = json.loads(done.stdout.partition("ADDRESSES ")[2].splitlines()[0])
     assert all(told["used"][str(rank)] for rank in told["ranks"]), "the ranks talk through sockets"
-    assert not [address for used in told["used"].values() for address in used if not ip_address(address[0]).is_loopback]
+    assert not [
+        address
+        for used in told["used"].values()
+        for address in used
+        if not ip_address(address[0]).is_loopback
+    ]
 
 
 def test_a_wide_socket_would_be_seen():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
-        (seen,) = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port]
+        (seen,) = [
+            c.laddr.ip for c in psutil.Process().net_connections("inet") if c.laddr.port == port
+        ]
     assert not ip_address(seen).is_loopback

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from fabric.errors import ConfigurationError
-from fabric.seed import Streams, WorkerSeeding, rng_state, sample_generator, seed_everything, set_rng_state
+from fabric.seed import (
+    Streams,
+    WorkerSeeding,
+    rng_state,
+    sample_generator,
+    seed_everything,
+    set_rng_state,
+)
 
 
 def draw() -> tuple[float, float, float]:
@@ -61,7 +68,8 @@ def test_largest_seed_and_numpy_integers_are_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seed", "error"), [(-1, ConfigurationError), (2**32, ConfigurationError), (1.0, TypeError), ("1", TypeError)]
+    ("seed", "error"),
+    [(-1, ConfigurationError), (2**32, ConfigurationError), (1.0, TypeError), ("1", TypeError)],
 )
 def test_seed_that_cannot_be_used_is_refused(seed: Any, error: type[Exception]) -> None:
     before = rng_state()
@@ -121,7 +129,10 @@ def test_the_stream_of_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
         return torch.rand((), dtype=torch.float64, generator=sample_generator(*numbers)).item()
 
     numbers = [
-        (seed, epoch, index) for seed in (-1, 0, 2**70) for epoch in range(5) for index in (-1, 0, 1, 11, 10**18)
+        (seed, epoch, index)
+        for seed in (-1, 0, 2**70)
+        for epoch in range(5)
+        for index in (-1, 0, 1, 11, 10**18)
     ]
     assert len({first(*each) for each in numbers}) == len(numbers)
     seed_everything(1)

@@ -21,7 +21,10 @@ from fabric.strategies import DataParallelStrategy, DDPStrategy, ParallelStrateg
 from tests.models import Net
 from tests.ranks import outcome, run_in_ranks
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.filterwarnings("ignore:.*older name:DeprecationWarning"),
+]
 
 CPU = torch.device("cpu")
 
@@ -118,7 +121,9 @@ SEEDS: Mapping[Any, Seed] = {
             "broadcast": "obj, src=0",
             "model_sharded_context": "",
             "model_to_device": "",
-            **dict.fromkeys(("predict_step", "test_step", "training_step", "validation_step"), "*args, **kwargs"),
+            **dict.fromkeys(
+                ("predict_step", "test_step", "training_step", "validation_step"), "*args, **kwargs"
+            ),
             "reduce": REDUCE,
             "setup": "trainer",
             "setup_environment": "",
@@ -128,7 +133,11 @@ SEEDS: Mapping[Any, Seed] = {
     ),
 }
 # A value for each argument of a constructor, and what the strategy's attribute of that name then is.
-POLICY, HOOK, SLURM = MixedPrecisionPolicy(torch.bfloat16), SimpleNamespace(start_localSGD_iter=1), SlurmEnvironment()
+POLICY, HOOK, SLURM = (
+    MixedPrecisionPolicy(torch.bfloat16),
+    SimpleNamespace(start_localSGD_iter=1),
+    SlurmEnvironment(),
+)
 VALUES: Mapping[str, tuple[Any, Any]] = {
     "accelerator": ("cpu", "cpu"),
     "parallel_devices": ([CPU, CPU], (CPU, CPU)),
@@ -154,7 +163,8 @@ BY_KIND = pytest.mark.parametrize("kind", SEEDS, ids=lambda kind: kind.__name__)
 
 
 def signature(text: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {text}: None", {"datetime": SimpleNamespace(timedelta=timedelta)}))  # noqa: S307
+    names = {"datetime": SimpleNamespace(timedelta=timedelta)}
+    return inspect.signature(eval(f"lambda {text}: None", names))  # noqa: S307 - a text of this file
 
 
 def named(text: str) -> dict[str, Any]:
@@ -169,11 +179,15 @@ def attribute(strategy: Any, argument: str) -> Any:
 
 
 @BY_KIND
-def test_e_a_constructor_takes_the_arguments_of_its_text_by_position_and_by_keyword(kind: Any) -> None:
+def test_e_a_constructor_takes_the_arguments_of_its_text_by_position_and_by_keyword(
+    kind: Any,
+) -> None:
     defaults = named(SEEDS[kind].constructor)
     given = {name: VALUES[name][0] for name in defaults}
     for strategy in (kind(*given.values()), kind(**given)):
-        assert {name: attribute(strategy, name) for name in given} == {name: VALUES[name][1] for name in given}
+        assert {name: attribute(strategy, name) for name in given} == {
+            name: VALUES[name][1] for name in given
+        }
     assert vars(kind(*defaults.values())).keys() == vars(kind()).keys()
     ours = list(inspect.signature(kind).parameters.values())
     assert [one.default for one in ours[: len(defaults)]] == list(defaults.values())
@@ -188,11 +202,26 @@ def test_e_a_strategy_has_each_member_of_its_text_with_its_arguments(kind: Any) 
         values = {argument: object() for argument in defaults}
         by_position, by_keyword = ours.bind(None, *values.values()), ours.bind(None, **values)
         for argument in values.keys() & ours.parameters.keys():
-            assert by_position.arguments[argument] is by_keyword.arguments[argument] is values[argument]
-            assert defaults[argument] in (inspect.Parameter.empty, ours.parameters[argument].default)
-        ours.bind(None, *(value for one, value in values.items() if defaults[one] is inspect.Parameter.empty))
+            assert (
+                by_position.arguments[argument]
+                is by_keyword.arguments[argument]
+                is values[argument]
+            )
+            assert defaults[argument] in (
+                inspect.Parameter.empty,
+                ours.parameters[argument].default,
+            )
+        ours.bind(
+            None,
+            *(value for one, value in values.items() if defaults[one] is inspect.Parameter.empty),
+        )
         if "**" in text:
-            ours.bind(None, *values.values(), *("anything" for _ in range(text.count("*args"))), something=1)
+            ours.bind(
+                None,
+                *values.values(),
+                *("anything" for _ in range(text.count("*args"))),
+                something=1,
+            )
     for name in SEEDS[kind].properties:
         assert isinstance(inspect.getattr_static(kind, name), property), name
 
@@ -210,19 +239,29 @@ def collectives(strategy: ParallelStrategy) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("kind", [DDPStrategy, Minimal, DDPSpawnPlugin, DDPFullyShardedNativeStrategy])
+@pytest.mark.parametrize(
+    "kind", [DDPStrategy, Minimal, DDPSpawnPlugin, DDPFullyShardedNativeStrategy]
+)
 def test_e_before_the_environment_is_set_up_collectives_are_the_identity(kind: Any) -> None:
     assert collectives(kind(parallel_devices=[CPU, CPU])) == [3.0, 2, {"of": "anybody"}, False]
     assert collectives(kind()) == [3.0, 2, {"of": "anybody"}, False]
 
 
-@pytest.mark.parametrize("kind", [DataParallelStrategy, DDPStrategy, DDPSpawnPlugin, DDPFullyShardedNativeStrategy])
+@pytest.mark.parametrize(
+    "kind", [DataParallelStrategy, DDPStrategy, DDPSpawnPlugin, DDPFullyShardedNativeStrategy]
+)
 def test_e_before_the_environment_is_set_up_the_root_device_is_one_of_the_parallel_devices(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = kind(parallel_devices=[torch.device("cuda", 3), torch.device("cuda", 1)])
     assert strategy.root_device == torch.device("cuda", 3)
-    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    place = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+    }
     for name, value in {**place, "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     assert strategy.root_device == torch.device("cuda", 1)
@@ -236,11 +275,15 @@ def test_e_before_the_environment_is_set_up_the_root_device_is_one_of_the_parall
 
 
 def trainer_of(net: nn.Module) -> SimpleNamespace:
-    return SimpleNamespace(model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={})
+    return SimpleNamespace(
+        model=net, optimizers=[torch.optim.SGD(net.parameters(), lr=0.1)], callback_metrics={}
+    )
 
 
 def parameters_of(module: nn.Module) -> torch.Tensor:
-    return torch.cat([full_tensor(parameter.detach()).flatten() for parameter in module.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).flatten() for parameter in module.parameters()]
+    )
 
 
 def batch_of(rank: int) -> torch.Tensor:
@@ -270,7 +313,10 @@ def shared_members(strategy: Any) -> dict[str, Any]:
     own = torch.tensor([float(rank + 1)])
     return {
         "mean": [strategy.reduce(own, None, op).item() for op in ("mean", "avg", None)],
-        "sum": [strategy.reduce(own, reduce_op=op).item() for op in ("sum", torch.distributed.ReduceOp.SUM)],
+        "sum": [
+            strategy.reduce(own, reduce_op=op).item()
+            for op in ("sum", torch.distributed.ReduceOp.SUM)
+        ],
         "unchanged": strategy.reduce("no tensor"),
         "sent": [strategy.broadcast([rank, torch.ones(1)])[0], strategy.broadcast(obj=rank, src=1)],
         "device": strategy.root_device,
@@ -344,14 +390,19 @@ def minimal_members(fabric: Fabric) -> dict[str, Any]:
         "gathered": gathered.tolist(),
         "gradient": [] if own.grad is None else own.grad.tolist(),
         "without": strategy.all_gather(own).requires_grad,
-        "decided": [strategy.reduce_boolean_decision(fabric.is_global_zero), strategy.reduce_boolean_decision(True)],
+        "decided": [
+            strategy.reduce_boolean_decision(fabric.is_global_zero),
+            strategy.reduce_boolean_decision(True),
+        ],
         "distributed": strategy.is_distributed,
         "failed": outcome(lambda: strategy.reconciliate_processes("the trace")),
     }
 
 
 def test_e_a_minimal_parallel_strategy_does_what_its_text_says_on_two_processes() -> None:
-    for rank, seen in enumerate(run_in_ranks(minimal_members, strategy=Minimal(start_method="forkserver"))):
+    for rank, seen in enumerate(
+        run_in_ranks(minimal_members, strategy=Minimal(start_method="forkserver"))
+    ):
         failed = seen.pop("failed")
         assert failed.startswith("RankFailedError")
         assert all(text in failed for text in (f"rank {rank}", "the trace"))
@@ -407,7 +458,9 @@ def seeded_steps() -> Steps:
 
 
 def test_e_fully_sharded_does_what_its_text_says_on_two_processes() -> None:
-    strategy = DDPFullyShardedNativeStrategy(start_method="forkserver", activation_checkpointing=nn.Linear)
+    strategy = DDPFullyShardedNativeStrategy(
+        start_method="forkserver", activation_checkpointing=nn.Linear
+    )
     for seen in run_in_ranks(native_members, strategy=strategy):
         torch.testing.assert_close(seen.pop("stepped"), expected_step())
         assert "has no attribute 'test_step'" in seen.pop("missing")
@@ -437,11 +490,21 @@ def step_and_warnings(**options: Any) -> tuple[list[str], SimpleNamespace, Any]:
 
 def options_of_old(fabric: Fabric) -> list[Any]:
     said, trainer, strategy = step_and_warnings(**OLDER)
-    sizes = [parameter.to_local().numel() == parameter.numel() for parameter in trainer.model.parameters()]
+    sizes = [
+        parameter.to_local().numel() == parameter.numel()
+        for parameter in trainer.model.parameters()
+    ]
     half, in_half, own = step_and_warnings(precision_plugin=16)
     dtype = own.validation_step(batch_of(0))["dtype"]
     dtypes = dtype, in_half.model.head.weight.dtype
-    return [said, strategy.activation_checkpointing, all(sizes), parameters_of(trainer.model), half, dtypes]
+    return [
+        said,
+        strategy.activation_checkpointing,
+        all(sizes),
+        parameters_of(trainer.model),
+        half,
+        dtypes,
+    ]
 
 
 def test_e_options_of_the_first_fsdp_and_precision_16_are_taken_with_one_warning_each() -> None:
@@ -525,7 +588,9 @@ def test_e_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows(
     assert strategy.all_reduce(torch.tensor([True, False]), reduce_op="max").item() is True
     trained = torch.tensor([2.0, 1.0], requires_grad=True)
     strategy.all_reduce({"loss": trained}, reduce_op="min")["loss"].backward()
-    assert torch.equal(trained.grad if trained.grad is not None else trained, torch.tensor([0.0, 1.0]))
+    assert torch.equal(
+        trained.grad if trained.grad is not None else trained, torch.tensor([0.0, 1.0])
+    )
     with pytest.raises(ConfigurationError, match="no rows"):
         strategy.all_reduce(torch.zeros(0, 2), reduce_op="sum")
     assert strategy.distributed_sampler_kwargs is None
@@ -549,7 +614,10 @@ def test_e_dp_does_what_its_text_says() -> None:
         assert strategy.broadcast(obj={"a": 1}, src=0) == {"a": 1}
         assert type(strategy.batch_to_device((torch.ones(1), "text"))) is tuple
         assert strategy.batch_to_device(torch.ones(1), torch.device("meta")).is_meta
-        assert [strategy.reduce_boolean_decision(one, all=False) for one in (True, False)] == [True, False]
+        assert [strategy.reduce_boolean_decision(one, all=False) for one in (True, False)] == [
+            True,
+            False,
+        ]
         assert (strategy.distributed_sampler_kwargs, strategy.root_device) == (None, CPU)
     finally:
         strategy.teardown()

@@ -15,7 +15,12 @@ from tests.ranks import outcome, run_in_ranks
 pytestmark = pytest.mark.timeout(90)
 
 WIDTH, BATCH, STEPS, MICRO = 12, 4, 3, 2
-PLAN = {"blocks.*.query": "colwise", "blocks.*.key": "colwise", "blocks.*.value": "colwise", "blocks.*.out": "rowwise"}
+PLAN = {
+    "blocks.*.query": "colwise",
+    "blocks.*.key": "colwise",
+    "blocks.*.value": "colwise",
+    "blocks.*.out": "rowwise",
+}
 
 
 class Block(nn.Module):
@@ -23,11 +28,16 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.is_causal = heads, is_causal
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.out, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.out, self.up, self.down = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(WIDTH, 16),
+            nn.Linear(16, WIDTH),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
         )
         attended = scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
@@ -65,7 +75,9 @@ def batches(tokens: int) -> list[dict[str, Tensor]]:
     ]
 
 
-def train(fabric: Fabric, heads: int, is_causal: bool, tokens: int, is_weighted: bool = True) -> dict[str, Any]:
+def train(
+    fabric: Fabric, heads: int, is_causal: bool, tokens: int, is_weighted: bool = True
+) -> dict[str, Any]:
     """Three steps with clipping and accumulation; what is recorded is over all ranks."""
     model, optimizer = fabric.setup(*make(heads, is_causal))
     place = fabric.strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
@@ -73,7 +85,10 @@ def train(fabric: Fabric, heads: int, is_causal: bool, tokens: int, is_weighted:
     for number, batch in enumerate(batches(tokens)):
         batch = {name: each[place["rank"] :: place["num_replicas"]] for name, each in batch.items()}
         last = number % MICRO == MICRO - 1
-        with fabric.no_backward_sync(model, enabled=not last), fabric.sequence_parallel(batch) as part:
+        with (
+            fabric.no_backward_sync(model, enabled=not last),
+            fabric.sequence_parallel(batch) as part,
+        ):
             errors = (model(part["x"], part["positions"]) - part["y"]).square().sum(-1)
             if is_weighted:
                 loss = errors[part["counts"]].sum()
@@ -94,7 +109,9 @@ def train(fabric: Fabric, heads: int, is_causal: bool, tokens: int, is_weighted:
 
 
 def on(function: Any, *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
-    strategy = ModelParallelStrategy(**{"sequence_parallel_size": 2, "start_method": "forkserver", **options})
+    strategy = ModelParallelStrategy(
+        **{"sequence_parallel_size": 2, "start_method": "forkserver", **options}
+    )
     return run_in_ranks(function, *args, ranks=ranks, strategy=strategy)
 
 
@@ -120,7 +137,9 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("mesh", "settings"), MESHES)
-def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any], settings: list[tuple[Any, ...]]) -> None:
+def test_three_steps_are_those_of_the_single_process(
+    mesh: dict[str, Any], settings: list[tuple[Any, ...]]
+) -> None:
     [expected] = run_in_ranks(train_each, settings, ranks=1, strategy="auto")
     for actual in on(train_each, settings, **mesh):
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
@@ -130,9 +149,13 @@ def test_three_steps_are_those_of_the_single_process(mesh: dict[str, Any], setti
 
 
 def attend(batch: dict[str, Any], mask: str | None, **options: Any) -> Tensor:
-    inputs = [batch[name].unflatten(-1, (-1, 2)).transpose(1, 2) for name in ("query", "key", "value")]
+    inputs = [
+        batch[name].unflatten(-1, (-1, 2)).transpose(1, 2) for name in ("query", "key", "value")
+    ]
     if mask is not None:
-        options["attn_mask"] = batch["keys"][:, None, None] if mask == "keys" else batch["rows"].transpose(1, 2)
+        options["attn_mask"] = (
+            batch["keys"][:, None, None] if mask == "keys" else batch["rows"].transpose(1, 2)
+        )
     return scaled_dot_product_attention(*inputs, scale=0.7, **options).transpose(1, 2).flatten(2)
 
 
@@ -145,19 +168,33 @@ def differences(fabric: Fabric) -> dict[str, float]:
             "query": torch.randn(2, tokens, 8), "key": torch.randn(2, tokens, 4), "value": torch.randn(2, tokens, 4),
             "factor": torch.randn(2, tokens, 8),
         }  # fmt: skip
-        whole = {name: each.double().requires_grad_(name != "factor") for name, each in whole.items()}
+        whole = {
+            name: each.double().requires_grad_(name != "factor") for name, each in whole.items()
+        }
         allowed = torch.rand(2, tokens, 1, tokens) > 0.4
-        whole |= {"rows": allowed | (torch.arange(tokens) == 0), "keys": allowed[:, 0, 0] | (torch.arange(tokens) == 0)}
-        for kind in ({"mask": None}, {"mask": None, "is_causal": True}, {"mask": "keys"}, {"mask": "rows"}):
+        whole |= {
+            "rows": allowed | (torch.arange(tokens) == 0),
+            "keys": allowed[:, 0, 0] | (torch.arange(tokens) == 0),
+        }
+        for kind in (
+            {"mask": None},
+            {"mask": None, "is_causal": True},
+            {"mask": "keys"},
+            {"mask": "rows"},
+        ):
             trained = [whole[name] for name in ("query", "key", "value")]
             expected = attend(whole, enable_gqa=True, **kind)
             gradients = torch.autograd.grad((expected * whole["factor"]).sum(), trained)
-            with fabric.sequence_parallel({**whole, "expected": expected.detach(), "name": "any"}) as part:
+            with fabric.sequence_parallel(
+                {**whole, "expected": expected.detach(), "name": "any"}
+            ) as part:
                 actual = attend(part, enable_gqa=True, **kind)
                 own = torch.autograd.grad((actual * part["factor"]).sum(), trained)
             sums = fabric.all_reduce(list(own), reduce_op="sum")
             pairs = [(actual, part["expected"]), *zip(sums, gradients, strict=True)]
-            found[f"{tokens} {kind}"] = max((first - second).abs().max().item() for first, second in pairs)
+            found[f"{tokens} {kind}"] = max(
+                (first - second).abs().max().item() for first, second in pairs
+            )
     return found
 
 
@@ -186,7 +223,10 @@ def block(fabric: Fabric) -> dict[str, Any]:
 def test_parts_have_other_random_numbers_within_and_the_same_after_it() -> None:
     first, second = on(block)
     assert first["part"].shape == second["part"].shape == (1, 4, 4)
-    assert [each.shape if isinstance(each, Tensor) else each for each in first["rest"]] == [(3,), "name"]
+    assert [each.shape if isinstance(each, Tensor) else each for each in first["rest"]] == [
+        (3,),
+        "name",
+    ]
     assert not torch.equal(first["mask"], second["mask"])
     assert torch.equal(first["next"], second["next"])
 
@@ -219,8 +259,12 @@ def refused(fabric: Fabric) -> dict[str, str]:
         "the lengths are {'batch[0]': 4, 'batch[1]': 3}": inside(attended, [x, torch.ones(1, 3)]),
         "of at least 2 tokens": inside(attended, torch.ones(4, 1)),
         "the lengths are {}": inside(attended, x, dim=5),
-        "have the sums [[0], [3056]], by rank of the group": inside(attended, x * fabric.global_rank),
-        "another rank of the group makes another call": inside(attended, x[:, : 4 - fabric.global_rank]),
+        "have the sums [[0], [3056]], by rank of the group": inside(
+            attended, x * fabric.global_rank
+        ),
+        "another rank of the group makes another call": inside(
+            attended, x[:, : 4 - fabric.global_rank]
+        ),
         "have [2, 4, 4] tokens": inside(lambda part: scaled_dot_product_attention(part, x, x)),
         "a mask of shape (..., 2, 4), (..., 1, 4) or (..., 1, 2)": inside(masked),
         "attention over the tokens of this rank alone": inside(

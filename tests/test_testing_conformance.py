@@ -10,7 +10,14 @@ from torch import nn
 from fabric import Fabric
 from fabric.communicators import Collective, Communicator, LocalCommunicator, Operation
 from fabric.errors import ConfigurationError
-from fabric.testing import RankPool, ThreadedWorld, World, assert_equivalent, check_communicator, check_strategy
+from fabric.testing import (
+    RankPool,
+    ThreadedWorld,
+    World,
+    assert_equivalent,
+    check_communicator,
+    check_strategy,
+)
 
 Check = Callable[[Communicator], None]
 
@@ -29,7 +36,9 @@ def test_the_threaded_communicator_conforms(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_process_group_communicator_conforms(rank_pool: Callable[[int], RankPool], size: int) -> None:
+def test_the_process_group_communicator_conforms(
+    rank_pool: Callable[[int], RankPool], size: int
+) -> None:
     check_communicator(over(rank_pool(size)))
 
 
@@ -45,11 +54,15 @@ class IgnoresTheReduction(LocalCommunicator):
 
 
 def test_a_wrong_communicator_is_told_which_check_fails() -> None:
-    with pytest.raises(AssertionError, match="Reductions, all_gather and all_to_all agree with their oracles"):
+    with pytest.raises(
+        AssertionError, match="Reductions, all_gather and all_to_all agree with their oracles"
+    ):
         check_communicator(lambda check: check(IgnoresTheReduction(torch.device("cpu"))))
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("single_device", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [("single_device", 1), ("dp", 1), ("ddp", 2), ("fsdp", 2)]
+)
 def test_our_strategies_conform(strategy: str, size: int) -> None:
     check_strategy(strategy, size)
 

@@ -22,7 +22,11 @@ def run(folder: Path) -> str:
 @pytest.mark.slow
 def test_the_planted_bug_is_found_and_shrunk_to_what_the_page_shows(tmp_path: Path) -> None:
     output = run(tmp_path)
-    for line in ("[0]: float32 (0,), expected float32 (1,)", "[1]: float32 (2,), expected float32 (1,)", "tensor([])"):
+    for line in (
+        "[0]: float32 (0,), expected float32 (1,)",
+        "[1]: float32 (2,), expected float32 (1,)",
+        "tensor([])",
+    ):
         assert line in output
         assert line in PAGE
 

@@ -21,8 +21,13 @@ ONCE = settings(database=None, derandomize=True, max_examples=2000)
 @given(st.data())
 def test_ranks_agree_in_structure_shape_and_dtype(data: Any) -> None:
     drawn = data.draw(gen.per_rank_trees(3))
-    kinds = {str([getattr(leaf, "shape", type(leaf)) for leaf in flatten(value)[0]]) for value in drawn.values}
-    dtypes = {str([getattr(leaf, "dtype", None) for leaf in flatten(value)[0]]) for value in drawn.values}
+    kinds = {
+        str([getattr(leaf, "shape", type(leaf)) for leaf in flatten(value)[0]])
+        for value in drawn.values
+    }
+    dtypes = {
+        str([getattr(leaf, "dtype", None) for leaf in flatten(value)[0]]) for value in drawn.values
+    }
     assert (len(drawn.values), len(kinds), len(dtypes)) == (3, 1, 1)
 
 
@@ -32,7 +37,9 @@ def test_exact_floats_sum_the_same_in_any_order(data: Any) -> None:
     dtype = data.draw(st.sampled_from(gen.FLOATS))
     values = data.draw(st.lists(gen.tensors(dtype, (4,)), min_size=8, max_size=8))
     order = data.draw(st.permutations(values))
-    assert torch.equal(sum(values, torch.zeros(4, dtype=dtype)), sum(order, torch.zeros(4, dtype=dtype)))
+    assert torch.equal(
+        sum(values, torch.zeros(4, dtype=dtype)), sum(order, torch.zeros(4, dtype=dtype))
+    )
 
 
 @FEW
@@ -77,12 +84,16 @@ def test_groups_are_sorted_and_partitions_cover_the_world(data: Any) -> None:
     group = data.draw(gen.groups(size))
     assert group == sorted(set(group))
     assert set(group) <= set(range(size))
-    assert sorted(functools.reduce(operator.iadd, data.draw(gen.partitions(size)), [])) == list(range(size))
+    assert sorted(functools.reduce(operator.iadd, data.draw(gen.partitions(size)), [])) == list(
+        range(size)
+    )
 
 
 def test_lengths_differ_where_asked() -> None:
     ragged = gen.per_rank_tensors(2, ragged=True)
-    found = find(ragged, lambda drawn: drawn.values[0].shape[0] != drawn.values[1].shape[0], settings=ONCE)
+    found = find(
+        ragged, lambda drawn: drawn.values[0].shape[0] != drawn.values[1].shape[0], settings=ONCE
+    )
     assert sorted(value.shape[0] for value in found.values) == [0, 1]
 
 

@@ -42,8 +42,12 @@ def test_rows_go_where_they_belong() -> None:
     assert_same(oracles.all_to_all(values), [torch.tensor([0, 10]), torch.tensor([1, 11])])
     assert_same(oracles.reduce_scatter(values, "sum"), [torch.tensor(10), torch.tensor(12)])
     assert_same(oracles.all_gather(values)[1], torch.tensor([[0, 1], [10, 11]]))
-    assert_same(oracles.all_gather([values[0], values[1][:1]], concat=True)[0], torch.tensor([0, 1, 10]))
-    assert_same(oracles.all_gather([values[0], values[1][:1]], ragged=True)[0], [values[0], values[1][:1]])
+    assert_same(
+        oracles.all_gather([values[0], values[1][:1]], concat=True)[0], torch.tensor([0, 1, 10])
+    )
+    assert_same(
+        oracles.all_gather([values[0], values[1][:1]], ragged=True)[0], [values[0], values[1][:1]]
+    )
     assert oracles.all_gather([1, 2]) == [[1, 2], [1, 2]]
 
 
@@ -51,18 +55,32 @@ def test_values_move_between_ranks() -> None:
     assert oracles.broadcast([1, 2, 3], src=1) == [2, 2, 2]
     assert oracles.scatter([None, "abc", None], src=1) == ["a", "b", "c"]
     assert oracles.gather([1, 2, 3], dst=2) == [None, None, [1, 2, 3]]
-    assert oracles.in_groups(oracles.all_reduce, [1, 2, 4, 8], [[0, 2], [3]], "sum") == [5, None, 5, 8]
+    assert oracles.in_groups(oracles.all_reduce, [1, 2, 4, 8], [[0, 2], [3]], "sum") == [
+        5,
+        None,
+        5,
+        8,
+    ]
 
 
 def test_the_gradient_is_that_of_the_sum_of_all_losses() -> None:
     def losses(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [rank * reduced.sum() for rank, reduced in enumerate(oracles.all_reduce(inputs, "sum"), start=1)]
+        return [
+            rank * reduced.sum()
+            for rank, reduced in enumerate(oracles.all_reduce(inputs, "sum"), start=1)
+        ]
 
-    assert_same(oracles.gradients(losses, [torch.ones(2), torch.ones(2)]), [torch.full((2,), 3.0)] * 2)
+    assert_same(
+        oracles.gradients(losses, [torch.ones(2), torch.ones(2)]), [torch.full((2,), 3.0)] * 2
+    )
 
 
 def test_differences_are_named_where_they_are() -> None:
-    found = list(differences({"a": [1, torch.ones(2)], "b": 0}, {"a": [1.0, torch.tensor([1.0, 3.0])], "c": 0}))
+    found = list(
+        differences(
+            {"a": [1, torch.ones(2)], "b": 0}, {"a": [1.0, torch.tensor([1.0, 3.0])], "c": 0}
+        )
+    )
     assert found == [
         "['a'][0]: 1 is a int, expected 1.0",
         "['a'][1]: 1 of 2 elements of float32 (2,), at [1] 1.0, expected 3.0",
@@ -96,7 +114,9 @@ def test_a_planted_bug_is_found_and_shrunk(rank_pool: Callable[[int], RankPool])
         results = rank_pool(2).run(ignores_strides, values)
         return any(differences(results, oracles.all_reduce(values.values, "sum")))
 
-    found = find(gen.per_rank_tensors(2), is_wrong, settings=settings(database=None, derandomize=True))
+    found = find(
+        gen.per_rank_tensors(2), is_wrong, settings=settings(database=None, derandomize=True)
+    )
     # Two elements are the fewest that can be apart, and the layout of one rank is enough.
     assert [value.shape for value in found.values] == [(2,), (2,)]
     assert sorted(value.is_contiguous() for value in found.values) == [False, True]

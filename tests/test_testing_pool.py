@@ -56,7 +56,10 @@ def test_every_rank_makes_the_call_and_results_come_by_rank(pool: RankPool) -> N
 
 def test_tensors_arrive_with_the_strides_they_have(pool: RankPool) -> None:
     views = PerRank([torch.arange(6.0)[::2], torch.zeros(3, 3)[:, 1]])
-    assert pool.run(lambda fabric, x: (x.stride(), x.sum().item()), views) == [((2,), 6.0), ((3,), 0.0)]
+    assert pool.run(lambda fabric, x: (x.stride(), x.sum().item()), views) == [
+        ((2,), 6.0),
+        ((3,), 0.0),
+    ]
 
 
 def test_classes_of_a_test_module_travel_both_ways(pool: RankPool) -> None:
@@ -97,7 +100,9 @@ def fail(fabric: Fabric, how: str) -> None:
         ("hang", "did not return within 0.5 s", -signal.SIGKILL),
     ],
 )
-def test_a_failing_rank_is_named_and_the_next_call_works(pool: RankPool, how: str, did: str, code: int) -> None:
+def test_a_failing_rank_is_named_and_the_next_call_works(
+    pool: RankPool, how: str, did: str, code: int
+) -> None:
     before = pool.run(lambda fabric: os.getpid())
     with pytest.raises(RankFailedError, match=did) as caught:
         pool.run(fail, how, timeout=0.5 if how == "hang" else 30)
@@ -124,12 +129,18 @@ def test_the_error_of_a_hang_says_where_each_rank_was(pool: RankPool) -> None:
     assert "forkserver" not in text
 
 
-def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(pool: RankPool) -> None:
-    with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"):
+def test_a_rank_that_left_a_collective_out_is_told_apart_from_one_that_waits(
+    pool: RankPool,
+) -> None:
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 of 2 did not return within 0\.5 s\n  rank 0 returned"
+    ):
         pool.run(lambda fabric: fabric.global_rank and fabric.barrier(), timeout=0.5)
 
 
-def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(pool: RankPool, tmp_path: Path) -> None:
+def test_the_rank_whose_error_is_its_own_is_blamed_rather_than_one_that_lost_it(
+    pool: RankPool, tmp_path: Path
+) -> None:
     fails = tmp_path / "fails"
 
     def unpicklable(fabric: Fabric) -> None:
@@ -216,7 +227,9 @@ def test_ranks_and_files_end_with_the_process_that_owns_the_pool(tmp_path: Path)
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, timeout=60
+    )
     assert done.returncode == -signal.SIGKILL
     with suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(20)

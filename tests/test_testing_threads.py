@@ -19,8 +19,14 @@ def world() -> ThreadedWorld:
 
 
 def test_a_function_runs_on_every_rank(world: ThreadedWorld) -> None:
-    assert world.run(lambda fabric, x: (fabric.global_rank, x), PerRank("abc")) == [(0, "a"), (1, "b"), (2, "c")]
-    assert world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), x=PerRank([1, 2, 4])) == [7, 7, 7]
+    assert world.run(lambda fabric, x: (fabric.global_rank, x), PerRank("abc")) == [
+        (0, "a"),
+        (1, "b"),
+        (2, "c"),
+    ]
+    assert world.run(
+        lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), x=PerRank([1, 2, 4])
+    ) == [7, 7, 7]
 
 
 def test_groups_messages_and_objects_work_as_between_processes(world: ThreadedWorld) -> None:
@@ -41,28 +47,45 @@ def test_each_rank_has_arguments_of_its_own(world: ThreadedWorld) -> None:
     assert given == [0]
 
 
-def test_the_rank_that_raises_is_named_and_the_others_are_let_go_at_once(world: ThreadedWorld) -> None:
+def test_the_rank_that_raises_is_named_and_the_others_are_let_go_at_once(
+    world: ThreadedWorld,
+) -> None:
     def fail(fabric: Fabric) -> None:
         if fabric.global_rank == 1:
             raise ValueError("one is wrong")
         fabric.barrier()
 
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match="rank 1 of 3 raised ValueError: one is wrong") as caught:
+    with pytest.raises(
+        RankFailedError, match="rank 1 of 3 raised ValueError: one is wrong"
+    ) as caught:
         world.run(fail)
     assert time.monotonic() - start < 10
     assert isinstance(caught.value.__cause__, ValueError)
-    assert "rank 1 raised ValueError: one is wrong and did not call it" not in caught.value.traceback
+    assert (
+        "rank 1 raised ValueError: one is wrong and did not call it" not in caught.value.traceback
+    )
 
 
-def test_a_call_that_a_rank_leaves_out_is_an_error_without_waiting_for_the_deadline(world: ThreadedWorld) -> None:
+def test_a_call_that_a_rank_leaves_out_is_an_error_without_waiting_for_the_deadline(
+    world: ThreadedWorld,
+) -> None:
     with pytest.raises(RankFailedError, match="rank 0 returned and did not call it"):
         world.run(lambda fabric: fabric.global_rank and fabric.barrier())
 
 
-def test_ranks_that_call_different_collectives_are_told_what_each_called(world: ThreadedWorld) -> None:
-    with pytest.raises(RankFailedError, match=r"0 calls barrier, 'unnamed'; rank 1 calls all_reduce\(max of 1 int64\)"):
-        world.run(lambda fabric: fabric.all_reduce(1, reduce_op="max") if fabric.global_rank else fabric.barrier())
+def test_ranks_that_call_different_collectives_are_told_what_each_called(
+    world: ThreadedWorld,
+) -> None:
+    with pytest.raises(
+        RankFailedError,
+        match=r"0 calls barrier, 'unnamed'; rank 1 calls all_reduce\(max of 1 int64\)",
+    ):
+        world.run(
+            lambda fabric: (
+                fabric.all_reduce(1, reduce_op="max") if fabric.global_rank else fabric.barrier()
+            )
+        )
 
 
 def test_a_rank_that_hangs_is_told_apart_from_those_that_wait_for_it(world: ThreadedWorld) -> None:
@@ -73,7 +96,9 @@ def test_a_rank_that_hangs_is_told_apart_from_those_that_wait_for_it(world: Thre
             release[0].wait()
         fabric.barrier()
 
-    with pytest.raises(RankFailedError, match=r"rank 2 of 3 did not return within 0\.3 s") as caught:
+    with pytest.raises(
+        RankFailedError, match=r"rank 2 of 3 did not return within 0\.3 s"
+    ) as caught:
         world.run(lambda fabric: hang(fabric, [release]), timeout=0.3)
     release.set()
     assert "in hang" in caught.value.traceback
@@ -91,7 +116,9 @@ def test_modules_are_refused_with_the_way_out(world: ThreadedWorld) -> None:
 
 def test_checked_collectives_work_between_threads() -> None:
     with ThreadedWorld(2, check_collectives=True) as world:
-        assert world.run(lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank([1, 2])) == [3, 3]
+        assert world.run(
+            lambda fabric, x: fabric.all_reduce(x, reduce_op="sum"), PerRank([1, 2])
+        ) == [3, 3]
 
 
 def test_a_world_that_cannot_be_is_refused() -> None:

@@ -29,7 +29,11 @@ class Blocks(nn.Module):
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._forward, x, use_reentrant=False) if self.recompute else self._forward(x)
+        return (
+            checkpoint(self._forward, x, use_reentrant=False)
+            if self.recompute
+            else self._forward(x)
+        )
 
     def _forward(self, x: Tensor) -> Tensor:
         return self.down(self.up(x).relu())
@@ -42,7 +46,9 @@ def flops_of_torch(samples: int) -> int:
     return counter.get_total_flops()
 
 
-def train(fabric: Fabric, model: Any, samples: int, steps: int = 5, **options: Any) -> dict[str, float]:
+def train(
+    fabric: Fabric, model: Any, samples: int, steps: int = 5, **options: Any
+) -> dict[str, float]:
     """The rates of the last window; each sample is 3 tokens."""
     throughput = Throughput(fabric, warmup=1, every=2, peak_flops=1e6, **options)
     found = []
@@ -78,7 +84,9 @@ def train_in_parts(fabric: Fabric) -> dict[str, float]:
 
 
 def test_parts_of_layers_count_each_batch_once_and_all_flops():
-    strategy = ModelParallelStrategy(tensor_parallel_size=2, tp_plan={"up": "colwise", "down": "rowwise"})
+    strategy = ModelParallelStrategy(
+        tensor_parallel_size=2, tp_plan={"up": "colwise", "down": "rowwise"}
+    )
     found = run_in_ranks(train_in_parts, strategy=strategy)[0]
     flops = flops_of_torch(4) / 4
     assert found["flops_per_second"] == pytest.approx(flops * found["samples_per_second"])
@@ -107,7 +115,9 @@ def test_what_is_computed_again_is_no_model_flop(alone):
     model = alone.setup(Blocks())
     model.recompute = True
     found = train(alone, model, samples=4)
-    assert found["flops_per_second"] == pytest.approx(flops_of_torch(4) / 4 * found["samples_per_second"])
+    assert found["flops_per_second"] == pytest.approx(
+        flops_of_torch(4) / 4 * found["samples_per_second"]
+    )
 
 
 def test_a_compiled_model_is_counted_and_compiled_afterwards(alone):
@@ -120,7 +130,9 @@ def test_a_compiled_model_is_counted_and_compiled_afterwards(alone):
     model = torch.compile(alone.setup(Blocks()), backend=backend)
     found = train(alone, model, samples=4)
     assert len(compiled) == 1
-    assert found["flops_per_second"] == pytest.approx(flops_of_torch(4) / 4 * found["samples_per_second"])
+    assert found["flops_per_second"] == pytest.approx(
+        flops_of_torch(4) / 4 * found["samples_per_second"]
+    )
 
 
 def test_flops_of_a_first_step_without_samples_are_of_no_use_to_later_ones(alone):

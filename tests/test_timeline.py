@@ -48,7 +48,12 @@ class Batches(Dataset[Tensor]):
 class Model(nn.Module):
     def __init__(self, slow: Slow) -> None:
         super().__init__()
-        self.slow, self.first, self.norm, self.last = slow, nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.slow, self.first, self.norm, self.last = (
+            slow,
+            nn.Linear(4, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.slow("forward")
@@ -77,7 +82,9 @@ class Extra:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def loop(fabric: Fabric, steps: int = 8, phase: str | None = None, folder: str = "") -> Iterator[int]:
+def loop(
+    fabric: Fabric, steps: int = 8, phase: str | None = None, folder: str = ""
+) -> Iterator[int]:
     """A training loop, step by step, of which rank 0 is slow in one phase."""
     slow = Slow(phase if fabric.global_rank == 0 else None)
     module = Model(slow)
@@ -139,7 +146,9 @@ def test_a_fabric_with_timings_says_where_its_steps_go() -> None:
         assert found.steps == 7  # the first one was under way
         assert found.own["data"][0] >= SLEEP > found.own["data"][1]
         assert found.own["forward"][1] < SLEEP < found.waited[1]  # DDP sends the buffers of rank 0
-        assert sum(found.own[name][1] for name in found.own) + found.waited[1] == pytest.approx(found.seconds, rel=0.2)
+        assert sum(found.own[name][1] for name in found.own) + found.waited[1] == pytest.approx(
+            found.seconds, rel=0.2
+        )
         assert "ms a step for rank 0, in data" in text
 
 
@@ -182,7 +191,9 @@ def traced(fabric: Fabric, path: str, steps: range | None) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_trace_has_the_phases_and_collectives_of_every_rank(strategy: str, tmp_path: Path) -> None:
+def test_a_trace_has_the_phases_and_collectives_of_every_rank(
+    strategy: str, tmp_path: Path
+) -> None:
     run_in_ranks(traced, str(tmp_path / "new" / "trace"), range(2, 5), strategy=strategy)
     events = read(tmp_path / "new" / "trace.json")
     for rank in range(2):
@@ -194,7 +205,9 @@ def test_a_trace_has_the_phases_and_collectives_of_every_rank(strategy: str, tmp
         calls = [event["name"] for event in events if event["ph"] == "b" and event["pid"] == rank]
         assert {name.partition(":")[0] for name in calls} == {"gloo"}
         assert {"process_name": f"rank {rank}", "thread_name": "phases"} == {
-            event["name"]: event["args"]["name"] for event in events if event["ph"] == "M" and event["pid"] == rank
+            event["name"]: event["args"]["name"]
+            for event in events
+            if event["ph"] == "M" and event["pid"] == rank
         }
         for one in spans(events, rank):  # one lies inside of another or outside
             for other in spans(events, rank):
@@ -205,10 +218,14 @@ def test_a_trace_has_the_phases_and_collectives_of_every_rank(strategy: str, tmp
 def test_the_clocks_of_a_trace_are_those_of_rank_0(tmp_path: Path) -> None:
     run_in_ranks(traced, str(tmp_path / "trace"), range(2, 5))
     events = read(tmp_path / "trace.json")
-    waits = [[event for event in spans(events, rank) if "barrier" in event["name"]] for rank in range(2)]
+    waits = [
+        [event for event in spans(events, rank) if "barrier" in event["name"]] for rank in range(2)
+    ]
     for mine, others in zip(*waits, strict=True):
         (begin, end), (first, last) = ends(mine), ends(others)
-        assert max(begin, first) < min(end, last) + 1e3  # nobody leaves a barrier before all have come
+        assert (
+            max(begin, first) < min(end, last) + 1e3
+        )  # nobody leaves a barrier before all have come
 
 
 def stopped(fabric: Fabric, folder: str) -> list[str]:
@@ -224,7 +241,9 @@ def stopped(fabric: Fabric, folder: str) -> list[str]:
         assert 1 / fabric.global_rank
     with fabric.profile(f"{folder}/evaluation"), torch.no_grad():
         model = fabric.setup(nn.Linear(4, 1))
-        for batch in fabric.setup_dataloaders(DataLoader(Batches(Slow("data"), 4 * fabric.world_size), batch_size=2)):
+        for batch in fabric.setup_dataloaders(
+            DataLoader(Batches(Slow("data"), 4 * fabric.world_size), batch_size=2)
+        ):
             model(batch)
     found = fabric.timings()
     assert (found.steps, found.own["data"][0] >= 2 * SLEEP) == (1, True)
@@ -244,13 +263,19 @@ def test_a_profile_that_ends_early_writes_what_it_has(tmp_path: Path) -> None:
     assert {"step 0", "step 1", "optimizer"} <= names["one rank"]
     assert {"data", "forward"} <= names["evaluation"]
     assert all("another profile is under way" in inside for inside, _ in errors)
-    assert [unwritable.partition(":")[0] for _, unwritable in errors] == ["FileExistsError", "UsageError"]
+    assert [unwritable.partition(":")[0] for _, unwritable in errors] == [
+        "FileExistsError",
+        "UsageError",
+    ]
     assert "FileExistsError" in errors[1][1]
 
 
 @pytest.mark.parametrize("steps", [range(0), range(-3, 2), range(0, 10, 2), 5, [1, 2]])
 def test_steps_are_consecutive_and_counted_from_0(steps: Any, tmp_path: Path) -> None:
-    with Fabric(accelerator="cpu", devices=1) as fabric, pytest.raises(ConfigurationError, match="range"):
+    with (
+        Fabric(accelerator="cpu", devices=1) as fabric,
+        pytest.raises(ConfigurationError, match="range"),
+    ):
         fabric.profile(tmp_path / "trace", steps).__enter__()
 
 
@@ -258,13 +283,18 @@ def test_steps_are_consecutive_and_counted_from_0(steps: Any, tmp_path: Path) ->
 
 
 def test_without_a_measurement_there_are_no_timings() -> None:
-    with Fabric(accelerator="cpu", devices=1) as fabric, pytest.raises(UsageError, match="timings=True"):
+    with (
+        Fabric(accelerator="cpu", devices=1) as fabric,
+        pytest.raises(UsageError, match="timings=True"),
+    ):
         fabric.timings()
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("auto", 1), ("dp", 2)])
 def test_one_process_is_measured_too(strategy: str, devices: int, tmp_path: Path) -> None:
-    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])  # from now on the hooks of its subclasses are called twice
+    torch.optim.SGD(
+        [torch.nn.Parameter(torch.zeros(1))]
+    )  # from now on the hooks of its subclasses are called twice
     with Fabric(accelerator="cpu", strategy=strategy, devices=devices) as fabric:
         with fabric.profile(tmp_path / "trace.json"):
             list(loop(fabric, phase="backward"))
@@ -290,7 +320,9 @@ def test_steps_are_those_of_the_optimizer_that_stepped_first() -> None:
 
 def test_nothing_is_left_of_a_profile(tmp_path: Path) -> None:
     with Fabric(accelerator="cpu", devices=1, check_training=False) as fabric:
-        model, optimizer = fabric.setup(module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1))
+        model, optimizer = fabric.setup(
+            module := nn.Linear(1, 1), torch.optim.SGD(module.parameters(), lr=0.1)
+        )
 
         def step() -> None:
             fabric.backward(model(torch.ones(1, 1)).sum())

@@ -40,14 +40,24 @@ def test_a_backward_pass_is_noticed_from_inside():
 
 def test_the_functions_by_which_a_compiler_is_known_are_there():
     # As text, since to import them takes seconds; a test of the watchdog compiles.
-    sources = {"_dynamo/convert_frame.py": "\ndef _compile(", "_inductor/compile_fx.py": "\ndef compile_fx_inner("}
-    assert all(text in (Path(torch.__file__).parent / file).read_text() for file, text in sources.items())
+    sources = {
+        "_dynamo/convert_frame.py": "\ndef _compile(",
+        "_inductor/compile_fx.py": "\ndef compile_fx_inner(",
+    }
+    assert all(
+        text in (Path(torch.__file__).parent / file).read_text() for file, text in sources.items()
+    )
 
 
 def test_loaders_that_are_iterated_over_are_found_while_they_are():
     dataset = data.TensorDataset(torch.ones(4))
     found = []
-    for options in ({}, {"shuffle": True}, {"batch_size": None}, {"sampler": data.WeightedRandomSampler([1.0], 1)}):
+    for options in (
+        {},
+        {"shuffle": True},
+        {"batch_size": None},
+        {"sampler": data.WeightedRandomSampler([1.0], 1)},
+    ):
         for _ in data.DataLoader(dataset, **options):
             found.append(_torch.datasets_iterated_in_full().count("TensorDataset"))
             break
@@ -66,7 +76,9 @@ def test_a_function_is_called_at_the_end_of_a_backward_pass():
     seen = []
     x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     made = y * 2
-    made.register_hook(lambda grad: _torch.at_end_of_backward(lambda: seen.append((x.grad, y.grad))))
+    made.register_hook(
+        lambda grad: _torch.at_end_of_backward(lambda: seen.append((x.grad, y.grad)))
+    )
     (x + made).sum().backward()
     assert seen == [(x.grad, y.grad)]
 
@@ -115,7 +127,9 @@ def gathers_and_scatters(fabric):
 
 @pytest.mark.timeout(60)
 def test_renamed_collectives_fill_the_output_without_a_warning():
-    first, second = Fabric(devices=2, strategy="ddp_forkserver").launch(gathers_and_scatters, return_all=True)
+    first, second = Fabric(devices=2, strategy="ddp_forkserver").launch(
+        gathers_and_scatters, return_all=True
+    )
     assert first == ([0.0, 0.5, 1.0, 1.5], [0.0, 3.0])
     assert second == ([0.0, 0.5, 1.0, 1.5], [6.0, 9.0])
 
@@ -147,7 +161,12 @@ def test_unscaling_does_not_clear_an_earlier_finding():
 
 
 def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
-    scale, tracker, good, bad = torch.tensor([8.0]), torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.ones(1)
+    scale, tracker, good, bad = (
+        torch.tensor([8.0]),
+        torch.zeros(1, dtype=torch.int32),
+        torch.zeros(1),
+        torch.ones(1),
+    )
     seen = []
     for found in (good, good, good, bad, good):
         _torch.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
@@ -207,7 +226,9 @@ def test_the_store_of_the_group_is_the_one_it_was_made_with(group):
 
 def test_a_group_that_exists_gets_another_timeout(group):
     _torch.set_group_timeout(dist.group.WORLD, timedelta(seconds=7))
-    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=7)
+    assert dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout == timedelta(
+        seconds=7
+    )
 
 
 def test_a_compiled_module_gives_back_the_original():
@@ -266,7 +287,9 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     assert _torch.unreduced_parameters(model) == []
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    assert {id(each) for each in _torch.unreduced_parameters(model)} == {id(each) for each in model.parameters()}
+    assert {id(each) for each in _torch.unreduced_parameters(model)} == {
+        id(each) for each in model.parameters()
+    }
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
     assert _torch.unreduced_parameters(model) == []
@@ -332,8 +355,15 @@ class Seen(_torch.DispatchMode):
 def test_a_dispatch_mode_sees_operators_and_which_of_them_allocate():
     with Seen() as seen:
         (torch.ones(2).add_(1)[:1] * 2).split(1)
-    expected = {"ones.default": True, "add_.Tensor": False, "slice.Tensor": False, "mul.Tensor": True}
-    assert seen.allocating == {f"aten.{name}": made for name, made in {**expected, "split.Tensor": False}.items()}
+    expected = {
+        "ones.default": True,
+        "add_.Tensor": False,
+        "slice.Tensor": False,
+        "mul.Tensor": True,
+    }
+    assert seen.allocating == {
+        f"aten.{name}": made for name, made in {**expected, "split.Tensor": False}.items()
+    }
 
 
 def test_fake_ranks_and_tensors_go_through_what_real_ones_do():

@@ -51,7 +51,10 @@ def batches(rank: int, size: int) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(3)
     lengths = [2 + at % 3 for at in range(7)]
     every = [
-        (torch.rand(n, CLASSES, generator=generator).softmax(1), torch.randint(CLASSES, (n,), generator=generator))
+        (
+            torch.rand(n, CLASSES, generator=generator).softmax(1),
+            torch.randint(CLASSES, (n,), generator=generator),
+        )
         for n in lengths
     ]
     return every[rank::size]
@@ -65,7 +68,9 @@ def expected() -> dict[str, Tensor]:
     return metrics.compute()
 
 
-def filled(fabric: Fabric, metrics: MetricCollection, start: int = 0, stop: int | None = None) -> MetricCollection:
+def filled(
+    fabric: Fabric, metrics: MetricCollection, start: int = 0, stop: int | None = None
+) -> MetricCollection:
     for batch in batches(fabric.global_rank, fabric.world_size)[start:stop]:
         metrics.update(*batch)
     return metrics
@@ -73,7 +78,11 @@ def filled(fabric: Fabric, metrics: MetricCollection, start: int = 0, stop: int 
 
 def values_of_all_samples(fabric: Fabric) -> Any:
     metrics = filled(fabric, fabric.to_device(collection()))
-    return metrics.compute(), fabric.compute_metrics(metrics), fabric.compute_metrics(metrics["accuracy"])
+    return (
+        metrics.compute(),
+        fabric.compute_metrics(metrics),
+        fabric.compute_metrics(metrics["accuracy"]),
+    )
 
 
 @pytest.mark.parametrize("options", [{}, SHARDED, {"ranks": 3}, {"launcher": "forkserver"}])
@@ -91,7 +100,9 @@ def test_on_one_process_they_are_torchmetrics_own() -> None:
 
 
 def without_samples_on_one_rank(fabric: Fabric) -> Any:
-    metrics = MetricCollection({"auroc": MulticlassAUROC(CLASSES), "cat": CatMetric(), "sum": SumMetric()})
+    metrics = MetricCollection(
+        {"auroc": MulticlassAUROC(CLASSES), "cat": CatMetric(), "sum": SumMetric()}
+    )
     for scores, target in batches(0, 1) if fabric.global_rank else ():
         metrics["auroc"].update(scores, target)
         metrics["cat"].update(target)
@@ -116,7 +127,9 @@ def test_a_process_may_have_no_samples() -> None:
 
 def number_of_collectives(fabric: Fabric, count: int) -> int:
     """How many collectives of torch it takes to compute a collection."""
-    metrics = fabric.to_device(MetricCollection({f"{n}": MeanMetric() for n in range(count)}, compute_groups=False))
+    metrics = fabric.to_device(
+        MetricCollection({f"{n}": MeanMetric() for n in range(count)}, compute_groups=False)
+    )
     metrics.update(float(fabric.global_rank))
     with CommDebugMode() as mode:
         values = fabric.compute_metrics(metrics)
@@ -140,7 +153,10 @@ def refused(fabric: Fabric) -> list[str]:
     other.process_group = object() if is_first else None
     if is_first:
         synced.sync(lambda tensor, group: [tensor], distributed_available=lambda: True)
-    found = [outcome(partial(fabric.compute_metrics, each)) for each in (synced, running, other, nn.Linear(1, 1))]
+    found = [
+        outcome(partial(fabric.compute_metrics, each))
+        for each in (synced, running, other, nn.Linear(1, 1))
+    ]
     return [*found, outcome(lambda: fabric.save("none.pt", {"metric": synced}))]
 
 
@@ -170,7 +186,9 @@ def parts() -> dict[str, Any]:
         "running": RunningSum(2),
         "model": nn.ModuleDict({"net": nn.Linear(1, 1), "max": MaxMetric()}),
     }
-    for each in (each for value in state.values() for each in value.modules() if isinstance(each, Metric)):
+    for each in (
+        each for value in state.values() for each in value.modules() if isinstance(each, Metric)
+    ):
         each.distributed_available_fn = bool
     return state
 
@@ -186,7 +204,10 @@ def fill(fabric: Fabric, state: dict[str, Any], steps: slice) -> None:
 
 
 def held(state: dict[str, Any]) -> Any:
-    return {name: (value["max"] if name == "model" else value).compute() for name, value in state.items()}
+    return {
+        name: (value["max"] if name == "model" else value).compute()
+        for name, value in state.items()
+    }
 
 
 def half_filled(fabric: Fabric, path: str, async_: bool) -> tuple[Any, Any]:
@@ -206,7 +227,9 @@ def half_filled(fabric: Fabric, path: str, async_: bool) -> tuple[Any, Any]:
 @pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 @pytest.mark.parametrize("async_", [False, True])
 @pytest.mark.parametrize("options", [{}, SHARDED], ids=["file", "folder"])
-def test_each_process_goes_on_with_its_own_states(options: dict[str, Any], async_: bool, tmp_path: Path) -> None:
+def test_each_process_goes_on_with_its_own_states(
+    options: dict[str, Any], async_: bool, tmp_path: Path
+) -> None:
     results = run_in_ranks(half_filled, str(tmp_path / "checkpoint"), async_, **options)
     for whole, resumed in results:
         torch.testing.assert_close(resumed, whole, rtol=0, atol=0)
@@ -249,7 +272,9 @@ def test_on_another_number_of_processes_a_part_of_the_samples_is_refused(
 
 def other_metrics(fabric: Fabric, path: str) -> str:
     fabric.save(path, {"metrics": collection()})
-    return outcome(lambda: fabric.load(path, {"metrics": MetricCollection({"f1": MulticlassF1Score(CLASSES)})}))
+    return outcome(
+        lambda: fabric.load(path, {"metrics": MetricCollection({"f1": MulticlassF1Score(CLASSES)})})
+    )
 
 
 def test_other_metrics_than_those_saved_are_an_error(tmp_path: Path) -> None:
@@ -278,7 +303,10 @@ def test_a_model_without_the_metrics_that_were_in_it_loads(tmp_path: Path) -> No
 def recipe(fabric: Fabric, code: str, folder: str) -> Any:
     model, loader = nn.Identity(), batches(fabric.global_rank, fabric.world_size)
     names = {**globals(), "fabric": fabric, "model": model, "loader": loader}
-    exec(code.replace("checkpoint.pt", f"{folder}/checkpoint.pt").replace('"loader": loader, ', ""), names)
+    exec(
+        code.replace("checkpoint.pt", f"{folder}/checkpoint.pt").replace('"loader": loader, ', ""),
+        names,
+    )
     assert not any(each.update_called for each in names["metrics"].values())
     fabric.load(f"{folder}/checkpoint.pt", {"metrics": names["metrics"]}, strict=True)
     return names["values"], fabric.compute_metrics(names["metrics"])

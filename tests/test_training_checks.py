@@ -27,12 +27,20 @@ class TwoParts(nn.Module):
         return self.used(x)
 
 
-def make(fabric: Fabric, net: nn.Module | None = None, lr: float = 0.1) -> tuple[Any, torch.optim.Optimizer]:
+def make(
+    fabric: Fabric, net: nn.Module | None = None, lr: float = 0.1
+) -> tuple[Any, torch.optim.Optimizer]:
     net = Net() if net is None else net
     return fabric.setup(net, torch.optim.SGD(net.parameters(), lr=lr))
 
 
-def step(fabric: Fabric, model: Any, optimizer: torch.optim.Optimizer, x: torch.Tensor = X, times: int = 1) -> None:
+def step(
+    fabric: Fabric,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    x: torch.Tensor = X,
+    times: int = 1,
+) -> None:
     for _ in range(times):
         fabric.backward(model(x).sum())
         optimizer.step()
@@ -124,7 +132,11 @@ def each_mistake(fabric: Fabric) -> dict[str, str]:
 def test_what_trains_wrongly_on_two_ranks_raises_on_each() -> None:
     for rank, results in enumerate(run_in_ranks(each_mistake)):
         for mistake, text in RAISE.items():
-            assert text in results[mistake.__name__], (rank, mistake.__name__, results[mistake.__name__])
+            assert text in results[mistake.__name__], (
+                rank,
+                mistake.__name__,
+                results[mistake.__name__],
+            )
             assert f"rank {rank}" in results[mistake.__name__]
             assert "Write: " in results[mistake.__name__]
 
@@ -208,7 +220,9 @@ def step_in_backward(fabric: Fabric) -> None:
     optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in net.parameters()}
     model, *_ = fabric.setup(net, *optimizers.values())
     for parameter, optimizer in optimizers.items():
-        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: (optimizer.step(), None)[1])
+        parameter.register_post_accumulate_grad_hook(
+            lambda _, optimizer=optimizer: (optimizer.step(), None)[1]
+        )
     for _ in range(3):
         fabric.backward(model(X).sum())
         model.zero_grad()
@@ -308,13 +322,17 @@ def test_an_optimizer_that_never_gets_a_gradient_raises_at_its_second_step(fabri
     other, _ = make(fabric)
     fabric.backward(other(X).sum())
     optimizer.step()
-    with pytest.raises(RuntimeError, match="no gradient has arrived at any of its parameters in 1 backward"):
+    with pytest.raises(
+        RuntimeError, match="no gradient has arrived at any of its parameters in 1 backward"
+    ):
         optimizer.step()
 
 
 def test_a_parameter_without_gradient_is_a_warning_that_names_it(fabric: Fabric) -> None:
     model, optimizer = make(fabric, TwoParts())
-    with pytest.warns(UserWarning, match="no gradient has arrived in the first 2 steps of SGD at left_out.weight"):
+    with pytest.warns(
+        UserWarning, match="no gradient has arrived in the first 2 steps of SGD at left_out.weight"
+    ):
         step(fabric, model, optimizer, times=3)
 
 
@@ -344,7 +362,9 @@ def test_an_optimizer_that_clears_its_gradients_itself_is_let_go_of(fabric: Fabr
     assert hooks(optimizer) == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.uint8]
+)
 def test_a_fingerprint_sees_every_bit_and_every_place(dtype: torch.dtype) -> None:
     values = torch.arange(1, 7).reshape(2, 3).to(dtype)
     seen = {*fingerprint([values]), *fingerprint([values.flip(0)]), *fingerprint([values.t()])}

@@ -31,14 +31,18 @@ def under_ddp(fabric: Fabric) -> Outcomes:
 
     weight = OneWeight()
     sgd = torch.optim.SGD(weight.parameters(), lr=1.0)
-    other, sgd, scheduler = fabric.setup(weight, sgd, scheduler=torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5))
+    other, sgd, scheduler = fabric.setup(
+        weight, sgd, scheduler=torch.optim.lr_scheduler.StepLR(sgd, 1, gamma=0.5)
+    )
     fabric.backward(other(X[0]))
     return {
         "module": outcome(lambda: fabric.backward(model.module(X).sum())),
         "method": outcome(lambda: fabric.backward(model.loss(X))),
         "submodule": outcome(lambda: fabric.backward(model.encoder(X).sum())),
         "backward alone": outcome(backward_alone),
-        "learning rates": [(sgd.step(), scheduler.step(), scheduler.get_last_lr()[0])[2] for _ in range(3)],
+        "learning rates": [
+            (sgd.step(), scheduler.step(), scheduler.get_last_lr()[0])[2] for _ in range(3)
+        ],
     }
 
 
@@ -55,7 +59,9 @@ def under_fsdp(fabric: Fabric) -> Outcomes:
     norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
     with fabric.init_module():
         deferred = nn.Linear(4, 8)
-    whole = fabric.strategy.get_module_state_dict(fabric.setup_module(deferred)._fabric_prepared)["weight"]
+    whole = fabric.strategy.get_module_state_dict(fabric.setup_module(deferred)._fabric_prepared)[
+        "weight"
+    ]
     return {
         "stale optimizer": outcome(lambda: fabric.setup_optimizers(stale)),
         "unreduced": unreduced,
@@ -90,7 +96,8 @@ def test_a_scheduler_is_stepped_once_not_once_per_process(ddp: list[Outcomes]) -
 
 def test_fsdp_optimizer_from_before_the_sharding_raises(fsdp: list[Outcomes]) -> None:
     assert all(
-        "none of its parameters belongs to a module that is set up" in results["stale optimizer"] for results in fsdp
+        "none of its parameters belongs to a module that is set up" in results["stale optimizer"]
+        for results in fsdp
     )
 
 

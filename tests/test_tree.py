@@ -45,9 +45,13 @@ class Colour(enum.Enum):
 
 
 pytree.register_pytree_node(
-    Output, lambda out: (list(out.values()), list(out)), lambda v, k: Output(**dict(zip(k, v, strict=True)))
+    Output,
+    lambda out: (list(out.values()), list(out)),
+    lambda v, k: Output(**dict(zip(k, v, strict=True))),
 )
-pytree.register_pytree_node(Wrapped, lambda w: ([w["only"]], None), lambda v, _: Wrapped(only=v[0], built=True))
+pytree.register_pytree_node(
+    Wrapped, lambda w: ([w["only"]], None), lambda v, _: Wrapped(only=v[0], built=True)
+)
 
 
 def collections() -> list[Any]:

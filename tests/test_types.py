@@ -97,15 +97,28 @@ def check(folder: Path) -> dict[str, list[Remark]]:
     """What pyright says of the files in a folder."""
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "."]
     # pyright does not follow the import hook of an editable installation.
-    config = {"typeCheckingMode": "standard", "reportPrivateImportUsage": False, "extraPaths": [str(ROOT)]}
+    config = {
+        "typeCheckingMode": "standard",
+        "reportPrivateImportUsage": False,
+        "extraPaths": [str(ROOT)],
+    }
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     found: dict[str, list[Remark]] = {}
     for each in json.loads(done.stdout)["generalDiagnostics"]:
-        start, end, name = each["range"]["start"], each["range"]["end"], str(Path(each["file"]).relative_to(folder))
-        columns = start["character"], end["character"] if end["line"] == start["line"] else sys.maxsize
+        start, end, name = (
+            each["range"]["start"],
+            each["range"]["end"],
+            str(Path(each["file"]).relative_to(folder)),
+        )
+        columns = (
+            start["character"],
+            end["character"] if end["line"] == start["line"] else sys.maxsize,
+        )
         if each.get("rule") != "reportMissingImports":
-            found.setdefault(name, []).append(Remark(each["severity"], start["line"] + 1, columns, each["message"]))
+            found.setdefault(name, []).append(
+                Remark(each["severity"], start["line"] + 1, columns, each["message"])
+            )
     return found
 
 
@@ -120,8 +133,13 @@ def reveal(source: str) -> str:
     shown = [node for call in calls for node in (call, call.func.value, *call.args)]
     shown = [node.value if isinstance(node, ast.Starred) else node for node in shown]
     # Texts that begin at one place go from the outside inwards.
-    places = [(node.lineno, node.col_offset, -(node.end_col_offset or 0), "reveal_type(") for node in shown]
-    places += [(node.end_lineno or 0, node.end_col_offset or 0, -sys.maxsize, ")") for node in shown]
+    places = [
+        (node.lineno, node.col_offset, -(node.end_col_offset or 0), "reveal_type(")
+        for node in shown
+    ]
+    places += [
+        (node.end_lineno or 0, node.end_col_offset or 0, -sys.maxsize, ")") for node in shown
+    ]
     lines = source.splitlines()
     for line, column, _, text in sorted(places, reverse=True):
         lines[line - 1] = lines[line - 1][:column] + text + lines[line - 1][column:]
@@ -145,8 +163,12 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Remark]]:
 @pytest.mark.slow
 def test_a_program_has_the_types_of_its_own_objects_and_wrong_names_are_errors(said) -> None:
     types = [each.text for each in said["program.py"] if each.severity == "information"]
-    assert [re.sub(r'Type of ".*" is "(.*)"', r"\1", text, flags=re.DOTALL) for text in types] == TYPES
-    wrong = [number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")]
+    assert [
+        re.sub(r'Type of ".*" is "(.*)"', r"\1", text, flags=re.DOTALL) for text in types
+    ] == TYPES
+    wrong = [
+        number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.endswith("# wrong")
+    ]
     assert sorted({each.line for each in said["program.py"] if each.severity == "error"}) == wrong
 
 
@@ -154,16 +176,22 @@ def test_a_program_has_the_types_of_its_own_objects_and_wrong_names_are_errors(s
 def test_the_examples_have_no_errors(said) -> None:
     examples = {name: remarks for name, remarks in said.items() if name.startswith("examples")}
     assert len(examples) > 3
-    assert [(name, *each) for name in examples for each in said[name] if each.severity != "information"] == []
+    assert [
+        (name, *each) for name in examples for each in said[name] if each.severity != "information"
+    ] == []
 
 
 @pytest.mark.slow
-def test_what_is_set_up_and_reduced_in_examples_and_on_pages_has_a_type_where_what_is_given_has_one(said) -> None:
+def test_what_is_set_up_and_reduced_in_examples_and_on_pages_has_a_type_where_what_is_given_has_one(
+    said,
+) -> None:
     count, untyped = 0, []
     for name, remarks in said.items():
         types = [each for each in remarks if each.severity == "information"]
         for call in (
-            each for each in types if each.text.startswith(('Type of "fabric.', 'Type of "reveal_type(fabric).'))
+            each
+            for each in types
+            if each.text.startswith(('Type of "fabric.', 'Type of "reveal_type(fabric).'))
         ):
             inside = [
                 each
@@ -180,7 +208,12 @@ def test_what_is_set_up_and_reduced_in_examples_and_on_pages_has_a_type_where_wh
 
 def test_the_names_that_editors_complete_are_those_of_the_tables() -> None:
     def names(alias: object) -> set:
-        return {name for part in get_args(alias) for name in get_args(part) or {part} if isinstance(name, str | int)}
+        return {
+            name
+            for part in get_args(alias)
+            for name in get_args(part) or {part}
+            if isinstance(name, str | int)
+        }
 
     assert names(StrategyName) == {"auto", *STRATEGIES}
     assert names(AcceleratorName) == {"auto", *ACCELERATORS}

@@ -84,7 +84,9 @@ TRAIN: Loop = ("train", (2, 2))
 VALIDATE: Loop = ("validate", (2, 2))
 
 
-def sharded_loops(fabric: Fabric, loops: tuple[Loop, ...], known: bool, models: int, then: str) -> None:
+def sharded_loops(
+    fabric: Fabric, loops: tuple[Loop, ...], known: bool, models: int, then: str
+) -> None:
     pairs = [net(fabric, nn.Linear(4, 2)) for _ in range(models)]
     for kind, batches in loops:
         for x in loader(fabric, batches[fabric.global_rank], known):
@@ -103,14 +105,23 @@ UNEVEN_LOOPS = [
     for kind in ("train", "validate")
     for batches in ((3, 5), (5, 3), (0, 2), (2, 1))
     for before in ((), (TRAIN,), (VALIDATE,))
-    for after, then in (((), "end"), ((), "collective"), ((VALIDATE if kind == "train" else TRAIN,), "end"))
+    for after, then in (
+        ((), "end"),
+        ((), "collective"),
+        ((VALIDATE if kind == "train" else TRAIN,), "end"),
+    )
 ]
 
 
 @pytest.mark.parametrize(
     ("loops", "then", "known", "models"),
     sampled(
-        [(loops, then, known, models) for loops, then in UNEVEN_LOOPS for known in (True, False) for models in (1, 2)],
+        [
+            (loops, then, known, models)
+            for loops, then in UNEVEN_LOOPS
+            for known in (True, False)
+            for models in (1, 2)
+        ],
         quick=[
             ((("train", (3, 5)),), "end", True, 1),
             ((TRAIN, ("validate", (5, 3))), "collective", False, 1),
@@ -143,7 +154,9 @@ def hybrid() -> FSDPStrategy:
     ("batches", "kind"),
     [((1, 1, 2, 2), "train"), pytest.param((2, 2, 2, 1), "validate", marks=pytest.mark.slow)],
 )
-def test_under_hybrid_shard_the_ranks_that_wait_for_each_other_are_compared(batches: Any, kind: str) -> None:
+def test_under_hybrid_shard_the_ranks_that_wait_for_each_other_are_compared(
+    batches: Any, kind: str
+) -> None:
     with pytest.raises(RankFailedError, match="ran out of batches: its loader ended after 1"):
         run_in_ranks(sharded_loops, ((kind, batches),), True, 1, "end", ranks=4, strategy=hybrid())
 
@@ -232,7 +245,9 @@ def by_hand(ranks: int, divide: bool) -> Tensor:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    every_step = [[inputs(rank)[step] for rank in range(ranks) if step <= rank] for step in range(ranks)]
+    every_step = [
+        [inputs(rank)[step] for rank in range(ranks) if step <= rank] for step in range(ranks)
+    ]
     for batches in [*every_step, every_step[0]]:
         for x in batches:
             (model(x).sum() / (ranks if divide else len(batches))).backward()
@@ -309,7 +324,10 @@ def refused_in_join(fabric: Fabric) -> dict[str, str]:
 def test_what_joined_ranks_cannot_answer_for_is_refused() -> None:
     for rank, results in enumerate(run_in_ranks(refused_in_join)):
         assert all("Error" in result for result in results.values()), results
-        assert f"a collective over all ranks inside of fabric.join on rank {rank}" in results["collective"]
+        assert (
+            f"a collective over all ranks inside of fabric.join on rank {rank}"
+            in results["collective"]
+        )
         assert "inside of fabric.join" in results["save"]
         assert "without gradients" in results["without gradients"]
         assert "the next one is Net" in results["order"]
@@ -361,13 +379,17 @@ def detectors(number: int) -> list[UnevenInputDetector]:
     store = dist.HashStore()
     worlds = node_worlds(number)
     return [
-        UnevenInputDetector(FlightRecorder(), JobStore(store, world.rank, number), BypassChecks(world, Hooks()))
+        UnevenInputDetector(
+            FlightRecorder(), JobStore(store, world.rank, number), BypassChecks(world, Hooks())
+        )
         for world in worlds
     ]
 
 
 def take_step(detector: UnevenInputDetector) -> None:
-    detector.on_forward(cast(Any, SimpleNamespace(peers=())), cast(Any, SimpleNamespace(prepares_sync=True)))
+    detector.on_forward(
+        cast(Any, SimpleNamespace(peers=())), cast(Any, SimpleNamespace(prepares_sync=True))
+    )
 
 
 @pytest.mark.parametrize("first", ["the one that finishes", "the one that goes on"])
@@ -397,7 +419,9 @@ def test_equal_lengths_write_twice_for_each_iteration() -> None:
             return {rank: [1, 9, False] for rank in ranks if topic == "batches/0"}
 
     detector = UnevenInputDetector(
-        FlightRecorder(), Listening(dist.HashStore(), 0, 2), BypassChecks(node_worlds(2)[0], Hooks())
+        FlightRecorder(),
+        Listening(dist.HashStore(), 0, 2),
+        BypassChecks(node_worlds(2)[0], Hooks()),
     )
     progress = Progress()
     detector.on_epoch("0", progress, 9)

@@ -11,7 +11,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, RankFailedError
@@ -65,7 +72,9 @@ class Contiguous(Sampler[int]):
 def own(fabric: Fabric, counts: Any, uneven: Any, known: bool, **options: Any) -> Any:
     rank = fabric.global_rank
     data: Any = range(rank * SPAN, rank * SPAN + counts[rank]) if known else Own(rank, counts[rank])
-    return fabric.setup_dataloaders(DataLoader(data, **options), use_distributed_sampler=False, uneven=uneven)
+    return fabric.setup_dataloaders(
+        DataLoader(data, **options), use_distributed_sampler=False, uneven=uneven
+    )
 
 
 def in_passes(fabric: Fabric, counts: Any, uneven: str, known: bool, steps: int) -> list[Any]:
@@ -74,7 +83,10 @@ def in_passes(fabric: Fabric, counts: Any, uneven: str, known: bool, steps: int)
         found.append([])
         for item in fabric.accumulate(loader, steps) if steps else loader:
             batch, last = item if steps else (item, None)
-            cursor, gathered = loader.state_dict()["cursor"], fabric.gather_for_metrics(batch).tolist()
+            cursor, gathered = (
+                loader.state_dict()["cursor"],
+                fabric.gather_for_metrics(batch).tolist(),
+            )
             found[-1].append((batch.item(), loader.is_repeat, last, cursor, gathered))
         assert not loader.is_repeat
         assert loader.state_dict()["cursor"] == 0  # of the next epoch
@@ -105,12 +117,18 @@ def test_all_ranks_stop_with_the_first_or_with_the_last(uneven: str, known: bool
         for steps in (0, 2):
             results = ThreadedWorld(len(counts)).run(in_passes, counts, uneven, known, steps)
             for rank, passes in enumerate(results):
-                assert passes == [expected_pass(counts, rank, uneven, steps)] * 2, (counts, rank, steps)
+                assert passes == [expected_pass(counts, rank, uneven, steps)] * 2, (
+                    counts,
+                    rank,
+                    steps,
+                )
 
 
 def test_a_rank_that_knows_its_length_and_one_that_does_not_agree() -> None:
     def loop(fabric: Fabric) -> list[Any]:
-        return [batch.item() for batch in own(fabric, (2, 3), "longest", known=fabric.global_rank == 0)]
+        return [
+            batch.item() for batch in own(fabric, (2, 3), "longest", known=fabric.global_rank == 0)
+        ]
 
     assert ThreadedWorld(2).run(loop) == [[0, 1, 1], [100, 101, 102]]
 
@@ -128,7 +146,9 @@ def test_nothing_is_fetched_ahead_of_the_user_where_the_length_is_known() -> Non
 
     def loop(fabric: Fabric) -> list[int]:
         data = Counted()
-        loader = fabric.setup_dataloaders(DataLoader(data), use_distributed_sampler=False, uneven="shortest")
+        loader = fabric.setup_dataloaders(
+            DataLoader(data), use_distributed_sampler=False, uneven="shortest"
+        )
         return [data.loaded for _ in loader]
 
     assert ThreadedWorld(2).run(loop) == [[1, 2, 3]] * 2
@@ -142,7 +162,10 @@ def test_data_that_fabric_shards_itself_is_even_anyway(ranks: int) -> None:
     for text in ThreadedWorld(ranks).run(refused):
         assert text.startswith(ConfigurationError.__name__)
         assert 'uneven="pad" or "drop"' in text
-    with Fabric(accelerator="cpu", devices=1) as fabric, pytest.raises(ConfigurationError, match="'longest'"):
+    with (
+        Fabric(accelerator="cpu", devices=1) as fabric,
+        pytest.raises(ConfigurationError, match="'longest'"),
+    ):
         fabric.setup_dataloaders(DataLoader(range(5)), uneven="long")  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -150,13 +173,17 @@ def test_the_last_round_of_a_common_stream_counts_under_longest_alone() -> None:
     def loop(fabric: Fabric, n: int, uneven: Any) -> Any:
         loader = fabric.setup_dataloaders(DataLoader(Common(n), 2), uneven=uneven)
         own = [sample for batch in loader if not loader.is_repeat for sample in batch.tolist()]
-        return own, [sample for batch in loader for sample in fabric.gather_for_metrics(batch).tolist()]
+        return own, [
+            sample for batch in loader for sample in fabric.gather_for_metrics(batch).tolist()
+        ]
 
     for ranks, n in ((1, 5), (2, 5), (3, 8), (3, 1), (2, 0)):
         for uneven in ("pad", "shortest", "longest"):
             results = ThreadedWorld(ranks).run(loop, n, uneven)
             kept = n if uneven == "longest" else n // ranks * ranks
-            assert [result[0] for result in results] == [list(range(rank, kept, ranks)) for rank in range(ranks)]
+            assert [result[0] for result in results] == [
+                list(range(rank, kept, ranks)) for rank in range(ranks)
+            ]
             assert all(sorted(result[1]) == list(range(kept)) for result in results)
 
 
@@ -164,7 +191,9 @@ def test_samplers_that_shard_by_themselves() -> None:
     def loop(fabric: Fabric, kind: str, uneven: Any) -> Any:
         place = fabric.world_size, fabric.global_rank
         data, ours = range(7), Contiguous(place[1], place[0])
-        sampler: Any = DistributedSampler(data, *place, shuffle=False) if kind == "torch's" else ours
+        sampler: Any = (
+            DistributedSampler(data, *place, shuffle=False) if kind == "torch's" else ours
+        )
         made = DataLoader(data, 2, sampler=sampler)
         if kind == "in batches":
             made = DataLoader(data, batch_sampler=BatchSampler(ours, 2, drop_last=False))
@@ -206,7 +235,11 @@ def test_a_repeat_is_not_in_a_position(known: bool) -> None:
 
     for stop in range(1, 6):
         found = ThreadedWorld(2).run(loop, stop)
-        assert found == [[0, 1], [100, 101, 102, 103, 104]] if known else [[0, 1][:stop], list(range(100, 100 + stop))]
+        assert (
+            found == [[0, 1], [100, 101, 102, 103, 104]]
+            if known
+            else [[0, 1][:stop], list(range(100, 100 + stop))]
+        )
 
 
 class Counting(Own):
@@ -232,7 +265,9 @@ def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
 
     def make(known: bool, count: int) -> Any:
         data: Any = range(rank * SPAN, rank * SPAN + count) if known else Counting(rank, count)
-        return fabric.setup_dataloaders(DataLoader(data), use_distributed_sampler=False, uneven="longest")
+        return fabric.setup_dataloaders(
+            DataLoader(data), use_distributed_sampler=False, uneven="longest"
+        )
 
     for known, counts, stop in itertools.product((False, True), ((2, 5), (5, 2)), (1, 4)):
         loader, seen = make(known, counts[rank]), []
@@ -245,11 +280,21 @@ def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
         loaded = outcome(lambda: fabric.load(path, {"loader": resumed}))  # noqa: B023
         if loaded == "fine":
             seen += [batch.item() for batch in resumed if not resumed.is_repeat]
-        found.append((known, counts, stop, loaded, seen == list(range(rank * SPAN, rank * SPAN + counts[rank]))))
+        found.append(
+            (
+                known,
+                counts,
+                stop,
+                loaded,
+                seen == list(range(rank * SPAN, rank * SPAN + counts[rank])),
+            )
+        )
     return found
 
 
-def test_a_checkpoint_has_the_positions_of_all_ranks_also_where_one_has_run_out(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_positions_of_all_ranks_also_where_one_has_run_out(
+    tmp_path: Path,
+) -> None:
     for found in run_in_ranks(saved_and_resumed, str(tmp_path)):
         for known, counts, stop, loaded, is_whole in found:
             assert loaded == "fine", (known, counts, stop)
@@ -269,11 +314,16 @@ def broken_off(fabric: Fabric, at: int | tuple[int, int]) -> list[int]:
 
 def test_a_break_leaves_nothing_that_the_next_loop_meets() -> None:
     assert ThreadedWorld(2).run(broken_off, 2) == [[0, 1] * 3, [100, 101] * 3]
-    assert ThreadedWorld(2).run(broken_off, 5) == [[0, 1, 2, 3, 3] * 3, [100, 101, 102, 103, 104] * 3]
+    assert ThreadedWorld(2).run(broken_off, 5) == [
+        [0, 1, 2, 3, 3] * 3,
+        [100, 101, 102, 103, 104] * 3,
+    ]
 
 
 def test_breaks_at_different_batches_are_told() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0 behind batch 0 of loop 2, rank 1 behind batch 3 of loop 1"):
+    with pytest.raises(
+        RankFailedError, match=r"rank 0 behind batch 0 of loop 2, rank 1 behind batch 3 of loop 1"
+    ):
         ThreadedWorld(2).run(broken_off, (2, 3))
 
 
@@ -286,7 +336,11 @@ def test_a_dataset_that_raises_on_one_rank_ends_all() -> None:
 
     def loop(fabric: Fabric) -> None:
         data = Bad(0, 5) if fabric.global_rank else Own(0, 5)
-        list(fabric.setup_dataloaders(DataLoader(data), use_distributed_sampler=False, uneven="shortest"))
+        list(
+            fabric.setup_dataloaders(
+                DataLoader(data), use_distributed_sampler=False, uneven="shortest"
+            )
+        )
 
     with pytest.raises(RankFailedError, match="of the dataset"):
         ThreadedWorld(2).run(loop)
@@ -297,7 +351,9 @@ def test_a_dataset_that_raises_on_one_rank_ends_all() -> None:
 
 def net(fabric: Fabric) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1)).double()
+    plain = nn.Sequential(
+        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 1)
+    ).double()
     return fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.01))
 
 
@@ -329,7 +385,13 @@ def train_and_validate(fabric: Fabric, every: Any) -> list[Any]:
     return found
 
 
-CASES = [((1, 3), "shortest"), ((0, 2), "shortest"), ((0, 0), "longest"), ((1, 3), "longest"), ((2, 0), "longest")]
+CASES = [
+    ((1, 3), "shortest"),
+    ((0, 2), "shortest"),
+    ((0, 0), "longest"),
+    ((1, 3), "longest"),
+    ((2, 0), "longest"),
+]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
@@ -358,7 +420,10 @@ def with_repeats(fabric: Fabric, workers: int) -> list[Any]:
 def test_a_repeat_leaves_random_streams_and_running_statistics(workers: int) -> None:
     after, states = run_in_ranks(with_repeats, workers)[0]
     assert len(states) == 4 * max(workers, 1)  # each worker reads the whole stream
-    assert all(torch.equal(one, other) for one, other in zip(after, states[max(workers, 1) - 1], strict=True))
+    assert all(
+        torch.equal(one, other)
+        for one, other in zip(after, states[max(workers, 1) - 1], strict=True)
+    )
     assert not torch.equal(states[-1][0], after[0])
 
 
@@ -424,7 +489,9 @@ def features(samples: Any) -> torch.Tensor:
 def exactly(fabric: Fabric, job: Job) -> tuple[Any, ...]:
     model, optimizer = fabric.setup(*small())
     data = Own(fabric.global_rank, job.samples[fabric.global_rank])
-    loader = fabric.setup_dataloaders(DataLoader(data, 2), use_distributed_sampler=False, uneven=job.uneven)
+    loader = fabric.setup_dataloaders(
+        DataLoader(data, 2), use_distributed_sampler=False, uneven=job.uneven
+    )
     trained: list[int] = []
     for batch, last in fabric.accumulate(loader, job.steps):
         with fabric.no_backward_sync(model, enabled=not last):
@@ -433,7 +500,9 @@ def exactly(fabric: Fabric, job: Job) -> tuple[Any, ...]:
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    weights = torch.cat([each.flatten() for each in fabric.get_state_dict(model).values()] or [torch.zeros(0)])
+    weights = torch.cat(
+        [each.flatten() for each in fabric.get_state_dict(model).values()] or [torch.zeros(0)]
+    )
     count, gathered = 0, []
     with torch.no_grad():
         for batch in loader:
@@ -447,7 +516,12 @@ def in_one_process(job: Job) -> torch.Tensor:
     model, optimizer = small()
     steps = range(job.batches)
     for window in (steps[first : first + job.steps] for first in range(0, job.batches, job.steps)):
-        samples = [each for rank in range(len(job.samples)) for number in window for each in job.batch(rank, number)]
+        samples = [
+            each
+            for rank in range(len(job.samples))
+            for number in window
+            for each in job.batch(rank, number)
+        ]
         model(features(samples)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -457,20 +531,31 @@ def in_one_process(job: Job) -> torch.Tensor:
 def check(job: Job, strategy: str) -> None:
     results = run_in_ranks(exactly, job, ranks=len(job.samples), strategy=strategy)
     ranks = range(len(job.samples))
-    gathered = [[each for rank in ranks for each in job.batch(rank, number)] for number in range(job.batches)]
+    gathered = [
+        [each for rank in ranks for each in job.batch(rank, number)]
+        for number in range(job.batches)
+    ]
     for rank, (trained, _, count, found) in enumerate(results):
-        assert trained == [each for number in range(job.batches) for each in job.batch(rank, number)]
+        assert trained == [
+            each for number in range(job.batches) for each in job.batch(rank, number)
+        ]
         assert count == sum(map(len, gathered))
         assert found == gathered
     torch.testing.assert_close(results[0][1], in_one_process(job), rtol=1e-12, atol=1e-12)
 
 
-HOW_MANY = [3, pytest.param(25, marks=pytest.mark.slow), pytest.param(500, marks=[pytest.mark.slow, pytest.mark.soak])]
+HOW_MANY = [
+    3,
+    pytest.param(25, marks=pytest.mark.slow),
+    pytest.param(500, marks=[pytest.mark.slow, pytest.mark.soak]),
+]
 
 
 @pytest.mark.parametrize("examples", HOW_MANY)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_training_is_that_of_one_process_with_the_samples_of_all(strategy: str, examples: int) -> None:
+def test_training_is_that_of_one_process_with_the_samples_of_all(
+    strategy: str, examples: int
+) -> None:
     @example(Job((5, 0, 2), "longest", 2))
     @profile(examples)
     @given(jobs)
@@ -485,7 +570,10 @@ def test_training_is_that_of_one_process_with_the_samples_of_all(strategy: str, 
 
 def unweighted(fabric: Fabric) -> tuple[str, str]:
     model = fabric.setup(nn.Linear(3, 1))
-    with_gradients = [outcome(lambda x=x: fabric.backward(model(x).sum())) for x in rows(fabric, (1, 1), "longest")]
+    with_gradients = [
+        outcome(lambda x=x: fabric.backward(model(x).sum()))
+        for x in rows(fabric, (1, 1), "longest")
+    ]
     after = outcome(lambda: fabric.backward(model(torch.ones(1, 3)).sum()))
     return with_gradients[0], after
 

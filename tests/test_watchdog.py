@@ -38,7 +38,11 @@ def state(place="in no collective", number=0, *, inside=True, **others):
 
 
 def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the_others():
-    states = {0: state("in barrier('a') at t.py:1", 3, waited=60, stack="zero"), 1: state(stack="one"), 2: state()}
+    states = {
+        0: state("in barrier('a') at t.py:1", 3, waited=60, stack="zero"),
+        1: state(stack="one"),
+        2: state(),
+    }
     report = compose(states, requester=0)
     assert "rank 0 of 3 has waited 60 s in barrier('a') at t.py:1" in report
     assert "reached by: rank 0\n  not reached by: ranks 1, 2" in report
@@ -69,12 +73,16 @@ def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
 
 
 def test_a_report_of_a_group_is_about_its_members():
-    states = {rank: state("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)}
+    states = {
+        rank: state("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)
+    }
     assert "reached by: rank 2\n  not reached by: rank 1\n" in compose(states, requester=2)
 
 
 def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
-    report = compose({rank: state("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, requester=1)
+    report = compose(
+        {rank: state("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, requester=1
+    )
     assert "every rank has reached it" in report
     assert "stack 0" in report
     assert "stack 1" in report
@@ -85,7 +93,9 @@ def test_a_rank_that_only_computes_while_nobody_is_behind_it_makes_no_report():
 
 
 def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
-    states = {rank: state("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)}
+    states = {
+        rank: state("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)
+    }
     report = compose(states, requester=0)
     assert len(report) < 2000
     assert "rank 4000: in all_reduce\n      a" in report
@@ -112,7 +122,9 @@ def stall(fabric, number, action):
 
 
 def stall_in_turn(fabric):
-    model, optimizer = fabric.setup(model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+    model, optimizer = fabric.setup(
+        model := nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     fabric.all_reduce(1.0)
     texts = [stall(fabric, 1, lambda: fabric.barrier("saved"))]
     for _ in range(2):
@@ -120,7 +132,11 @@ def stall_in_turn(fabric):
         optimizer.step()
     loss = model(torch.ones(4, 2)).mean()
     texts.append(stall(fabric, 2, lambda: fabric.backward(loss)))
-    texts.append(stall(fabric, 3, lambda: fabric.recv(1) if fabric.global_rank == 0 else fabric.send("late", 0)))
+    texts.append(
+        stall(
+            fabric, 3, lambda: fabric.recv(1) if fabric.global_rank == 0 else fabric.send("late", 0)
+        )
+    )
     group = fabric.new_group([0, 1])
     texts.append(stall(fabric, 4, lambda: group.gather_objects(1)))
     if fabric.global_rank == 1:
@@ -193,7 +209,9 @@ def test_the_error_of_a_timeout_holds_the_report(in_backward, capfd):
 
 
 def test_a_report_that_was_printed_is_in_the_error_of_the_timeout_by_its_first_lines(capfd):
-    [text, _] = run_in_ranks(error_of_the_timeout, False, launcher="forkserver", watchdog=0.3, timeout=1.5)
+    [text, _] = run_in_ranks(
+        error_of_the_timeout, False, launcher="forkserver", watchdog=0.3, timeout=1.5
+    )
     printed, summary = capfd.readouterr().err, text[text.index("fabric: ") : text.index(HEADING)]
     assert "not reached by: rank 1" in summary
     assert f"{summary}{HEADING}\n" in printed
@@ -202,7 +220,9 @@ def test_a_report_that_was_printed_is_in_the_error_of_the_timeout_by_its_first_l
 
 
 def what_is_there(fabric):
-    return fabric.strategy.runtime.recorder is not None, [thread.name for thread in threading.enumerate()]
+    return fabric.strategy.runtime.recorder is not None, [
+        thread.name for thread in threading.enumerate()
+    ]
 
 
 def test_a_single_process_is_not_watched():
@@ -216,8 +236,20 @@ def test_a_single_process_is_not_watched():
 
 SCRIPT = Path(__file__).parent / "scripts" / "hang.py"
 COMMANDS = {
-    **{method: [sys.executable, SCRIPT, method] for method in ("popen", "spawn", "fork", "forkserver")},
-    "fabric run": [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", "--devices=2", SCRIPT, "popen"],
+    **{
+        method: [sys.executable, SCRIPT, method]
+        for method in ("popen", "spawn", "fork", "forkserver")
+    },
+    "fabric run": [
+        sys.executable,
+        "-m",
+        "fabric",
+        "run",
+        "--accelerator=cpu",
+        "--devices=2",
+        SCRIPT,
+        "popen",
+    ],
 }
 FAST = {"fork"}
 
@@ -225,7 +257,10 @@ FAST = {"fork"}
 @pytest.mark.parametrize(
     ("command", "slurm"),
     [
-        *((name, "") if name in FAST else pytest.param(name, "", marks=pytest.mark.slow) for name in COMMANDS),
+        *(
+            (name, "") if name in FAST else pytest.param(name, "", marks=pytest.mark.slow)
+            for name in COMMANDS
+        ),
         pytest.param("fork", "17", marks=pytest.mark.slow),
     ],
 )
@@ -233,7 +268,13 @@ def test_a_signal_to_the_process_that_launched_prints_the_report(command, slurm,
     words = list(map(str, COMMANDS[command]))
     if slurm:
         monkeypatch.setenv("SLURM_JOB_ID", slurm)
-        words = ["sh", "-c", 'trap "" QUIT; exec "$@"', "sh", *words]  # as a batch script starts it with "&"
+        words = [
+            "sh",
+            "-c",
+            'trap "" QUIT; exec "$@"',
+            "sh",
+            *words,
+        ]  # as a batch script starts it with "&"
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout is not None
@@ -252,7 +293,11 @@ def test_a_signal_to_the_process_that_launched_prints_the_report(command, slurm,
 @pytest.mark.slow
 def test_sigusr1_to_any_machine_of_a_job_prints_the_report_on_the_first():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        where = ["--num-nodes=2", "--main-address=127.0.0.1", f"--main-port={server.getsockname()[1]}"]
+        where = [
+            "--num-nodes=2",
+            "--main-address=127.0.0.1",
+            f"--main-port={server.getsockname()[1]}",
+        ]
     run = [sys.executable, "-m", "fabric", "run", "--accelerator=cpu", *where]
     jobs = [
         subprocess.Popen(
@@ -361,7 +406,11 @@ def test_after_close_the_process_is_as_it_was(tmp_path):
             NEVER.wait(0.01)
         assert "test_after_close" in (tmp_path / "stacks").read_text()
     assert "fabric-watchdog" not in [thread.name for thread in threading.enumerate()]
-    assert (caught_signals(), sorted(os.listdir("/proc/self/fd")), faulthandler.is_enabled()) == before
+    assert (
+        caught_signals(),
+        sorted(os.listdir("/proc/self/fd")),
+        faulthandler.is_enabled(),
+    ) == before
     assert json.loads(store.get("closed/0"))[0] == "makes no further calls: it has finished"
 
 
@@ -392,7 +441,9 @@ def test_times_are_seconds_or_timedeltas_and_the_strategys_timeout_counts_too():
     assert resolve(accelerator="cpu", env={}).timeout == timedelta(minutes=30)
 
 
-@pytest.mark.parametrize("options", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"watchdog": "soon"}])
+@pytest.mark.parametrize(
+    "options", [{"timeout": 0}, {"timeout": -1}, {"timeout": float("nan")}, {"watchdog": "soon"}]
+)
 def test_what_is_no_length_of_time_is_refused(options):
     with pytest.raises(ConfigurationError, match="no length of time"):
         Fabric(accelerator="cpu", **options)
@@ -400,4 +451,9 @@ def test_what_is_no_length_of_time_is_refused(options):
 
 def test_two_different_timeouts_are_refused():
     with pytest.raises(ConfigurationError, match="timeout"):
-        Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(timeout=timedelta(seconds=5)), timeout=6)
+        Fabric(
+            accelerator="cpu",
+            devices=2,
+            strategy=DDPStrategy(timeout=timedelta(seconds=5)),
+            timeout=6,
+        )

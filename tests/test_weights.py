@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fabric import Fabric
@@ -33,7 +36,9 @@ KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 def make(dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False), nn.Tanh(), nn.Linear(2, 1)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2, bias=False), nn.Tanh(), nn.Linear(2, 1)
+    ).to(dtype)
 
 
 def samples(number: int, tokens: list[int]) -> list[Tensor]:
@@ -59,13 +64,21 @@ def plain(kind: str, clip: bool) -> list[Tensor]:
     return [each.detach() for each in model.parameters()]
 
 
-def train(fabric: Fabric, kind: str, clip: bool, sync_each: bool = False, dtype: torch.dtype = torch.float64) -> Any:
+def train(
+    fabric: Fabric,
+    kind: str,
+    clip: bool,
+    sync_each: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Any:
     model = make(dtype)
     model, optimizer = fabric.setup(model, KINDS[kind](model.parameters()))
     for step, parts in enumerate(TOKENS):
         optimizer.zero_grad()
         for number, part in enumerate(parts):
-            own = torch.cat([*samples(step, part)[fabric.global_rank :: fabric.world_size], torch.zeros(0, 3)])
+            own = torch.cat(
+                [*samples(step, part)[fabric.global_rank :: fabric.world_size], torch.zeros(0, 3)]
+            )
             with fabric.no_backward_sync(model, enabled=not sync_each and number < len(parts) - 1):
                 fabric.backward(summed(model, own.to(dtype)), weight=len(own))
         for _ in range(2 * clip):
@@ -93,7 +106,9 @@ RUNS = {
     "ddp": run_in_ranks,
     "ddp on 3": partial(run_in_ranks, ranks=3),
     "fsdp": lambda *args: run_in_ranks(*args, strategy=Fsdp()),
-    "SHARD_GRAD_OP": lambda *args: run_in_ranks(*args, strategy=Fsdp(sharding_strategy="SHARD_GRAD_OP")),
+    "SHARD_GRAD_OP": lambda *args: run_in_ranks(
+        *args, strategy=Fsdp(sharding_strategy="SHARD_GRAD_OP")
+    ),
     "HYBRID_SHARD": lambda *args: run_in_ranks(
         *args, ranks=4, strategy=Fsdp(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
     ),
@@ -139,7 +154,9 @@ def moved(model: Any, optimizer: torch.optim.Optimizer) -> float:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_window_whose_gradients_are_cleared_leaves_no_weight(fabric: Fabric, set_to_none: bool) -> None:
+def test_a_window_whose_gradients_are_cleared_leaves_no_weight(
+    fabric: Fabric, set_to_none: bool
+) -> None:
     model, optimizer = linear(fabric)
     add(fabric, model, 6.0, 3)
     optimizer.zero_grad(set_to_none)
@@ -172,14 +189,21 @@ def test_each_backward_pass_of_a_loss_counts(fabric: Fabric) -> None:
     fabric.backward(loss, weight=2, retain_graph=True)
     fabric.backward(loss, weight=1)
     assert moved(model, optimizer) == 4.0
-    fabric.backward(model(torch.tensor([[1.0], [2.0]])), torch.tensor([[1.0], [4.0]]), weight=3, create_graph=True)
+    fabric.backward(
+        model(torch.tensor([[1.0], [2.0]])),
+        torch.tensor([[1.0], [4.0]]),
+        weight=3,
+        create_graph=True,
+    )
     assert moved(model, optimizer) == 3.0
     add(fabric, model, 0.0, 0)  # no terms here
     add(fabric, model, 5.0, torch.tensor(2.5))
     assert moved(model, optimizer) == 2.0
 
 
-def test_gradients_of_parameters_that_no_module_has_and_sparse_ones_are_divided(fabric: Fabric) -> None:
+def test_gradients_of_parameters_that_no_module_has_and_sparse_ones_are_divided(
+    fabric: Fabric,
+) -> None:
     latent = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     embedding = nn.Embedding(3, 1, sparse=True)
     optimizer = torch.optim.SGD([*embedding.parameters(), latent], lr=1.0)
@@ -201,8 +225,12 @@ def test_hooks_of_users_see_the_gradients_that_the_step_sees(fabric: Fabric) -> 
     assert seen == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf, True, 1j, "3", torch.ones(1), torch.tensor(True), []])
-def test_a_weight_that_is_no_number_of_terms_is_refused_before_anything_changes(fabric: Fabric, weight: Any) -> None:
+@pytest.mark.parametrize(
+    "weight", [-1, -0.5, math.nan, math.inf, True, 1j, "3", torch.ones(1), torch.tensor(True), []]
+)
+def test_a_weight_that_is_no_number_of_terms_is_refused_before_anything_changes(
+    fabric: Fabric, weight: Any
+) -> None:
     model, optimizer = linear(fabric)
     with pytest.raises(ConfigurationError, match=r"weight=(.|\n)*rank 0"):
         add(fabric, model, 1.0, weight)
@@ -284,7 +312,10 @@ def test_optimizers_of_one_loss_share_its_weight(fabric: Fabric) -> None:
         add(fabric, first, 1.0, 1)
     del third
     for value, weight in ((6.0, 2), (4.0, 3)):
-        fabric.backward((first(torch.full((1, 1), value)) + second(torch.full((1, 1), value))).sum(), weight=weight)
+        fabric.backward(
+            (first(torch.full((1, 1), value)) + second(torch.full((1, 1), value))).sum(),
+            weight=weight,
+        )
     assert moved(first, one) == 2.0
     with pytest.raises(UsageError, match=r"different losses(.|\n)*optimizer=") as raised:
         add(fabric, first, 1.0, 1)
@@ -338,13 +369,21 @@ def test_gradients_of_a_loss_for_another_optimizer_are_not_stepped_with(fabric: 
     assert moved(first, one) == 2.0
 
 
-def test_weights_on_a_device_are_not_read_before_the_next_step(fabric: Fabric, tmp_path: Path) -> None:
+def test_weights_on_a_device_are_not_read_before_the_next_step(
+    fabric: Fabric, tmp_path: Path
+) -> None:
     model, optimizer = linear(fabric)
     loss_weights(fabric._session).reads = False  # as on CUDA
     add(fabric, model, 6.0, torch.tensor(1))
     add(fabric, model, 6.0, 2)
     assert moved(model, optimizer) == 4.0
-    for bad in (torch.tensor(0.0), torch.tensor(-1.0), torch.tensor(math.nan), torch.tensor(math.inf), 0):
+    for bad in (
+        torch.tensor(0.0),
+        torch.tensor(-1.0),
+        torch.tensor(math.nan),
+        torch.tensor(math.inf),
+        0,
+    ):
         add(fabric, model, 6.0, bad)
         assert moved(model, optimizer) == 0.0
         add(fabric, model, 6.0, 3)
@@ -392,7 +431,9 @@ def messages(fabric: Fabric) -> Any:
     other = fabric.setup_optimizers(torch.optim.SGD(latents.parameters(), lr=1.0))
     counts, steps = [], []
     for _ in range(3):
-        loss = model(torch.full((1, 1), 4.0)).sum() + latents[0].sum() * (6 if fabric.global_rank else 0)
+        loss = model(torch.full((1, 1), 4.0)).sum() + latents[0].sum() * (
+            6 if fabric.global_rank else 0
+        )
         fabric.backward(loss, weight=1 + 2 * fabric.global_rank)
         with CommDebugMode() as mode:
             steps.append(moved(model, optimizer))
@@ -420,7 +461,9 @@ COUNT = 8192  # tokens of each rank in a step
 
 def in_low_precision(fabric: Fabric, is_sum: bool, overflow: bool = False) -> Any:
     """Steps on the sum or the mean of equally many tokens; the parameters, the loss scale and which were skipped."""
-    model, optimizer = fabric.setup(*(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.05)))(make(torch.float32)))
+    model, optimizer = fabric.setup(
+        *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=0.05)))(make(torch.float32))
+    )
     skipped = []
     for step in range(6):
         tokens = samples(step, [2 * COUNT])[0].float()[fabric.global_rank :: fabric.world_size]
@@ -450,10 +493,16 @@ def both(fabric: Fabric, *args: Any) -> Any:
 LOW: dict[str, tuple[Callable[..., list[Any]], float]] = {
     "16-mixed": (partial(single, precision="16-mixed"), 1e-4),
     "16-mixed ddp": (partial(run_in_ranks, precision="16-mixed"), 1e-4),
-    "16-mixed fsdp": (lambda *args: run_in_ranks(*args, strategy=Fsdp(), precision="16-mixed"), 1e-3),
+    "16-mixed fsdp": (
+        lambda *args: run_in_ranks(*args, strategy=Fsdp(), precision="16-mixed"),
+        1e-3,
+    ),
     "16-true": (partial(single, precision="16-true"), 2e-3),
     "bf16-true": (partial(single, precision="bf16-true"), 2e-2),
-    "fp16_compress": (lambda *args: run_in_ranks(*args, strategy=DDPStrategy(ddp_comm_hook=fp16_compress_hook)), 1e-3),
+    "fp16_compress": (
+        lambda *args: run_in_ranks(*args, strategy=DDPStrategy(ddp_comm_hook=fp16_compress_hook)),
+        1e-3,
+    ),
 }
 
 
@@ -482,20 +531,28 @@ def alone(fabric: Fabric) -> str:
                 add(fabric, model, 1.0, 1)
                 optimizer.step()
 
-    return outcome(drift if fabric.strategy.model_averaging_period is None else lambda: add(fabric, model, 1.0, 1))
+    return outcome(
+        drift
+        if fabric.strategy.model_averaging_period is None
+        else lambda: add(fabric, model, 1.0, 1)
+    )
 
 
 def test_ranks_that_step_alone_cannot_have_weights() -> None:
     for joined in run_in_ranks(alone):
         assert 'uneven="longest"' in joined
     state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=5)
-    averaging = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2)
+    averaging = DDPStrategy(
+        ddp_comm_state=state, ddp_comm_hook=post_localSGD_hook, model_averaging_period=2
+    )
     for averaged in run_in_ranks(alone, strategy=averaging):
         assert "model_averaging_period" in averaged
 
 
 def unreduced(fabric: Fabric) -> list[Any]:
-    model, optimizer = fabric.setup(*(lambda m: (m, torch.optim.SGD(m.parameters(), lr=1.0)))(make()))
+    model, optimizer = fabric.setup(
+        *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=1.0)))(make())
+    )
     tokens = torch.ones(4, 3, dtype=torch.float64)
 
     def pass_(sync: bool, **options: Any) -> None:
@@ -536,7 +593,9 @@ def leaving_out(fabric: Fabric) -> None:
 
 
 @pytest.mark.slow  # it waits for the timeout
-def test_a_weight_that_one_rank_leaves_out_is_reported_and_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_weight_that_one_rank_leaves_out_is_reported_and_is_no_hang(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(RankFailedError):
         run_in_ranks(leaving_out, timeout=4.0, launcher="forkserver")
     assert "in all_reduce at" in capfd.readouterr().err

@@ -24,7 +24,13 @@ def without(env: dict[str, str], *names: str) -> dict[str, str]:
 
 def test_a_world_without_arguments_is_a_single_process() -> None:
     world = World()
-    assert (world.rank, world.world_size, world.num_nodes, world.port, world.store) == (0, 1, 1, None, None)
+    assert (world.rank, world.world_size, world.num_nodes, world.port, world.store) == (
+        0,
+        1,
+        1,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,8 @@ def test_numbers_that_contradict_each_other_are_refused(numbers: dict[str, int])
 
 
 @pytest.mark.parametrize(
-    ("world_size", "local_world_size", "nodes"), [(1, 1, 1), (4, 4, 1), (4, 2, 2), (6, 2, 3), (5, 3, 2), (5, 2, 3)]
+    ("world_size", "local_world_size", "nodes"),
+    [(1, 1, 1), (4, 4, 1), (4, 2, 2), (6, 2, 3), (5, 3, 2), (5, 2, 3)],
 )
 def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
     world_size: int, local_world_size: int, nodes: int
@@ -60,14 +67,25 @@ def test_the_number_of_nodes_is_one_only_when_all_processes_are_here(
     assert World(world_size=world_size, local_world_size=local_world_size).num_nodes == nodes
 
 
-@pytest.mark.parametrize(("rank", "world_size", "ranks"), [(0, 1, ()), (0, 2, (1,)), (0, 4, (1, 3)), (2, 4, (1, 3))])
-def test_the_neighbours_of_a_rank_are_those_around_it(rank: int, world_size: int, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("rank", "world_size", "ranks"), [(0, 1, ()), (0, 2, (1,)), (0, 4, (1, 3)), (2, 4, (1, 3))]
+)
+def test_the_neighbours_of_a_rank_are_those_around_it(
+    rank: int, world_size: int, ranks: tuple[int, ...]
+) -> None:
     assert World(rank=rank, world_size=world_size, local_world_size=world_size).neighbours == ranks
 
 
 def test_torchruns_variables_are_read_as_they_stand() -> None:
     expected = World(
-        rank=3, local_rank=1, node_rank=1, world_size=4, local_world_size=2, address="node-a", port=29511, store=None
+        rank=3,
+        local_rank=1,
+        node_rank=1,
+        world_size=4,
+        local_world_size=2,
+        address="node-a",
+        port=29511,
+        store=None,
     )
     assert World.from_env(TORCHRUN) == expected
 
@@ -104,7 +122,9 @@ def test_a_local_rank_of_another_node_needs_the_size_of_a_node() -> None:
         World.from_env({"RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT"]
+)
 def test_a_variable_that_is_no_integer_is_named(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name}='two'"):
         World.from_env(TORCHRUN | {name: "two"})
@@ -133,8 +153,18 @@ def test_blank_rendezvous_variables_count_as_missing() -> None:
     [
         World(),
         World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///tmp/meet"),
-        World(rank=5, local_rank=2, node_rank=1, world_size=6, local_world_size=3, address="10.0.0.7", port=12345),
-        World(rank=1, local_rank=0, node_rank=1, world_size=4, local_world_size=2, address="a", port=1),
+        World(
+            rank=5,
+            local_rank=2,
+            node_rank=1,
+            world_size=6,
+            local_world_size=3,
+            address="10.0.0.7",
+            port=12345,
+        ),
+        World(
+            rank=1, local_rank=0, node_rank=1, world_size=4, local_world_size=2, address="a", port=1
+        ),
     ],
     ids=["alone", "store", "two nodes", "round the nodes"],
 )

@@ -40,7 +40,12 @@ def preparing(build: Callable[[DataLoader[Any]], Iterable[Any]]) -> Callable[[bo
     def prepare(quick: bool) -> Measure:
         plain = loader(quick)
         prepared = build(plain)
-        return times("time", lambda: deque(prepared, maxlen=0), number=1 if quick else 3, scale=1e6 / len(plain))
+        return times(
+            "time",
+            lambda: deque(prepared, maxlen=0),
+            number=1 if quick else 3,
+            scale=1e6 / len(plain),
+        )
 
     return prepare
 

@@ -70,7 +70,9 @@ def lightning(model: nn.Module) -> Actions:
 
     fabric = Fabric(accelerator="cpu", devices=1)
     state = {"model": fabric.setup_module(model)}
-    return Actions(lambda path: fabric.save(path, state), lambda path: fabric.load(path, state), fabric.load)
+    return Actions(
+        lambda path: fabric.save(path, state), lambda path: fabric.load(path, state), fabric.load
+    )
 
 
 def accelerate(model: nn.Module) -> Actions:
@@ -78,7 +80,10 @@ def accelerate(model: nn.Module) -> Actions:
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model)
-    return Actions(lambda path: accelerator.save_state(str(path)), lambda path: accelerator.load_state(str(path)))
+    return Actions(
+        lambda path: accelerator.save_state(str(path)),
+        lambda path: accelerator.load_state(str(path)),
+    )
 
 
 def raw_sharded(model: Any) -> Actions:
@@ -94,7 +99,9 @@ def raw_sharded(model: Any) -> Actions:
     def save(path: Path) -> None:
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=path)
 
-    return Actions(save, lambda path: dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path))
+    return Actions(
+        save, lambda path: dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=path)
+    )
 
 
 def ours_sharded(model: nn.Module) -> Actions:
@@ -137,7 +144,9 @@ def preparing(build_actions: Callable[[nn.Module], Actions]) -> Callable[[bool],
             if actions.begin is not None:
                 began = time.perf_counter()
                 wait = actions.begin(path)
-                results["save in the background, until the loop goes on"] = time.perf_counter() - began
+                results["save in the background, until the loop goes on"] = (
+                    time.perf_counter() - began
+                )
                 wait()
             if dist.is_initialized():
                 dist.barrier()

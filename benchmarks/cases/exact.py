@@ -33,7 +33,9 @@ def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
         fabric.launch()
         built = build(quick)
         model, optimizer = fabric.setup(built, adamw(built))
-        loader = fabric.setup_dataloaders(DataLoader(Tokens(), None), use_distributed_sampler=False, **options)
+        loader = fabric.setup_dataloaders(
+            DataLoader(Tokens(), None), use_distributed_sampler=False, **options
+        )
         backward = partial(fabric.backward, weight=BATCH * LENGTH) if weighted else fabric.backward
         step = stepping(model, optimizer, backward, iter(loader), "sum" if weighted else "mean")
         trained = RANKS * BATCH * LENGTH
@@ -45,12 +47,19 @@ def preparing(weighted: bool, **options: Any) -> Callable[[bool], Measure]:
 def case(name: str, title: str, ours: Callable[[bool], Measure], budget: float) -> Case:
     rows = {"throughput": Row("tokens/s", "ratio", budget)}
     contestants = {"raw": preparing(weighted=False), "fabric": ours}
-    notes: dict[str, str] = dict.fromkeys(("lightning-fabric", "accelerate"), "a comparison of fabric with itself")
+    notes: dict[str, str] = dict.fromkeys(
+        ("lightning-fabric", "accelerate"), "a comparison of fabric with itself"
+    )
     return Case(name, title, rows, contestants, RANKS, rounds=20, starts=2, notes=notes)
 
 
 CASES = [
-    case("weighted", "Weighted losses of a small GPT on two ranks; raw: fabric without weights", preparing(True), 0.99),
+    case(
+        "weighted",
+        "Weighted losses of a small GPT on two ranks; raw: fabric without weights",
+        preparing(True),
+        0.99,
+    ),
     case(
         "shortest",
         'Batches under uneven="shortest" for a small GPT on two ranks; raw: fabric without it',

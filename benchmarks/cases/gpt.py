@@ -69,7 +69,9 @@ def lightning_fsdp(model: nn.Module) -> Prepared:
             fully_shard(block, mesh=mesh["data_parallel"])
         return fully_shard(module, mesh=mesh["data_parallel"])
 
-    return lightning(model, ModelParallelStrategy(shard, data_parallel_size=RANKS, tensor_parallel_size=1))
+    return lightning(
+        model, ModelParallelStrategy(shard, data_parallel_size=RANKS, tensor_parallel_size=1)
+    )
 
 
 def accelerate(model: nn.Module) -> Prepared:
@@ -80,13 +82,19 @@ def accelerate(model: nn.Module) -> Prepared:
 
 
 def stepping(
-    model: Any, optimizer: Any, backward: Callable[[Tensor], Any], batches: Iterator[Tensor], reduction: str = "mean"
+    model: Any,
+    optimizer: Any,
+    backward: Callable[[Tensor], Any],
+    batches: Iterator[Tensor],
+    reduction: str = "mean",
 ) -> Callable[[], None]:
     """A function that trains on the next batch of tokens, after the first three."""
 
     def step() -> None:
         tokens = next(batches)
-        loss = cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction)
+        loss = cross_entropy(
+            model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction=reduction
+        )
         optimizer.zero_grad()
         backward(loss)
         optimizer.step()
@@ -113,7 +121,10 @@ def preparing(
         step = stepping(model, optimizer, backward, repeat(tokens))
         memory = (peak() - baseline) / 1e6
         trained = batches * shape[0] * shape[1]
-        return lambda: {"throughput": trained / seconds(step, 1 if quick else number), "peak memory": memory}
+        return lambda: {
+            "throughput": trained / seconds(step, 1 if quick else number),
+            "peak memory": memory,
+        }
 
     return prepare
 
@@ -144,6 +155,8 @@ CASES = [
         },
         ranks=RANKS,
         rounds=6,
-        notes={"accelerate": "on a CPU its FSDP plugin is ignored without a word, and DDP runs instead"},
+        notes={
+            "accelerate": "on a CPU its FSDP plugin is ignored without a word, and DDP runs instead"
+        },
     ),
 ]

@@ -36,7 +36,9 @@ def prepare(contestant: str) -> Callable[[bool], Measure]:
 def measure(statement: str) -> dict[str, float]:
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT.format(statement)]
     # Else a source tree would be compiled each time, which packages are when they are installed.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"
+    }
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
     milliseconds, modules = done.stdout.split()[-2:]
     return {"time": float(milliseconds), "modules": int(modules)}

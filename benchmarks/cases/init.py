@@ -53,7 +53,9 @@ def preparing(contestant: Callable[[], SetUp]) -> Callable[[bool], Measure]:
             gc.collect()
             before, began = reset_peak(), time.perf_counter()
             torch.manual_seed(0)
-            sharded = set_up(lambda: model(VOCABULARY, BLOCK_SIZE, layers=size.layers, width=size.width))
+            sharded = set_up(
+                lambda: model(VOCABULARY, BLOCK_SIZE, layers=size.layers, width=size.width)
+            )
             results = {"time": time.perf_counter() - began, "memory": (peak() - before) / 1e6}
             del sharded
             return results
@@ -72,6 +74,9 @@ CASES = [
         contestants={"raw": preparing(raw), "fabric": preparing(ours)},
         ranks=RANKS,
         rounds=6,
-        notes={"lightning-fabric": "its strategies for a CPU do not shard", "accelerate": "likewise"},
+        notes={
+            "lightning-fabric": "its strategies for a CPU do not shard",
+            "accelerate": "likewise",
+        },
     )
 ]

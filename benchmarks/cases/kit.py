@@ -32,7 +32,9 @@ def rate(check: Callable[[int], None], examples: int) -> Callable[[], dict[str, 
 
 
 def raw_rank(rank: int, port: int, number: int) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
     value = torch.tensor(number)
     dist.all_reduce(value)
     assert value == RANKS * number
@@ -41,7 +43,9 @@ def raw_rank(rank: int, port: int, number: int) -> None:
 
 def raw(quick: bool) -> Measure:
     def check(number: int) -> None:
-        processes.start_processes(raw_rank, (free_port(), number), nprocs=RANKS, start_method="fork")
+        processes.start_processes(
+            raw_rank, (free_port(), number), nprocs=RANKS, start_method="fork"
+        )
 
     return rate(check, 2 if quick else 10)
 

@@ -47,7 +47,9 @@ def raw(method: str) -> Callable[[], float]:
 def raw_rank(rank: int, folder: str, port: int) -> None:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS
+    )
     when = arrived()
     if rank == 0:
         Path(folder, "arrived").write_text(repr(when))
@@ -178,15 +180,22 @@ def measure(contestant: str, method: str) -> dict[str, float]:
 
 def last_line(command: list[str]) -> list[float]:
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+    }
     # Else a source tree would be compiled by each process, which packages are when they are installed.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     # torchrun leaves a folder for logs where temporary files go.
     with tempfile.TemporaryDirectory() as folder:
         environment["TMPDIR"] = folder
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200)
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, check=True, text=True, timeout=200
+        )
     # Libraries greet on stdout.
-    return json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith("[")))
+    return json.loads(
+        next(line for line in reversed(done.stdout.splitlines()) if line.startswith("["))
+    )
 
 
 def main() -> None:

@@ -24,7 +24,11 @@ def build(quick: bool) -> nn.Module:
 def split(model: Any, mesh: Any) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     columns = ("attention.query", "attention.key", "attention.value", "up")
     plan: Any = {name: ColwiseParallel() for name in columns}
@@ -33,13 +37,17 @@ def split(model: Any, mesh: Any) -> nn.Module:
         block.attention.num_heads //= PARTS
         parallelize_module(block, mesh["tensor_parallel"], plan)
         fully_shard(block, mesh=mesh["data_parallel"])
-    parallelize_module(model, mesh["tensor_parallel"], {"head": ColwiseParallel(output_layouts=Replicate())})
+    parallelize_module(
+        model, mesh["tensor_parallel"], {"head": ColwiseParallel(output_layouts=Replicate())}
+    )
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
 def raw(model: nn.Module) -> Prepared:
     dist.init_process_group("gloo")
-    mesh = dist.init_device_mesh("cpu", (RANKS // PARTS, PARTS), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = dist.init_device_mesh(
+        "cpu", (RANKS // PARTS, PARTS), mesh_dim_names=("data_parallel", "tensor_parallel")
+    )
     split(model, mesh)
     return model, adamw(model), torch.Tensor.backward
 
@@ -48,7 +56,9 @@ def ours(model: nn.Module) -> Prepared:
     from fabric import Fabric
     from fabric.strategies import ModelParallelStrategy
 
-    strategy = ModelParallelStrategy(tensor_parallel_size=PARTS, tp_plan=example("mesh/gpt.py").PLAN)
+    strategy = ModelParallelStrategy(
+        tensor_parallel_size=PARTS, tp_plan=example("mesh/gpt.py").PLAN
+    )
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()
     return (*fabric.setup(model, adamw(model)), fabric.backward)
@@ -58,7 +68,9 @@ def lightning(model: nn.Module) -> Prepared:
     from lightning_fabric import Fabric  # pyright: ignore[reportMissingImports]  # an extra
     from lightning_fabric.strategies import ModelParallelStrategy  # pyright: ignore[reportMissingImports]  # an extra
 
-    strategy = ModelParallelStrategy(split, data_parallel_size=RANKS // PARTS, tensor_parallel_size=PARTS)
+    strategy = ModelParallelStrategy(
+        split, data_parallel_size=RANKS // PARTS, tensor_parallel_size=PARTS
+    )
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=strategy)
     fabric.launch()
     module = fabric.setup_module(model)
@@ -70,10 +82,19 @@ CASES = [
     Case(
         name="gpt-mesh",
         title="A small GPT on 2 x 2 ranks, FSDP beside tensor parallelism",
-        rows={"throughput": Row("tokens/s", "ratio", 0.98), "peak memory": Row("MB", "ratio", 1.05)},
-        contestants={"raw": preparing(raw), "fabric": preparing(ours), "lightning-fabric": preparing(lightning)},
+        rows={
+            "throughput": Row("tokens/s", "ratio", 0.98),
+            "peak memory": Row("MB", "ratio", 1.05),
+        },
+        contestants={
+            "raw": preparing(raw),
+            "fabric": preparing(ours),
+            "lightning-fabric": preparing(lightning),
+        },
         ranks=RANKS,
         rounds=12,
-        notes={"accelerate": "its tensor parallelism is for models that transformers has loaded on a mesh"},
+        notes={
+            "accelerate": "its tensor parallelism is for models that transformers has loaded on a mesh"
+        },
     ),
 ]

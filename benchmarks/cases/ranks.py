@@ -17,7 +17,13 @@ RANKS = 2
 def raw_ddp(width: int = 16) -> Callable[[], None]:
     dist.init_process_group("gloo")
     model, optimizer, inputs, targets = tiny(width=width)
-    return step_of(nn.parallel.DistributedDataParallel(model), optimizer, torch.Tensor.backward, inputs, targets)
+    return step_of(
+        nn.parallel.DistributedDataParallel(model),
+        optimizer,
+        torch.Tensor.backward,
+        inputs,
+        targets,
+    )
 
 
 def raw_fsdp() -> Callable[[], None]:

@@ -71,7 +71,12 @@ def accelerate(precision: str, device: str = "cpu") -> Step:
     return step_of(model, optimizer, accelerator.backward, inputs, targets)
 
 
-BUILDERS: dict[str, Any] = {"raw": raw, "fabric": ours, "lightning-fabric": lightning, "accelerate": accelerate}
+BUILDERS: dict[str, Any] = {
+    "raw": raw,
+    "fabric": ours,
+    "lightning-fabric": lightning,
+    "accelerate": accelerate,
+}
 
 
 def preparing(build: Callable[..., Step], precision: str, number: int) -> Callable[[bool], Measure]:
@@ -93,7 +98,9 @@ CASES = [
             "time": Row("us", "difference", BUDGETS[precision]),
             "calls": Row("calls", "difference", 4 if precision == "32-true" else None),
         },
-        contestants={name: preparing(build, precision, number=400) for name, build in BUILDERS.items()},
+        contestants={
+            name: preparing(build, precision, number=400) for name, build in BUILDERS.items()
+        },
         rounds=5,
         starts=4,
     )

@@ -140,7 +140,9 @@ CASES = [
         name=f"trees-{ranks}",
         title=f"Collectives over collections on {ranks} ranks; raw is one flat collective",
         rows={
-            f"{operation}, {leaves} {kind}": Row("ms", "ratio", BUDGETS.get(f"{operation}, {leaves} {kind}"))
+            f"{operation}, {leaves} {kind}": Row(
+                "ms", "ratio", BUDGETS.get(f"{operation}, {leaves} {kind}")
+            )
             for operation in ("all_reduce", "all_gather")
             for leaves in REPETITIONS
             for kind in ("floats", "tensors")

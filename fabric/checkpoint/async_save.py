@@ -76,7 +76,9 @@ class StagingBuffers:
     def copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of ``state`` on the CPU, with the local shards of DTensors. Not a collective."""
         with torch.no_grad():
-            copies: Any = {id(each): self._copy(each) for each in flatten(state)[0] if isinstance(each, Tensor)}
+            copies: Any = {
+                id(each): self._copy(each) for each in flatten(state)[0] if isinstance(each, Tensor)
+            }
         copied = copy.deepcopy(state, copies)
         self._free.clear()
         for buffer, _ in self._used.values():
@@ -86,7 +88,11 @@ class StagingBuffers:
 
     def _copy(self, tensor: Tensor) -> Tensor:
         local = local_tensor(tensor).detach().resolve_conj().resolve_neg()
-        is_dense = local.layout is torch.strided and not local.is_quantized and local.untyped_storage().nbytes() > 0
+        is_dense = (
+            local.layout is torch.strided
+            and not local.is_quantized
+            and local.untyped_storage().nbytes() > 0
+        )
         copied = self._view(local) if is_dense else local.clone().cpu()
         if local_tensor(tensor) is not tensor:
             return around_local(tensor, copied)
@@ -107,7 +113,12 @@ class StagingBuffers:
             buffer.view(word).copy_(source.view(word))
             self._used[key] = buffer, source  # kept alive meanwhile, since its address is the key
         view = torch.empty(0, dtype=local.dtype)
-        return view.set_(self._used[key][0].untyped_storage(), local.storage_offset(), local.size(), local.stride())
+        return view.set_(
+            self._used[key][0].untyped_storage(),
+            local.storage_offset(),
+            local.size(),
+            local.stride(),
+        )
 
 
 class AsyncSaver:
@@ -135,8 +146,14 @@ class AsyncSaver:
             CheckpointError: the save that was running failed, and nothing has raised its error on this rank yet.
         """
         pending, self.pending = self.pending, None
-        if pending is not None and not pending.is_raised and (error := pending.exception()) is not None:
-            error.add_note(f"This was fabric.save({str(pending.path)!r}, ..., async_=True), which began earlier.")
+        if (
+            pending is not None
+            and not pending.is_raised
+            and (error := pending.exception()) is not None
+        ):
+            error.add_note(
+                f"This was fabric.save({str(pending.path)!r}, ..., async_=True), which began earlier."
+            )
             raise error
 
     def close(self) -> None:

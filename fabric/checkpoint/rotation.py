@@ -69,14 +69,21 @@ class Checkpoints:
         CheckpointError: another job saves into the folder, or it cannot be written.
     """
 
-    def __init__(self, session: Callable[[str], Any], folder: str | os.PathLike[str], keep: int, best: _Best) -> None:
+    def __init__(
+        self, session: Callable[[str], Any], folder: str | os.PathLike[str], keep: int, best: _Best
+    ) -> None:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
         self._session, self._keep, self._best = session, keep, best
         self._pending: PendingSave | None = None
-        self._written, self._stale = dict[str, str](), list[str]()  # text files by name; checkpoints to remove
+        self._written, self._stale = (
+            dict[str, str](),
+            list[str](),
+        )  # text files by name; checkpoints to remove
 
         def check() -> Location:
-            is_metric = best is None or (type(best) is tuple and len(best) == 2 and best[1] in ("min", "max"))
+            is_metric = best is None or (
+                type(best) is tuple and len(best) == 2 and best[1] in ("min", "max")
+            )
             if type(keep) is not int or keep < 1 or not is_metric:
                 wrong = f"{keep=}" if is_metric else f"{best=}"
                 expected = "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
@@ -85,11 +92,17 @@ class Checkpoints:
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
             checkpoints.join_pending()  # it may write to this folder
-            self._communicator, self._io, files = checkpoints.communicator, checkpoints.io, checkpoints.saver.files
+            self._communicator, self._io, files = (
+                checkpoints.communicator,
+                checkpoints.io,
+                checkpoints.saver.files,
+            )
         self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
         self._folder = agreed(self._communicator, self._request, check)
         is_first = self._communicator.rank == 0
-        found = agreed(self._communicator, self._request, lambda: self._open(files) if is_first else {})
+        found = agreed(
+            self._communicator, self._request, lambda: self._open(files) if is_first else {}
+        )
         # By checkpoint, the oldest first; the same on all ranks.
         self._metrics: dict[str, dict[str, float]] = self._communicator.broadcast_object(found, 0)
         self._number = int(max(self._metrics, default="0").partition("-")[0])
@@ -134,7 +147,9 @@ class Checkpoints:
             value = None if best is None else values.get(best, math.nan)
             if operator.index(step) < 0 or value != value:
                 expected = f"a step of at least 0, and a number for {best!r}; or no metrics"
-                raise ConfigurationError(request, f"the step is {step}, the metrics are {values}", expected)
+                raise ConfigurationError(
+                    request, f"the step is {step}, the metrics are {values}", expected
+                )
             return operator.index(step), value, values
 
         def compare() -> None:
@@ -149,7 +164,9 @@ class Checkpoints:
             first = self._communicator.broadcast_object(own, 0)
             self._number += 1
             name = f"{self._number:08}-step-{first[0]}"
-            saver = replace(checkpoints, check=compare, commit=partial(self._commit, name, first[2]))
+            saver = replace(
+                checkpoints, check=compare, commit=partial(self._commit, name, first[2])
+            )
             self._pending = saver.save(self._folder / name, state, async_=async_)
         return self._pending
 
@@ -177,7 +194,9 @@ class Checkpoints:
                     self._metrics[name] = {}  # never the best one
             else:
                 if passed:
-                    raise CheckpointError(f"restore from {str(self._folder)!r}", listed(passed), "one that is whole")
+                    raise CheckpointError(
+                        f"restore from {str(self._folder)!r}", listed(passed), "one that is whole"
+                    )
                 return None
         if passed and self._communicator.rank == 0:
             warnings.warn(f"{name} is restored; {listed(passed)}", stacklevel=2)
@@ -194,13 +213,17 @@ class Checkpoints:
     def _names(self) -> dict[str, str | None]:
         """The checkpoints that the text files name."""
         metric, mode = self._best or ("", "min")
-        values = {name: each.get(metric, math.nan) for name, each in reversed(self._metrics.items())}
+        values = {
+            name: each.get(metric, math.nan) for name, each in reversed(self._metrics.items())
+        }
         measured = (name for name in values if not math.isnan(values[name]))
         best = (max if mode == "max" else min)(measured, key=values.__getitem__, default=None)
         return {"latest": next(reversed(self._metrics), None), "best": best}
 
     @contextmanager
-    def _commit(self, name: str, metrics: dict[str, float], communicator: Communicator) -> Iterator[None]:
+    def _commit(
+        self, name: str, metrics: dict[str, float], communicator: Communicator
+    ) -> Iterator[None]:
         """Rotation before and after a save, maybe in the background. Collective."""
         # Before the save too: a killed job may have left one checkpoint too many.
         self._rotate(communicator, {f"{name}.json": json.dumps(metrics)} if metrics else None)
@@ -215,7 +238,10 @@ class Checkpoints:
 
     def _rotate(self, communicator: Communicator, texts: dict[str, str] | None = None) -> None:
         newest = {name.rpartition("-")[2]: name for name in self._metrics}.values()
-        kept = {*[name for name in self._metrics if name in newest][-self._keep :], self._names()["best"]}
+        kept = {
+            *[name for name in self._metrics if name in newest][-self._keep :],
+            self._names()["best"],
+        }
         self._stale += self._metrics.keys() - kept
         self._metrics = {name: each for name, each in self._metrics.items() if name in kept}
         self._publish(communicator, texts)
@@ -224,8 +250,13 @@ class Checkpoints:
         """Write the text files, ``latest`` and ``best`` among them, and then remove stale checkpoints. Collective."""
 
         def publish() -> None:
-            if isinstance(self._folder, RemotePath) and (self._folder / _LOCK).read_bytes() != self._owner:
-                raise CheckpointError(self._request, "another job saves into it since", "a folder for each job")
+            if (
+                isinstance(self._folder, RemotePath)
+                and (self._folder / _LOCK).read_bytes() != self._owner
+            ):
+                raise CheckpointError(
+                    self._request, "another job saves into it since", "a folder for each job"
+                )
             for name, text in (self._names() | (texts or {})).items():
                 if text is not None and text != self._written.get(name):
                     with file.atomic_write(self._folder / name) as target:
@@ -242,8 +273,14 @@ class Checkpoints:
         with file.write_errors(self._request):
             self._owner = _claim(self._request, self._folder, files)
             file.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
-            found = {match[1] for each in self._folder.iterdir() if (match := _FILE.fullmatch(each.name))}
-            return {name: self._read(name) for name in sorted(found) if self._is_whole(name) or self._remove(name)}
+            found = {
+                match[1] for each in self._folder.iterdir() if (match := _FILE.fullmatch(each.name))
+            }
+            return {
+                name: self._read(name)
+                for name in sorted(found)
+                if self._is_whole(name) or self._remove(name)
+            }
 
     def _is_whole(self, name: str) -> bool:
         """Whether it was committed; finishes the cleanup of an interrupted save."""
@@ -273,7 +310,9 @@ class Checkpoints:
 def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     """Lock a folder for this process; returns the new content of its lock file."""
     owner = f"process {os.getpid()} on {os.uname().nodename}".encode()
-    if isinstance(folder, RemotePath):  # no locks here: the last job owns it, and earlier ones notice
+    if isinstance(
+        folder, RemotePath
+    ):  # no locks here: the last job owns it, and earlier ones notice
         with file.atomic_write(folder / _LOCK) as target:
             target.write(owner)
         return owner
@@ -284,9 +323,13 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         lock.seek(0)
-        raise CheckpointError(request, f"{lock.read().decode()} saves into it", "a folder for each job") from error
+        raise CheckpointError(
+            request, f"{lock.read().decode()} saves into it", "a folder for each job"
+        ) from error
     except OSError as error:
-        warnings.warn(f"{request}: no lock tells whether another job saves into it: {error}", stacklevel=2)
+        warnings.warn(
+            f"{request}: no lock tells whether another job saves into it: {error}", stacklevel=2
+        )
     lock.truncate(0)
     lock.write(owner)
     return owner
@@ -299,8 +342,12 @@ def _report_to_ray(path: Location, metrics: dict[str, float], is_first: bool) ->
     """
     if RayEnvironment().detect(os.environ) is not None:
         suggestion = 'pip install "torch-fabric[ray]", or unset RAY_JOB_ID'
-        with errors.MissingDependencyError.unless_installed("checkpoints.save in a worker of Ray Train", suggestion):
+        with errors.MissingDependencyError.unless_installed(
+            "checkpoints.save in a worker of Ray Train", suggestion
+        ):
             from ray import train  # pyright: ignore[reportMissingImports]
         with TemporaryDirectory() as folder:
             Path(folder, "checkpoint.json").write_text(json.dumps({"path": str(path)}))
-            train.report(metrics, checkpoint=train.Checkpoint.from_directory(folder) if is_first else None)
+            train.report(
+                metrics, checkpoint=train.Checkpoint.from_directory(folder) if is_first else None
+            )

@@ -46,7 +46,15 @@ from fabric.checkpoint.file import (
     write_errors,
     write_safetensors,
 )  # fmt: skip
-from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, State, encode, flatten_state, listed, local_chunks
+from fabric.checkpoint.state import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    State,
+    encode,
+    flatten_state,
+    listed,
+    local_chunks,
+)
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import DATA_NAME, FORMAT, INDEX, StoredCheckpoint, read_index
 from fabric.communicators import Communicator, LocalCommunicator
@@ -69,7 +77,11 @@ class ShardedCheckpoint:
     """
 
     def save(
-        self, state: State, path: Location, communicator: Communicator = _ALONE, per_rank: State | None = None
+        self,
+        state: State,
+        path: Location,
+        communicator: Communicator = _ALONE,
+        per_rank: State | None = None,
     ) -> None:
         """Write ``state`` to the folder ``path`` and return when it is on the disk.
 
@@ -101,14 +113,22 @@ class ShardedCheckpoint:
             raise CheckpointError(request, problem, "a file system that all ranks share")
         tree, own_kept, tensors = agreed(lambda: flatten_state(entries))
         with ExitStack() as stack:
-            target = agreed(lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None)
-            folder, save, kept = communicator.broadcast_object((*target[:2], own_kept) if target else None, 0)
+            target = agreed(
+                lambda: stack.enter_context(_replace_folder(request, path)) if rank == 0 else None
+            )
+            folder, save, kept = communicator.broadcast_object(
+                (*target[:2], own_kept) if target else None, 0
+            )
 
             def write() -> _Files:
                 if different := kept.keys() ^ tensors.keys():
                     problem = f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(different))}"
-                    raise CheckpointError(request, problem, "a state of the same structure on every rank")
-                return _write_rank(folder, save, rank, {name: tensors[name] for name in kept.values()}, per_rank)
+                    raise CheckpointError(
+                        request, problem, "a state of the same structure on every rank"
+                    )
+                return _write_rank(
+                    folder, save, rank, {name: tensors[name] for name in kept.values()}, per_rank
+                )
 
             written: list[_Files] = gather_on_first(communicator, agreed(write))
 
@@ -117,13 +137,24 @@ class ShardedCheckpoint:
                     files = {name: file for own in written for name, file in own.items()}
                     missing = Counter({name: tensors[name].numel() for name in kept.values()})
                     for _, chunks in files.values():
-                        missing.subtract({name: prod(sizes) for name, (_, sizes, _) in chunks.items()})
+                        missing.subtract(
+                            {name: prod(sizes) for name, (_, sizes, _) in chunks.items()}
+                        )
                     if wrong := [name for name, number in missing.items() if number]:
-                        problem = f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
+                        problem = (
+                            f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
+                        )
                         raise CheckpointError(request, problem)
-                    described = {name: [str(tensors[name].dtype), [*tensors[name].shape]] for name in missing}
+                    described = {
+                        name: [str(tensors[name].dtype), [*tensors[name].shape]] for name in missing
+                    }
                     metadata = encode(state.get(METADATA_KEY, {}))
-                    index = {"files": files, "tensors": described, "metadata": metadata, "state": tree}
+                    index = {
+                        "files": files,
+                        "tensors": described,
+                        "metadata": metadata,
+                        "state": tree,
+                    }
                     _write_index(target[2], save, index)
                 stack.close()
 
@@ -147,7 +178,9 @@ class ShardedCheckpoint:
         """
         request = f"load the sharded checkpoint {str(path)!r}"
         index = raise_on_any_rank_error(
-            communicator, request, lambda: read_index(request, path)[1] if communicator.rank == 0 else b""
+            communicator,
+            request,
+            lambda: read_index(request, path)[1] if communicator.rank == 0 else b"",
         )
         return StoredCheckpoint(request, path, communicator.broadcast_object(index, 0))
 
@@ -197,14 +230,20 @@ def consolidate(
     output = output or Path(base + (".pt" if max_shard_gb is None else "-weights"))
     request = f"fabric consolidate {source} -o {output}" + (f" --key {key}" if key else "")
     if max_shard_gb is not None and output.exists():
-        raise CheckpointError(request, f"{str(output)!r} exists, and weights that stay there would be read too")
+        raise CheckpointError(
+            request, f"{str(output)!r} exists, and weights that stay there would be read too"
+        )
     stored = ShardedCheckpoint().open(source)
     if max_shard_gb is not None or output.suffix == ".safetensors":
         key = _model_entry(request, stored.content, key)
     elif key is not None:
-        raise ConfigurationError(request, "--key chooses the model for weights alone; other files hold all entries")
+        raise ConfigurationError(
+            request, "--key chooses the model for weights alone; other files hold all entries"
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
-    loaded = stored.load(stored.content if key is None else [key], partial(_scratch_tensor, request, output.parent))
+    loaded = stored.load(
+        stored.content if key is None else [key], partial(_scratch_tensor, request, output.parent)
+    )
     if key is None:
         FullCheckpoint().save(loaded, output)
         return output
@@ -212,25 +251,37 @@ def consolidate(
     tensors = {name: each for name, each in loaded[key].items() if isinstance(each, Tensor)}
     if "__metadata__" in tensors:
         raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
-    files = {output: tensors} if max_shard_gb is None else _weight_files(output, tensors, max_shard_gb * 1e9)
+    files = (
+        {output: tensors}
+        if max_shard_gb is None
+        else _weight_files(output, tensors, max_shard_gb * 1e9)
+    )
     for path, part in files.items():
         with atomic_write(path) as file, write_errors(request):
             write_safetensors(file, {name: ([0] * each.dim(), each) for name, each in part.items()})
     if max_shard_gb is not None:
-        index = {"metadata": {}, "weight_map": {name: path.name for path, part in files.items() for name in part}}
+        index = {
+            "metadata": {},
+            "weight_map": {name: path.name for path, part in files.items() for name in part},
+        }
         with atomic_write(output / "model.safetensors.index.json") as file:
             file.write(json.dumps(index, indent=2).encode())
     return output
 
 
-def _weight_files(folder: Path, tensors: Mapping[str, Tensor], limit: float) -> dict[Path, dict[str, Tensor]]:
+def _weight_files(
+    folder: Path, tensors: Mapping[str, Tensor], limit: float
+) -> dict[Path, dict[str, Tensor]]:
     """The files of a folder of weights, named as Hugging Face's libraries expect, and the tensors in each."""
     parts: list[dict[str, Tensor]] = [{}]
     for name, each in tensors.items():
         if parts[-1] and sum(one.nbytes for one in parts[-1].values()) + each.nbytes > limit:
             parts.append({})
         parts[-1][name] = each
-    return {folder / f"model-{at:05}-of-{len(parts):05}.safetensors": part for at, part in enumerate(parts, 1)}
+    return {
+        folder / f"model-{at:05}-of-{len(parts):05}.safetensors": part
+        for at, part in enumerate(parts, 1)
+    }
 
 
 def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
@@ -242,14 +293,18 @@ def _scratch_tensor(request: str, folder: Path, like: Tensor) -> Tensor:
             # On a full disk, writing to the mapping would kill this process (SIGBUS).
             os.posix_fallocate(file.fileno(), 0, like.nbytes)
         name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
-        return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
+        return torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view(
+            like.shape
+        )
 
 
 def _model_entry(request: str, content: State, key: str | None) -> str:
     """The name of the entry that is a model's state: a mapping of names to tensors and plain extra values."""
     models = []
     for name, entry in content.items():
-        kinds = {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
+        kinds = (
+            {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
+        )
         if Tensor in kinds and not any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
             models.append(name)
     chosen = [name for name in models if key in (None, name)]
@@ -259,7 +314,9 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
     raise ConfigurationError(request, problem, listed(map(repr, models)))
 
 
-def _write_rank(folder: Location, save: str, rank: int, tensors: dict[str, Tensor], per_rank: State | None) -> _Files:
+def _write_rank(
+    folder: Location, save: str, rank: int, tensors: dict[str, Tensor], per_rank: State | None
+) -> _Files:
     """Write the data files of one rank."""
     parts: defaultdict[int, dict[str, tuple[list[int], Tensor]]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -302,7 +359,9 @@ def _is_writer(tensor: Any, rank: int) -> bool:
         return rank == 0
     place = tensor.device_mesh.get_coordinate() if 0 in tensor.device_mesh.mesh else None
     return place is not None and not any(
-        number for number, placement in zip(place, tensor.placements, strict=True) if placement.is_replicate()
+        number
+        for number, placement in zip(place, tensor.placements, strict=True)
+        if placement.is_replicate()
     )
 
 
@@ -356,7 +415,9 @@ def clean(folder: Location) -> None:
         if found and (isinstance(writer, RemotePath) or (entry.is_file() and not writer.exists())):
             ended.append((entry, found[1]))
     # Read last: another process may have committed a save in the meantime.
-    current = read_index("save a sharded checkpoint", folder)[0] if (folder / INDEX).is_file() else ""
+    current = (
+        read_index("save a sharded checkpoint", folder)[0] if (folder / INDEX).is_file() else ""
+    )
     for entry, save in ended:
         with suppress(FileNotFoundError):  # another process has done it
             if save != current:
@@ -368,5 +429,10 @@ def clean(folder: Location) -> None:
 def _write_index(index: BinaryIO, save: str, content: dict[str, Any]) -> None:
     """Write the index as JSON with a checksum. The first line has the format, version, save ID and checksum."""
     body = json.dumps(content, allow_nan=False)[1:].encode()
-    header = {"format": FORMAT, "version": FORMAT_VERSION, "save": save, "crc32": zlib.crc32(save.encode() + body)}
+    header = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "save": save,
+        "crc32": zlib.crc32(save.encode() + body),
+    }
     index.write(json.dumps(header)[:-1].encode() + b",\n" + body)

@@ -56,11 +56,17 @@ _Place = tuple[Any, ...]
 _Take = Callable[[_Place, Any], Any]
 
 _LISTED = 12  # names given in full before an error only counts the rest
-_COLLECTIONS = {f"${kind.__name__}": kind for kind in (list, tuple, set, dict, OrderedDict, Counter)}
+_COLLECTIONS = {
+    f"${kind.__name__}": kind for kind in (list, tuple, set, dict, OrderedDict, Counter)
+}
 _SPARSE = {
     torch.sparse_coo: ("indices", "values"),
-    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+    **dict.fromkeys(
+        (torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")
+    ),
+    **dict.fromkeys(
+        (torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")
+    ),
 }
 
 
@@ -104,33 +110,49 @@ class Access:
         copies: dict[Any, Any] = {}
         result: Any = copy.copy(state) if is_first else {}
         for name, value in state.items():
-            full, key = self.full({name: value})[name], _memory_key(value) or name  # one full tensor at a time
+            full, key = (
+                self.full({name: value})[name],
+                _memory_key(value) or name,
+            )  # one full tensor at a time
             if is_first:  # tied weights stay tied
                 if key not in copies:
                     copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), full)
                 result[name] = copies[key]
         return result
 
-    def back_up(self, state: MutableMapping[str, Any], names: Iterable[str], undo: ExitStack) -> None:
+    def back_up(
+        self, state: MutableMapping[str, Any], names: Iterable[str], undo: ExitStack
+    ) -> None:
         """Have ``undo`` restore entries to their present state; modules only if user code may refuse a state."""
         streams = rng_state()
         undo.callback(set_rng_state, streams)
-        copies_modules = any(may_refuse_state(value) for value in state.values() if isinstance(value, nn.Module))
+        copies_modules = any(
+            may_refuse_state(value) for value in state.values() if isinstance(value, nn.Module)
+        )
         for name in names:
             value: Any = state.get(name)
             if isinstance(value, nn.Module):
                 if copies_modules:
-                    own = map_tensors(lambda one: one if is_lazy(one) else one.clone(), self.module_state(value))
+                    own = map_tensors(
+                        lambda one: one if is_lazy(one) else one.clone(), self.module_state(value)
+                    )
                     undo.callback(self.load_module, value, own, False)
             elif is_stateful(value):
-                before = value.state_dict()  # loading gives an optimizer new tensors, and does not write into the old
-                undo.callback(value.load_state_dict, before if isinstance(value, Optimizer) else copy.deepcopy(before))
+                before = (
+                    value.state_dict()
+                )  # loading gives an optimizer new tensors, and does not write into the old
+                undo.callback(
+                    value.load_state_dict,
+                    before if isinstance(value, Optimizer) else copy.deepcopy(before),
+                )
             elif name in state:
                 undo.callback(operator.setitem, state, name, value)
         set_rng_state(streams)  # state_dict() may draw random numbers
 
 
-def collect(state: State, contents: State, filter: Filter | None, trainable_only: bool, checks: bool) -> dict[str, Any]:
+def collect(
+    state: State, contents: State, filter: Filter | None, trainable_only: bool, checks: bool
+) -> dict[str, Any]:
     """The part of the contents to save, in full or as shards. Not a collective; no tensor is copied.
 
     Args:
@@ -170,9 +192,13 @@ def check_entries(state: State) -> None:
     """Raise unless a user's state is a mapping whose entries are all plain, or objects with a state."""
     if not isinstance(state, Mapping):
         request = f"a checkpoint whose state is of type {type(state).__name__}"
-        raise ArgumentTypeError(request, expected="a path, then a dict", suggestion="(path, {'model': model})")
+        raise ArgumentTypeError(
+            request, expected="a path, then a dict", suggestion="(path, {'model': model})"
+        )
     if METADATA_KEY in state:
-        raise ConfigurationError("a checkpoint", f"state[{METADATA_KEY!r}] is fabric's own entry", "any other name")
+        raise ConfigurationError(
+            "a checkpoint", f"state[{METADATA_KEY!r}] is fabric's own entry", "any other name"
+        )
     for name, value in state.items():
         if not is_stateful(value):
             _check_plain(name, value)
@@ -184,19 +210,28 @@ def is_stateful(value: Any) -> bool:
     Raises:
         ArgumentTypeError: it is a ``DataLoader`` that is not set up.
     """
-    if not isinstance(value, type) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+    if (
+        not isinstance(value, type)
+        and hasattr(value, "state_dict")
+        and hasattr(value, "load_state_dict")
+    ):
         return True
     if isinstance(value, DataLoader):
         problem = "it does not know its position, so a resumed run would replay or skip samples"
         suggestion = "loader = fabric.setup_dataloaders(loader), and put the result into the state"
-        raise ArgumentTypeError("a DataLoader in a checkpoint", problem, "one with state_dict()", suggestion)
+        raise ArgumentTypeError(
+            "a DataLoader in a checkpoint", problem, "one with state_dict()", suggestion
+        )
     return False
 
 
 def pop_metadata(loaded: dict[str, Any]) -> dict[str, Any]:
     """Remove and return fabric's own metadata, if any; a CheckpointError if a newer release wrote it."""
     metadata = loaded.pop(METADATA_KEY, {})
-    check_version("load a checkpoint", metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None)
+    check_version(
+        "load a checkpoint",
+        metadata.get("format_version", 0) if isinstance(metadata, Mapping) else None,
+    )
     return dict(metadata)
 
 
@@ -246,7 +281,9 @@ def _check_plain(name: str, value: Any) -> None:
     def take(place: _Place, item: Any) -> None:
         is_tensor = isinstance(item, Tensor)
         # torch itself allows DTensors, but a file cannot hold their process group.
-        if type(item) not in allowed or (is_tensor and (item.is_meta or hasattr(item, "full_tensor"))):
+        if type(item) not in allowed or (
+            is_tensor and (item.is_meta or hasattr(item, "full_tensor"))
+        ):
             raise _refused(place, item)
         if is_tensor:
             encode(vars(item), take, (*place, "__dict__"))
@@ -279,10 +316,16 @@ def flatten_state(state: State) -> tuple[Any, dict[str, str], dict[str, Tensor]]
         tensors[name], kept[name] = item, owners.setdefault(_memory_key(item) or name, name)
         return {"$tensor": kept[name]}
 
-    return [[encode(name), encode(value, take, (name,))] for name, value in state.items()], kept, tensors
+    return (
+        [[encode(name), encode(value, take, (name,))] for name, value in state.items()],
+        kept,
+        tensors,
+    )
 
 
-def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tuple[int, ...] = ()) -> Any:
+def encode(
+    value: Any, take: _Take | None = None, place: _Place = (), above: tuple[int, ...] = ()
+) -> Any:
     """A value as JSON; see ``[Note: JSON with type tags]``.
 
     Args:
@@ -308,7 +351,8 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
         items = [encode(item, take, (*place, index), above) for index, item in enumerate(value)]
         return items if kind is list else {tag: items}
     pairs = [
-        [encode(key, take, (*place, ..., key)), encode(item, take, (*place, key), above)] for key, item in value.items()
+        [encode(key, take, (*place, ..., key)), encode(item, take, (*place, key), above)]
+        for key, item in value.items()
     ]
     written: dict[str, Any] = {tag: pairs}
     if attributes := getattr(value, "__dict__", None):
@@ -316,7 +360,9 @@ def encode(value: Any, take: _Take | None = None, place: _Place = (), above: tup
     return written
 
 
-def unflatten_state(value: Any, tensors: Callable[[str, Any], Tensor] | None = None, present: Any = None) -> Any:
+def unflatten_state(
+    value: Any, tensors: Callable[[str, Any], Tensor] | None = None, present: Any = None
+) -> Any:
     """The inverse of :func:`flatten_state` or :func:`encode`. Runs no code from the input.
 
     Args:
@@ -366,7 +412,9 @@ def local_chunks(tensor: Any) -> list[tuple[list[int], Tensor]]:
     """
     if not hasattr(tensor, "__create_chunk_list__"):
         return [([0] * tensor.dim(), tensor.detach())]
-    from torch.distributed.checkpoint.metadata import MetadataIndex  # takes a second to import; already imported here
+    from torch.distributed.checkpoint.metadata import (
+        MetadataIndex,
+    )  # takes a second to import; already imported here
 
     places = [chunk.offsets for chunk in tensor.__create_chunk_list__()]
     return [([*at], tensor.__get_tensor_shard__(MetadataIndex("", at)).detach()) for at in places]
@@ -375,7 +423,9 @@ def local_chunks(tensor: Any) -> list[tuple[list[int], Tensor]]:
 def _inline(place: _Place, value: Any) -> dict[str, Any]:
     """A tensor as JSON, with its values."""
     if type(value) in (Tensor, nn.Parameter):
-        if value.layout in _SPARSE and (value.layout is not torch.sparse_coo or value.is_coalesced()):
+        if value.layout in _SPARSE and (
+            value.layout is not torch.sparse_coo or value.is_coalesced()
+        ):
             parts = [getattr(value.detach(), part)() for part in _SPARSE[value.layout]]
             return {"$sparse": encode([value.layout, value.shape, parts])}
         if _is_dense(value):
@@ -389,7 +439,11 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _read_values(content: Any) -> Tensor:
     dtype, shape, values = unflatten_state(content)
-    return torch.frombuffer(bytearray(values), dtype=dtype).view(shape) if values else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(values), dtype=dtype).view(shape)
+        if values
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def _read_sparse(content: Any) -> Tensor:
@@ -400,11 +454,19 @@ def _read_sparse(content: Any) -> Tensor:
         return torch.sparse_compressed_tensor(*parts, size=shape, layout=layout)
 
 
-_CONSTANTS = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype | torch.layout)}
+_CONSTANTS = {
+    str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype | torch.layout)
+}
 # By type: how the value is written under its tag, and how it is read back.
 _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    float: (lambda value: struct.pack("<d", value).hex(), lambda text: struct.unpack("<d", bytes.fromhex(text))[0]),
-    complex: (lambda value: encode([value.real, value.imag]), lambda parts: complex(*unflatten_state(parts))),
+    float: (
+        lambda value: struct.pack("<d", value).hex(),
+        lambda text: struct.unpack("<d", bytes.fromhex(text))[0],
+    ),
+    complex: (
+        lambda value: encode([value.real, value.imag]),
+        lambda parts: complex(*unflatten_state(parts)),
+    ),
     str: (
         lambda value: value.encode("utf-8", "surrogatepass").hex(),
         lambda text: bytes.fromhex(text).decode("utf-8", "surrogatepass"),
@@ -426,12 +488,24 @@ def _memory_key(tensor: Any) -> Any:
     if type(local) not in (Tensor, nn.Parameter) or local.numel() == 0:
         return None
     bits = local.is_conj(), local.is_neg()  # views of the same memory with other values
-    return local.data_ptr(), local.device, local.dtype, local.shape, local.stride(), tensor.shape, bits
+    return (
+        local.data_ptr(),
+        local.device,
+        local.dtype,
+        local.shape,
+        local.stride(),
+        tensor.shape,
+        bits,
+    )
 
 
 def _refused(place: _Place, value: Any) -> Exception:
     kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
-    problem = "it holds itself" if kind in _COLLECTIONS.values() else "only running code could load it again"
+    problem = (
+        "it holds itself"
+        if kind in _COLLECTIONS.values()
+        else "only running code could load it again"
+    )
     return ArgumentTypeError(
         f"save {written}, a {kind.__module__}.{kind.__qualname__}",
         problem,

@@ -70,7 +70,10 @@ class RemotePath:
 
     def iterdir(self) -> Iterator["RemotePath"]:
         """The paths directly below this one."""
-        return (self / name.rstrip("/").rpartition("/")[2] for name in self.files.ls(self.path, detail=False))
+        return (
+            self / name.rstrip("/").rpartition("/")[2]
+            for name in self.files.ls(self.path, detail=False)
+        )
 
     def unlink(self) -> None:
         """Remove the object."""
@@ -86,7 +89,9 @@ class RemotePath:
     @contextmanager
     def replace(self) -> Iterator[Any]:
         """As :func:`fabric.checkpoint.file.atomic_write`."""
-        with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=f".{secrets.token_hex(6)}.tmp") as file:
+        with tempfile.NamedTemporaryFile(
+            prefix="fabric-", suffix=f".{secrets.token_hex(6)}.tmp"
+        ) as file:
             yield file
             file.flush()
             self.files.put_file(file.name, self.path)
@@ -126,8 +131,16 @@ def not_found(request: str, path: Location, kind: str) -> CheckpointError:
     folder, names = path.parent, list[str]()
     with suppress(OSError):
         names = [entry.name for entry in islice(folder.iterdir(), 1000)]
-    problem = f"there is no such {kind}" if folder.is_dir() else f"its folder {str(folder)!r} does not exist"
+    problem = (
+        f"there is no such {kind}"
+        if folder.is_dir()
+        else f"its folder {str(folder)!r} does not exist"
+    )
     close = (str(folder / name) for name in difflib.get_close_matches(path.name, names, n=20))
-    near = [each for each in close if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))]
+    near = [
+        each
+        for each in close
+        if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))
+    ]
     suggestion = ", or ".join(near[:5]) or f"the path of a {kind} that exists"
     return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)

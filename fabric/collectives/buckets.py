@@ -52,7 +52,10 @@ MEAN_WIRE_DTYPES = {
 _NUMBERS = {float: torch.float64, int: torch.int64, bool: torch.bool, complex: torch.complex128}
 # Those of other libraries, numpy's for one. In this order: each kind is one of the later kinds too.
 _OTHER_NUMBERS: tuple[tuple[type, type], ...] = ((Integral, int), (Real, float), (Complex, complex))
-_ARRAYS = {torch.float64: "d", torch.int64: "q"}  # torch reads an array without looking at each number
+_ARRAYS = {
+    torch.float64: "d",
+    torch.int64: "q",
+}  # torch reads an array without looking at each number
 
 
 @dataclass
@@ -88,10 +91,17 @@ class Bucket:
         if self.stacked is not None:
             return self.stacked.to(device, dtype)
         leading = () if self.chunks is None else (self.chunks,)
-        parts = [tensor.to(device).reshape(*leading, tensor.numel() // prod(leading)) for tensor in self.tensors]
+        parts = [
+            tensor.to(device).reshape(*leading, tensor.numel() // prod(leading))
+            for tensor in self.tensors
+        ]
         if self.numbers:
             is_wide = op is Reduce.SUM and self.dtype is torch.int64
-            values = self.numbers + [number >> 32 for number in self.numbers] if is_wide else self.numbers
+            values = (
+                self.numbers + [number >> 32 for number in self.numbers]
+                if is_wide
+                else self.numbers
+            )
             if code := _ARRAYS.get(self.dtype):
                 numbers = torch.frombuffer(array(code, values), dtype=self.dtype)
             else:
@@ -119,12 +129,16 @@ class Bucket:
         leading = () if ranks is None else (ranks,)
         sizes = [tensor.numel() // (self.chunks or 1) for tensor in self.tensors]
         is_alone = len(sizes) + bool(self.numbers) == 1
-        parts = [buffer] if is_alone else buffer.split([*sizes, buffer.shape[-1] - sum(sizes)], dim=-1)
+        parts = (
+            [buffer] if is_alone else buffer.split([*sizes, buffer.shape[-1] - sum(sizes)], dim=-1)
+        )
         for place, tensor, part in zip(self.places, self.tensors, parts, strict=False):
             if buffer.requires_grad and not tensor.requires_grad:
                 part = part.detach()
             shape = tensor.shape if self.chunks is None else tensor.shape[1:]
-            leaves[place] = part.to(tensor.device, self.dtype, copy=not is_alone).reshape((*leading, *shape))
+            leaves[place] = part.to(tensor.device, self.dtype, copy=not is_alone).reshape(
+                (*leading, *shape)
+            )
         if not self.numbers:
             return
         values = parts[-1].bool() if self.dtype is torch.bool else parts[-1]
@@ -138,7 +152,9 @@ class Bucket:
             leaves[place] = number
 
 
-def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: bool = False) -> list[Bucket]:
+def pack(
+    leaves: list[Any], structure: Structure, numbers: bool = True, opaque: bool = False
+) -> list[Bucket]:
     """Sort leaves into one bucket for each dtype, in the order in which the dtypes first occur.
 
     Args:
@@ -152,7 +168,11 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: 
     """
     kinds = set(map(type, leaves))
     if kinds == {Tensor} and (stacked := _stack(leaves)) is not None:
-        return [Bucket(stacked.dtype, tensors=leaves[:], places=list(range(len(leaves))), stacked=stacked)]
+        return [
+            Bucket(
+                stacked.dtype, tensors=leaves[:], places=list(range(len(leaves))), stacked=stacked
+            )
+        ]
     if kinds == {float} and numbers:
         return [Bucket(torch.float64, numbers=leaves[:])]
     buckets: dict[torch.dtype, Bucket] = {}
@@ -167,7 +187,9 @@ def pack(leaves: list[Any], structure: Structure, numbers: bool = True, opaque: 
                 number, dtype = found
                 if dtype is torch.int64 and not -(2**63) <= number < 2**63:
                     path = leaf_paths(structure)[place] or "a number"
-                    raise ConfigurationError(f"a collective over {path}", "it is beyond 64 bits", suggestion="float(x)")
+                    raise ConfigurationError(
+                        f"a collective over {path}", "it is beyond 64 bits", suggestion="float(x)"
+                    )
                 bucket = buckets.setdefault(dtype, Bucket(dtype))
                 bucket.numbers.append(number)
                 bucket.number_places.append(place)
@@ -185,9 +207,14 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
     buckets = pack(leaves, structure)
     for bucket in buckets:
         bucket.chunks, bucket.stacked = size, None
-    shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else () if _as_number(leaf) else (size,) for leaf in leaves]
+    shapes = [
+        tuple(leaf.shape) if isinstance(leaf, Tensor) else () if _as_number(leaf) else (size,)
+        for leaf in leaves
+    ]
     paths = zip(leaf_paths(structure), shapes, strict=True)
-    problems = [f"{path or 'it'} is of shape {shape}" for path, shape in paths if shape[:1] != (size,)]
+    problems = [
+        f"{path or 'it'} is of shape {shape}" for path, shape in paths if shape[:1] != (size,)
+    ]
     if problems:
         raise ConfigurationError(
             f"{operation}(...) in a group of {size}",
@@ -199,7 +226,11 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
 
 
 def describe(
-    structure: Structure, leaves: list[Any], buckets: list[Bucket], grads: bool = False, ragged: bool = False
+    structure: Structure,
+    leaves: list[Any],
+    buckets: list[Bucket],
+    grads: bool = False,
+    ragged: bool = False,
 ) -> str:
     """What has to agree over ranks: names, then dtype and shape of tensors and the dtype of numbers, in their order.
 
@@ -214,11 +245,15 @@ def describe(
         for bucket in buckets:
             for place, tensor in zip(bucket.places, bucket.tensors, strict=True):
                 shape = ["*", *tensor.shape[1:]] if ragged and tensor.dim() else list(tensor.shape)
-                found[place] = f"{bucket.dtype}{shape}{' with gradient' * (grads and tensor.requires_grad)}"
+                found[place] = (
+                    f"{bucket.dtype}{shape}{' with gradient' * (grads and tensor.requires_grad)}"
+                )
             for place in bucket.number_places:
                 found[place] = str(bucket.dtype)
         kinds = ", ".join(f"{len(list(run))} {kind}" for kind, run in groupby(found))
-    return ": ".join(filter(None, (outline(structure), kinds.replace("torch.", "").replace("'*'", "*"))))
+    return ": ".join(
+        filter(None, (outline(structure), kinds.replace("torch.", "").replace("'*'", "*")))
+    )
 
 
 def _as_number(leaf: Any) -> tuple[Any, torch.dtype] | None:
@@ -244,6 +279,9 @@ def _stack(tensors: list[Tensor]) -> Tensor | None:
     try:
         stacked = torch.stack(tensors)
         check_tensor(stacked, None, 0)
-    except (RuntimeError, ConfigurationError):  # not all of one shape, or on one device; or one is to be named
+    except (
+        RuntimeError,
+        ConfigurationError,
+    ):  # not all of one shape, or on one device; or one is to be named
         return None
     return stacked

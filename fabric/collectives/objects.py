@@ -30,7 +30,11 @@ class TensorMeta:
     """What a receiver has to know of a tensor before it arrives; no dataclass, since those are collections."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.on_cpu = tensor.shape, tensor.dtype, tensor.device.type == "cpu"
+        self.shape, self.dtype, self.on_cpu = (
+            tensor.shape,
+            tensor.dtype,
+            tensor.device.type == "cpu",
+        )
         self.requires_grad = tensor.requires_grad and torch.is_grad_enabled()
 
     def device(self, own: torch.device) -> torch.device:
@@ -39,7 +43,9 @@ class TensorMeta:
 
     def empty(self, own: torch.device) -> Tensor:
         """A tensor to receive into, in a process with this device."""
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device(own), requires_grad=self.requires_grad)
+        return torch.empty(
+            self.shape, dtype=self.dtype, device=self.device(own), requires_grad=self.requires_grad
+        )
 
     def describes(self, leaf: Any) -> bool:
         """Whether this could have been made of ``leaf``, which is a dense tensor."""
@@ -55,7 +61,9 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
     if communicator.rank == src:
         try:
             _check_parts(parts, communicator)
-            rows = pad_sequence([_packed(part, communicator.device) for part in parts], batch_first=True)
+            rows = pad_sequence(
+                [_packed(part, communicator.device) for part in parts], batch_first=True
+            )
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = sendable(caught)
     length = communicator.broadcast_object(rows is not None and rows.shape[1], src, call, error)
@@ -63,12 +71,16 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
     return _unpacked(communicator.scatter(rows, output, src, call), device, src)
 
 
-def gather(communicator: Communicator, tree: Any, dst: int, device: torch.device) -> list[Any] | None:
+def gather(
+    communicator: Communicator, tree: Any, dst: int, device: torch.device
+) -> list[Any] | None:
     """See :meth:`fabric.Fabric.gather`; ``device`` is this process's."""
     communicator.check_rank(Operation.GATHER, dst)
     call = CallDescription("gather", lambda: f"{dst=}")
     message, error = _message(tree, communicator.device)
-    lengths, named = zip(*communicator.gather_objects((len(message), dst), call, error), strict=True)
+    lengths, named = zip(
+        *communicator.gather_objects((len(message), dst), call, error), strict=True
+    )
     if len(set(named)) > 1:
         raise mismatch(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
     rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
@@ -86,7 +98,9 @@ def send(communicator: Communicator, tree: Any, dst: int) -> None:
 
 def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
     """See :meth:`fabric.Fabric.recv`; ``device`` is this process's."""
-    length = int(communicator.recv(torch.empty(1, dtype=torch.int64, device=communicator.device), src))
+    length = int(
+        communicator.recv(torch.empty(1, dtype=torch.int64, device=communicator.device), src)
+    )
     message = torch.empty(length, dtype=torch.uint8, device=communicator.device)
     return _unpacked(communicator.recv(message, src), device, src)
 
@@ -134,6 +148,10 @@ def _check_parts(parts: Any, communicator: Communicator) -> None:
     request = f"scatter(parts, ...) on rank {communicator.rank}"
     expected = f"a list or tuple of {communicator.size} objects, by rank"
     if isinstance(parts, str | bytes) or not isinstance(parts, Sequence):
-        raise ArgumentTypeError(request, f"parts is a {type(parts).__name__}", expected, "list(x), or x.unbind(0)")
+        raise ArgumentTypeError(
+            request, f"parts is a {type(parts).__name__}", expected, "list(x), or x.unbind(0)"
+        )
     if len(parts) != communicator.size:
-        raise ConfigurationError(request, f"there are {len(parts)} parts", expected, "one part for each rank")
+        raise ConfigurationError(
+            request, f"there are {len(parts)} parts", expected, "one part for each rank"
+        )

@@ -24,7 +24,14 @@ from fabric.communicators.base import BITWISE, ORDERED, CallDescription, sendabl
 from fabric.errors import ConfigurationError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
-__all__ = ["all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "reduce_scatter"]
+__all__ = [
+    "all_gather",
+    "all_gather_ragged",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce_scatter",
+]
 
 Sent = tuple[Bucket, Tensor]  # and its buffer
 
@@ -66,7 +73,10 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         try:
             leaves, structure = flatten(tree)
             pack(leaves, structure, numbers=False, opaque=True)
-            metas = unflatten(structure, [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
+            metas = unflatten(
+                structure,
+                [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+            )
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = sendable(caught)
     received = communicator.broadcast_object(metas, src, call, error)
@@ -79,24 +89,40 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
     return unflatten(structure, leaves)
 
 
-def all_gather_ragged(communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False) -> Any:
+def all_gather_ragged(
+    communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False
+) -> Any:
     """See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``.
 
     Costs an exchange of the lengths besides one collective for each dtype, which is as long as the longest.
     """
     with _raised_everywhere(communicator, Operation.ALL_GATHER):
         leaves, structure = flatten(tree)
-        text = describe(structure, leaves, pack(leaves, structure), sync_grads and torch.is_grad_enabled(), ragged=True)
+        text = describe(
+            structure,
+            leaves,
+            pack(leaves, structure),
+            sync_grads and torch.is_grad_enabled(),
+            ragged=True,
+        )
     signed = f"all_gather({concat=}, {text})"
-    call = CallDescription("all_gather", lambda: f"{sync_grads=} of ragged, {concat=}, {text}", signed, True)
+    call = CallDescription(
+        "all_gather", lambda: f"{sync_grads=} of ragged, {concat=}, {text}", signed, True
+    )
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-    own = torch.tensor([len(leaves[place]) for place in places], dtype=torch.int64, device=communicator.device)
+    own = torch.tensor(
+        [len(leaves[place]) for place in places], dtype=torch.int64, device=communicator.device
+    )
     of_all = communicator.run(Collective(Operation.ALL_GATHER, own, call=call)).tolist()
     lengths = dict(zip(places, zip(*of_all, strict=True), strict=True))
     for place, of_ranks in lengths.items():
         leaf = leaves[place]
-        leaves[place] = torch.cat([leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])])
-    gathered = _exchange(communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, signed=False)
+        leaves[place] = torch.cat(
+            [leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])]
+        )
+    gathered = _exchange(
+        communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, signed=False
+    )
     for place, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
             if place in lengths:
@@ -139,23 +165,44 @@ def _exchange(
     template = Collective(operation, reduce=op, call=call)
     _run(communicator, template, sent, leaves, detach=not sync_grads)
     if op is Reduce.PRODUCT:
-        factors = [float(number) for bucket in buckets if bucket.dtype is torch.int64 for number in bucket.numbers]
+        factors = [
+            float(number)
+            for bucket in buckets
+            if bucket.dtype is torch.int64
+            for number in bucket.numbers
+        ]
         # So close to the limit, a float does not tell on which side of it the product is.
-        if factors and any(abs(product) > 0.999 * 2**63 for product in all_reduce(communicator, factors, op)):
-            raise ConfigurationError("a product of Python integers", "it is beyond 64 bits", suggestion="float(x)")
+        if factors and any(
+            abs(product) > 0.999 * 2**63 for product in all_reduce(communicator, factors, op)
+        ):
+            raise ConfigurationError(
+                "a product of Python integers", "it is beyond 64 bits", suggestion="float(x)"
+            )
     return unflatten(structure, leaves)
 
 
 def _run(
-    communicator: Communicator, template: Collective, sent: list[Sent], leaves: list[Any], detach: bool = False
+    communicator: Communicator,
+    template: Collective,
+    sent: list[Sent],
+    leaves: list[Any],
+    detach: bool = False,
 ) -> None:
     """Make one collective for each bucket, the first one signed, and put the results in the places of the leaves."""
-    ranks = communicator.size if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL) else None
+    ranks = (
+        communicator.size
+        if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
+        else None
+    )
     while sent:
         bucket, buffer = sent.pop(0)  # which is let go as soon as its results have been copied
         collective = template._replace(buffer=buffer.detach())
         tracked = buffer.requires_grad and not detach
-        result = _Differentiable.apply(communicator, collective, buffer) if tracked else communicator.run(collective)
+        result = (
+            _Differentiable.apply(communicator, collective, buffer)
+            if tracked
+            else communicator.run(collective)
+        )
         bucket.unpack(result, leaves, ranks)
         template = template._replace(call=template.call and template.call._replace(text=None))
 
@@ -188,10 +235,16 @@ def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
 # -- reductions: what has a meaning -----------------------------------------------------------------------------------
 
 
-def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation) -> None:
+def _check_reduction(
+    op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation
+) -> None:
     """Raise a ConfigurationError, which names a leaf and what to write, for a reduction that has no meaning."""
     for bucket in buckets:
-        tensors = zip(bucket.places, bucket.tensors, strict=True) if op in ORDERED and torch.is_grad_enabled() else ()
+        tensors = (
+            zip(bucket.places, bucket.tensors, strict=True)
+            if op in ORDERED and torch.is_grad_enabled()
+            else ()
+        )
         trained = [place for place, leaf in tensors if leaf.requires_grad]
         dtype = bucket.dtype
         is_inexact = dtype.is_floating_point or dtype.is_complex
@@ -199,9 +252,15 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
             problem = f"booleans have no {op.value}"
             suggestion = '"min" for all, "max" for any; x.long() or x.float() for a count'
         elif op is Reduce.MEAN and not is_inexact:
-            problem, suggestion = "the mean of integers is not an integer", 'reduce_op="sum", or float(x) for a mean'
+            problem, suggestion = (
+                "the mean of integers is not an integer",
+                'reduce_op="sum", or float(x) for a mean',
+            )
         elif op in BITWISE and is_inexact:
-            problem, suggestion = f"{op.value} is over the bits of integers and booleans", "x.long(), or x > 0"
+            problem, suggestion = (
+                f"{op.value} is over the bits of integers and booleans",
+                "x.long(), or x > 0",
+            )
         elif dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
             problem = f"no backend carries uint64, and as int64 its {op.value} is another"
             suggestion = "x.long(), for values below 2**63"
@@ -224,11 +283,18 @@ def _check_reduction(op: Reduce, buckets: Sequence[Bucket], structure: Structure
 
 class _Differentiable(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor
+    ) -> Tensor:
         # The description of the call holds the results, whose graph holds this: a cycle that is never collected.
         ctx.communicator, ctx.collective = communicator, collective._replace(buffer=None, call=None)
         # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
-        own = buffer.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
+        own = (
+            buffer.detach()
+            .clone(memory_format=torch.contiguous_format)
+            .resolve_conj()
+            .resolve_neg()
+        )
         return communicator.run(collective._replace(buffer=own))
 
     @staticmethod

@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.errors import ArgumentTypeError, CollectiveMismatchError, ConfigurationError, FabricError
+from fabric.errors import (
+    ArgumentTypeError,
+    CollectiveMismatchError,
+    ConfigurationError,
+    FabricError,
+)
 
 __all__ = [
     "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
@@ -56,7 +61,11 @@ class Reduce(Enum):
 
 ReduceOp = Reduce | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType
 # The bitwise ones, of integers and booleans; and those without a gradient, which are not defined for complex numbers.
-BITWISE = {Reduce.BAND: torch.bitwise_and, Reduce.BOR: torch.bitwise_or, Reduce.BXOR: torch.bitwise_xor}
+BITWISE = {
+    Reduce.BAND: torch.bitwise_and,
+    Reduce.BOR: torch.bitwise_or,
+    Reduce.BXOR: torch.bitwise_xor,
+}
 ORDERED = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 
 
@@ -135,7 +144,10 @@ class Collective(NamedTuple):
             "ranks": buffer if self.operation is Operation.NEW_GROUP else None,
         }
         if isinstance(buffer, Tensor):
-            facts |= {"dtype": str(buffer.dtype).removeprefix("torch."), "shape": tuple(buffer.shape)}
+            facts |= {
+                "dtype": str(buffer.dtype).removeprefix("torch."),
+                "shape": tuple(buffer.shape),
+            }
         return {name: str(fact) for name, fact in facts.items() if fact is not None}
 
     def message(self, rank: int) -> tuple[Any, Any]:
@@ -234,14 +246,18 @@ class Communicator(ABC):
         """Overwrite ``buffer`` with that of rank ``src``, of the same shape and dtype, and return it."""
         return self._run_with_peer(Operation.BROADCAST, buffer, src)
 
-    def scatter(self, rows: Tensor | None, output: Tensor, src: int, call: CallDescription | None = None) -> Tensor:
+    def scatter(
+        self, rows: Tensor | None, output: Tensor, src: int, call: CallDescription | None = None
+    ) -> Tensor:
         """Write this rank's row of rank ``src``'s ``rows`` into ``output`` and return it.
 
         ``rows`` has shape ``(size, *output.shape)`` on ``src`` and is None elsewhere.
         """
         return self._run_with_peer(Operation.SCATTER, output, src, rows=rows, call=call)
 
-    def gather(self, buffer: Tensor, dst: int, call: CallDescription | None = None) -> Tensor | None:
+    def gather(
+        self, buffer: Tensor, dst: int, call: CallDescription | None = None
+    ) -> Tensor | None:
         """A new tensor of shape ``(size, *buffer.shape)`` on rank ``dst``, as by :meth:`all_gather`; None elsewhere."""
         return self._run_with_peer(Operation.GATHER, buffer, dst, call=call)
 
@@ -258,7 +274,11 @@ class Communicator(ABC):
         self.run(Collective(Operation.BARRIER, name=name or "unnamed"))
 
     def broadcast_object(
-        self, value: Any, src: int, call: CallDescription | None = None, error: FabricError | None = None
+        self,
+        value: Any,
+        src: int,
+        call: CallDescription | None = None,
+        error: FabricError | None = None,
     ) -> Any:
         """Rank ``src``'s value, any object that pickles, on every rank.
 
@@ -270,7 +290,9 @@ class Communicator(ABC):
         if self.size == 1 and error is None:
             return value
         own = _packed(value, error) if self.rank == src else None
-        return from_pickle(self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src)
+        return from_pickle(
+            self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src
+        )
 
     def gather_objects(
         self, value: Any, call: CallDescription | None = None, error: FabricError | None = None
@@ -294,7 +316,9 @@ class Communicator(ABC):
         argument = "dst" if operation in (Operation.SEND, Operation.GATHER) else "src"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
-            "a rank does not send to itself" if is_member else f"there is no rank {rank!r} in a group of {self.size}",
+            "a rank does not send to itself"
+            if is_member
+            else f"there is no rank {rank!r} in a group of {self.size}",
             f"{argument} from 0 to {self.size - 1}, and of send and recv another rank than {self.rank}",
             f"{argument}=0 for the first rank",
         )
@@ -364,13 +388,17 @@ def sendable(error: Exception) -> FabricError:
     """The error of a rank that cannot make its message, as all ranks raise it."""
     if isinstance(error, FabricError):
         return error
-    return ArgumentTypeError("a collection to be sent", f"to take it apart raises {type(error).__name__}: {error}")
+    return ArgumentTypeError(
+        "a collection to be sent", f"to take it apart raises {type(error).__name__}: {error}"
+    )
 
 
 def mismatch(request: str, named: Sequence[int]) -> CollectiveMismatchError:
     """The error of ranks that name different sources or destinations."""
     problem = f"other ranks name others, from {min(named)} to {max(named)}"
-    return CollectiveMismatchError(request, problem, "one source or destination, the same on all ranks")
+    return CollectiveMismatchError(
+        request, problem, "one source or destination, the same on all ranks"
+    )
 
 
 def _packed(value: Any, error: FabricError | None) -> bytes:

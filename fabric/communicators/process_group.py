@@ -11,13 +11,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from fabric._torch import all_gather_into, real_tensors, reduce_scatter_into
-from fabric.communicators.base import BITWISE, ORDERED, Collective, Communicator, Operation, Reduce, mismatch
+from fabric.communicators.base import (
+    BITWISE,
+    ORDERED,
+    Collective,
+    Communicator,
+    Operation,
+    Reduce,
+    mismatch,
+)
 from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
 # The names are torch's; not every backend has its mean, which is a sum here.
-_OPS = {op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce}
+_OPS = {
+    op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce
+}
 
 _LARGEST = 2**63 - 1
 
@@ -32,7 +42,12 @@ class ProcessGroupCommunicator(Communicator):
         timeout: how long a collective of the groups made by :meth:`new_group` may wait; None is torch's default.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta | None = None,
+    ) -> None:
         self._group, self._owns_group = group, False
         self._own_device, self._timeout = device, timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
@@ -42,14 +57,21 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer, op, group = collective.buffer, collective.peer or 0, collective.reduce or Reduce.SUM, self._group
+        buffer, peer, op, group = (
+            collective.buffer,
+            collective.peer or 0,
+            collective.reduce or Reduce.SUM,
+            self._group,
+        )
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, op)
             case Operation.ALL_GATHER:
                 output = buffer.new_empty((self.size, *buffer.shape))
                 if self._gathers_at_once(buffer):
-                    dist.all_to_all_single(output, buffer.expand_as(output).contiguous(), group=group)
+                    dist.all_to_all_single(
+                        output, buffer.expand_as(output).contiguous(), group=group
+                    )
                 else:
                     all_gather_into(output.view(-1), buffer.reshape(-1), group=group)
                 return output
@@ -75,7 +97,11 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.BROADCAST_OBJECT | Operation.GATHER_OBJECTS:
                 gathers = collective.operation is Operation.GATHER_OBJECTS
                 with real_tensors():  # in a dry run, too
-                    return self._gather_bytes(buffer) if gathers else self._broadcast_bytes(buffer, peer)
+                    return (
+                        self._gather_bytes(buffer)
+                        if gathers
+                        else self._broadcast_bytes(buffer, peer)
+                    )
             case Operation.NEW_GROUP:
                 return self._new_group(buffer)
         return buffer
@@ -86,12 +112,19 @@ class ProcessGroupCommunicator(Communicator):
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         # nccl has no bitwise reductions, and gloo makes two rounds for more than 16 bytes.
-        gathers = not self._is_gloo if op in BITWISE else buffer.nbytes > 16 and self._gathers_at_once(buffer)
+        gathers = (
+            not self._is_gloo
+            if op in BITWISE
+            else buffer.nbytes > 16 and self._gathers_at_once(buffer)
+        )
         if gathers:  # each rank reduces for itself
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
             # Whether backends skip NaN depends on its place; as an integer it is the largest number, or the least.
-            bits, last = _in_order(buffer.double().view(torch.int64)), _LARGEST if op is Reduce.MAX else ~_LARGEST
+            bits, last = (
+                _in_order(buffer.double().view(torch.int64)),
+                _LARGEST if op is Reduce.MAX else ~_LARGEST,
+            )
             dist.all_reduce(bits.masked_fill_(buffer.isnan(), last), op=_OPS[op], group=self._group)
             return buffer.copy_(_in_order(bits).view(torch.float64))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)
@@ -105,18 +138,24 @@ class ProcessGroupCommunicator(Communicator):
         return output.div_(self.size) if op is Reduce.MEAN else output
 
     def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
-        if buffer.is_complex():  # torch shows them to the backend as real numbers everywhere but here
+        if (
+            buffer.is_complex()
+        ):  # torch shows them to the backend as real numbers everywhere but here
             gathered = self._gather(torch.view_as_real(buffer), dst)
             return None if gathered is None else torch.view_as_complex(gathered)
         output = buffer.new_empty((self.size, *buffer.shape)) if self.rank == dst else None
-        dist.gather(buffer, None if output is None else list(output), group_dst=dst, group=self._group)
+        dist.gather(
+            buffer, None if output is None else list(output), group_dst=dst, group=self._group
+        )
         return output
 
     # torch's own collectives of objects need numpy, which is optional.
 
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
         # With the length goes the source: ranks that name different ones would not notice otherwise.
-        facts = self.all_reduce(torch.tensor([len(message or b""), src, -src], device=self.device), Reduce.MAX)
+        facts = self.all_reduce(
+            torch.tensor([len(message or b""), src, -src], device=self.device), Reduce.MAX
+        )
         length, last, first = facts.tolist()
         if last != -first:
             raise mismatch(f"src={src} on rank {self.rank}", [-first, last])
@@ -124,7 +163,9 @@ class ProcessGroupCommunicator(Communicator):
         return to_bytes(buffer) if message is None else message
 
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        lengths = self.all_gather(torch.tensor([len(message)], device=self.device)).flatten().tolist()
+        lengths = (
+            self.all_gather(torch.tensor([len(message)], device=self.device)).flatten().tolist()
+        )
         padded = to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
         return [to_bytes(row[:n]) for row, n in zip(self.all_gather(padded), lengths, strict=True)]
 

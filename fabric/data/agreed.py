@@ -29,7 +29,14 @@ from fabric.diagnostics.recorder import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 from fabric.seed import rng_state, set_rng_state
 
-__all__ = ["Agreement", "Upcoming", "Windows", "check_no_window", "number_of_batches", "without_repeats"]
+__all__ = [
+    "Agreement",
+    "Upcoming",
+    "Windows",
+    "check_no_window",
+    "number_of_batches",
+    "without_repeats",
+]
 
 _END = object()
 
@@ -52,7 +59,11 @@ class Upcoming:
     """
 
     def __init__(
-        self, batches: Iterator[Any], left: int | None, state: EpochState, own_state: Callable[[EpochState], Any]
+        self,
+        batches: Iterator[Any],
+        left: int | None,
+        state: EpochState,
+        own_state: Callable[[EpochState], Any],
     ) -> None:
         self.left, self.state, self._batches, self._own_state = left, state, batches, own_state
         self._fetched: list[Any] = []
@@ -65,15 +76,23 @@ class Upcoming:
         """The next batch, without consuming it."""
         if not self._fetched:
             self.state.ahead = None
-            self.state.ahead = None if self.left is not None else copy.deepcopy(self._own_state(self.state))
+            self.state.ahead = (
+                None if self.left is not None else copy.deepcopy(self._own_state(self.state))
+            )
             self._fetched.append(next(self._batches, _END))
         return self._fetched[0]
 
     def take(self, is_end: bool = False) -> Any:
         """The next batch. With ``is_end`` there must be none: asking the loader once more ends its workers."""
         if (self.peek() is _END) is not is_end:
-            problem = f"its sampler yields {'more' if is_end else 'fewer'} batches than its length says"
-            raise UsageError("a loop whose end is known ahead", problem, "a sampler with the right length, or none")
+            problem = (
+                f"its sampler yields {'more' if is_end else 'fewer'} batches than its length says"
+            )
+            raise UsageError(
+                "a loop whose end is known ahead",
+                problem,
+                "a sampler with the right length, or none",
+            )
         self.left = None if self.left is None else self.left - 1
         return self._fetched.pop()
 
@@ -95,29 +114,48 @@ class Agreement:
         modules: the modules that are set up.
     """
 
-    def __init__(self, size: int = 1, connect: Callable[[str], Any] = str, modules: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, size: int = 1, connect: Callable[[str], Any] = str, modules: Iterable[nn.Module] = ()
+    ) -> None:
         self.size, self._connect, self._modules = size, connect, modules
         self._loops, self._thread = count(1), ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
         """Raise a UsageError if a repeat would enter statistics computed over all ranks."""
-        if any(isinstance(part, nn.SyncBatchNorm) for model in self._modules for part in model.modules()):
+        if any(
+            isinstance(part, nn.SyncBatchNorm)
+            for model in self._modules
+            for part in model.modules()
+        ):
             problem = "a repeated batch would count in the statistics that SyncBatchNorm takes over all ranks"
-            raise UsageError('a loop under uneven="longest"', problem, 'uneven="shortest", or batch norms of each rank')
+            raise UsageError(
+                'a loop under uneven="longest"',
+                problem,
+                'uneven="shortest", or batch norms of each rank',
+            )
 
-    def batches(self, upcoming: Upcoming, pick: Callable[[Iterable[int]], int], ends: bool) -> Iterator[Any]:
+    def batches(
+        self, upcoming: Upcoming, pick: Callable[[Iterable[int]], int], ends: bool
+    ) -> Iterator[Any]:
         """Yield equally many batches on all ranks: the least (``pick=min``) or largest (``max``) number of any rank.
 
         With ``ends``, ``state.is_final`` says whether the current one is the last.
         """
         loop, number, batch = next(self._loops), 0, _END
-        numbers = self._ask(loop, 0, upcoming.has_next(), -1 if upcoming.left is None else upcoming.left).result()
+        numbers = self._ask(
+            loop, 0, upcoming.has_next(), -1 if upcoming.left is None else upcoming.left
+        ).result()
         has, left = zip(*numbers, strict=True)
         total = None if -1 in left else pick(left)
         goes_on = pick(has)
         if goes_on and not all(has):
             group, source = self._connect("batches"), has.index(1)
-            batch = broadcast(group, upcoming.peek() if source == group.rank else None, source, torch.device("cpu"))
+            batch = broadcast(
+                group,
+                upcoming.peek() if source == group.rank else None,
+                source,
+                torch.device("cpu"),
+            )
         while goes_on:
             is_own, number = upcoming.has_next(), number + 1
             batch = upcoming.take() if is_own else batch
@@ -146,7 +184,11 @@ class Agreement:
     def _repeating(self, state: EpochState) -> Iterator[None]:
         """Mark the batch as a repeat within, and restore random streams and buffers afterwards."""
         parts = [part for model in self._modules for part in model.modules()]
-        kept = [(part, name, each, each.clone()) for part in parts for name, each in part.named_buffers(recurse=False)]
+        kept = [
+            (part, name, each, each.clone())
+            for part in parts
+            for name, each in part.named_buffers(recurse=False)
+        ]
         streams, state.is_repeat = rng_state(), True
         try:
             yield
@@ -158,13 +200,22 @@ class Agreement:
                 buffer.detach().copy_(value)
 
 
-def _exchange(group: Communicator, facts: tuple[int, ...], call: CallDescription) -> list[list[int]]:
+def _exchange(
+    group: Communicator, facts: tuple[int, ...], call: CallDescription
+) -> list[list[int]]:
     """The flags of all ranks; raises unless all ranks are at the same batch of the same loop."""
     rows = group.run(Collective(Operation.ALL_GATHER, torch.tensor(facts), call=call)).tolist()
     if any(row[:2] != rows[0][:2] for row in rows):
-        places = [f"rank {rank} behind batch {row[1]} of loop {row[0]}" for rank, row in enumerate(rows[:8])]
+        places = [
+            f"rank {rank} behind batch {row[1]} of loop {row[0]}"
+            for rank, row in enumerate(rows[:8])
+        ]
         problem = f"the ranks are at different places of their loops: {', '.join(places)}"
-        raise UsageError("a loop that ends on all ranks together", problem, "breaks at the same batch on all ranks")
+        raise UsageError(
+            "a loop that ends on all ranks together",
+            problem,
+            "breaks at the same batch on all ranks",
+        )
     return [row[2:] for row in rows]
 
 
@@ -177,8 +228,14 @@ def without_repeats(state: EpochState, loss: Tensor, weight: Any) -> tuple[Tenso
     if weight is None:
         problem = "a mean over the processes would count those that have no batch"
         suggestion = "fabric.backward(losses.sum(), weight=len(losses))"
-        raise UsageError('fabric.backward(loss) in a loop under uneven="longest"', problem, suggestion=suggestion)
-    return (torch.where(loss.isfinite(), loss, 0) * 0, weight * 0) if state.is_repeat else (loss, weight)
+        raise UsageError(
+            'fabric.backward(loss) in a loop under uneven="longest"', problem, suggestion=suggestion
+        )
+    return (
+        (torch.where(loss.isfinite(), loss, 0) * 0, weight * 0)
+        if state.is_repeat
+        else (loss, weight)
+    )
 
 
 class Windows:
@@ -214,12 +271,18 @@ class Windows:
         request = f"fabric.accumulate({type(loader).__name__}, steps={steps!r})"
         spec: Any = getattr(loader, "_spec", None)
         if not isinstance(spec, LoaderSpec):
-            raise ArgumentTypeError(request, "the loader is not set up", suggestion="fabric.setup_dataloaders(loader)")
+            raise ArgumentTypeError(
+                request, "the loader is not set up", suggestion="fabric.setup_dataloaders(loader)"
+            )
         if type(steps) is not int or steps < 1:
             raise ConfigurationError(request, expected="an integer number of steps, 1 or more")
         if loader._agreement.size > 1 and not (spec.is_even or spec.agrees):
-            problem = "fabric does not shard this data: processes with more batches would wait for ever"
-            raise UsageError(request, problem, suggestion='fabric.setup_dataloaders(loader, uneven="shortest")')
+            problem = (
+                "fabric does not shard this data: processes with more batches would wait for ever"
+            )
+            raise UsageError(
+                request, problem, suggestion='fabric.setup_dataloaders(loader, uneven="shortest")'
+            )
         self.loader, self.steps = loader, steps
 
     def __len__(self) -> int:
@@ -250,6 +313,7 @@ def check_no_window(active: Sequence[ActiveIterator]) -> None:
             place = "micro-batch {} of {} is out, at batch {} of epoch {}"
             raise CheckpointError(
                 "fabric.save(...) inside a window of fabric.accumulate",
-                place.format(*state.window, state.received, state.epoch) + ": gradients so far are in no checkpoint",
+                place.format(*state.window, state.received, state.epoch)
+                + ": gradients so far are in no checkpoint",
                 suggestion="if last: optimizer.step(); optimizer.zero_grad(); fabric.save(...)",
             )

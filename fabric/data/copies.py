@@ -23,7 +23,9 @@ __all__ = ["OverlappedCopies", "mover"]
 _AHEAD = 2  # steps that are not computed yet; each keeps its batch in the device's memory
 
 
-def mover(loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool) -> Callable[[Any], Any] | None:
+def mover(
+    loader: DataLoader[Any], device: torch.device | None, overlap_copies: bool
+) -> Callable[[Any], Any] | None:
     """A function that moves a batch, or None; turns on ``pin_memory`` for a loader with workers."""
     if device is None or device.type == "cpu":
         return None
@@ -81,7 +83,9 @@ class OverlappedCopies:
             moved = to_device(batch, self._device, non_blocking=True)
         compute.wait_stream(self.side)
         parts = _parts(moved)
-        if not all(hasattr(part, "record_stream") for part in parts):  # an object whose memory cannot be tracked
+        if not all(
+            hasattr(part, "record_stream") for part in parts
+        ):  # an object whose memory cannot be tracked
             return to_device(batch, self._device)
         for part in parts:
             if not isinstance(part, Tensor) or part.device.type == self._device.type:

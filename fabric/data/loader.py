@@ -12,7 +12,14 @@ from fabric.data.agreed import Agreement, Upcoming, number_of_batches
 from fabric.data.copies import mover
 from fabric.data.sharding import FromRank0, Uneven
 from fabric.data.sharding import shard as _shard
-from fabric.data.state import ActiveIterator, EpochState, check_saved, length_of, saved_state, skipped
+from fabric.data.state import (
+    ActiveIterator,
+    EpochState,
+    check_saved,
+    length_of,
+    saved_state,
+    skipped,
+)
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 
@@ -133,15 +140,28 @@ class FabricDataLoader(_Base):
                 suggestion="fabric.to_device(batch) in the loop over anything else",
             )
         if uneven not in get_args(Uneven):
-            raise ConfigurationError(f"setup_dataloaders(uneven={uneven!r})", expected=f"one of {get_args(Uneven)}")
+            raise ConfigurationError(
+                f"setup_dataloaders(uneven={uneven!r})", expected=f"one of {get_args(Uneven)}"
+            )
         prepared = copy.copy(loader)
         # The copy must not reset or shut down the workers of the original.
         object.__setattr__(prepared, "_iterator", None)
-        spec = _shard(prepared, (rank, num_replicas), enabled=shard, uneven=uneven, from_rank0=from_rank0, name=name)
+        spec = _shard(
+            prepared,
+            (rank, num_replicas),
+            enabled=shard,
+            uneven=uneven,
+            from_rank0=from_rank0,
+            name=name,
+        )
         if seed_workers and rank > 0 and spec.base_seed is None:
-            object.__setattr__(prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn))
+            object.__setattr__(
+                prepared, "worker_init_fn", WorkerSeeding(rank, loader.worker_init_fn)
+            )
         candidates = (spec.order, getattr(spec.order, "sampler", None), spec.dataset)
-        targets = [(target, 0) for target in candidates if callable(getattr(target, "set_epoch", None))]
+        targets = [
+            (target, 0) for target in candidates if callable(getattr(target, "set_epoch", None))
+        ]
         has_state = hasattr(spec.dataset, "state_dict") and hasattr(spec.dataset, "load_state_dict")
         # Bypasses our __setattr__: names set here are our own, all others are the loader's.
         vars(self).update(
@@ -188,12 +208,19 @@ class FabricDataLoader(_Base):
             length = None if isinstance(spec.dataset, IterableDataset) else length_of(self.loader)
             has_orders = spec.num_replicas > 1 and bool(spec.streams or self._targets)
             for call in self._on_epoch:
-                call(self._name, state, length if spec.base_seed is None and not agrees else 0, has_orders)
+                call(
+                    self._name,
+                    state,
+                    length if spec.base_seed is None and not agrees else 0,
+                    has_orders,
+                )
         if saved is not None:
             # Restores the streams from which torch draws the workers' base seed. If the order is drawn again, the
             # sampler's own generators continue from there instead.
             replayed = spec.streams.generators if state.replay else ()
-            untouched = Streams(("torch",), tuple(each for each in spec.generators if each not in replayed))
+            untouched = Streams(
+                ("torch",), tuple(each for each in spec.generators if each not in replayed)
+            )
             before = untouched.state()
             batches = iter(self.loader)
             untouched.restore(before)
@@ -202,10 +229,15 @@ class FabricDataLoader(_Base):
         else:
             batches = iter(self.loader)
         if ends or agrees:
-            left, pick = number_of_batches(spec, state, self.loader), min if spec.uneven == "shortest" else max
+            left, pick = (
+                number_of_batches(spec, state, self.loader),
+                min if spec.uneven == "shortest" else max,
+            )
             upcoming = Upcoming(batches, left, state, self._own_state)
             batches = agreement.batches(upcoming, pick, ends) if agrees else upcoming.all()
-        return state, self._hand_out(state, self._around(batches if self._move is None else map(self._move, batches)))
+        return state, self._hand_out(
+            state, self._around(batches if self._move is None else map(self._move, batches))
+        )
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -270,12 +302,20 @@ class FabricDataLoader(_Base):
         Returns:
             Dicts, lists, numbers, strings and tensors; ``torch.load(weights_only=True)`` reads them back.
         """
-        state = EpochState(self._epoch) if self._latest is None or self._latest.finished else self._latest
+        state = (
+            EpochState(self._epoch)
+            if self._latest is None or self._latest.finished
+            else self._latest
+        )
         begun = state is self._latest
         if self._has_own_state:
             own, ranks = self._own_state(state), self._spec.num_replicas
             # The numbers of the epoch and of the ranks are not in it.
-            return {"epoch": state.epoch, "num_replicas": ranks, "loader": own} if self._targets or ranks > 1 else own
+            return (
+                {"epoch": state.epoch, "num_replicas": ranks, "loader": own}
+                if self._targets or ranks > 1
+                else own
+            )
         if self._saved is not None:
             return {**self._saved, **self._spec.summary()}
         return saved_state(self._spec, state, begun, self._own_state(state) if begun else None)
@@ -302,8 +342,12 @@ class FabricDataLoader(_Base):
             ranks = found.get("num_replicas", 1)
             if ranks != self._spec.num_replicas or "cursor" in found:
                 others = "fabric's" if "cursor" in found else f"one of {ranks} processes"
-                problem = f"the {type(self.loader).__name__} keeps its own position; this is {others}"
-                raise CheckpointError("loader.load_state_dict()", problem, "a plain DataLoader, or as many processes")
+                problem = (
+                    f"the {type(self.loader).__name__} keeps its own position; this is {others}"
+                )
+                raise CheckpointError(
+                    "loader.load_state_dict()", problem, "a plain DataLoader, or as many processes"
+                )
             if found.keys() >= {"epoch", "num_replicas", "loader"}:
                 self._epoch, self._latest, state = state["epoch"], None, state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
@@ -338,7 +382,9 @@ class FabricDataLoader(_Base):
                 yield batch
             state.finished = True
             if self._has_own_state and self._spec.agrees:
-                object.__setattr__(self.loader, "_iterator", None)  # otherwise its own state may be inside the epoch
+                object.__setattr__(
+                    self.loader, "_iterator", None
+                )  # otherwise its own state may be inside the epoch
         finally:
             if entry in active:
                 active.remove(entry)

@@ -29,7 +29,13 @@ _DRAW = "draw"  # the phase in which the first entry is drawn
 
 
 def shard(
-    loader: DataLoader[Any], place: Place, *, enabled: bool, uneven: Uneven, from_rank0: FromRank0 | None, name: str
+    loader: DataLoader[Any],
+    place: Place,
+    *,
+    enabled: bool,
+    uneven: Uneven,
+    from_rank0: FromRank0 | None,
+    name: str,
 ) -> LoaderSpec:
     """Make a loader, which is a copy of the user's, iterate one rank's shard.
 
@@ -51,8 +57,12 @@ def shard(
         order, streams = dataset, Streams()
         unit = "samples" if loader.batch_size is not None else "single samples"
         if replicas > 1 and not getattr(dataset, "shards_itself", False):
-            object.__setattr__(loader, "dataset", InterleavedIterable(dataset, rank, replicas, uneven == "longest"))
-            base_seed = AgreedStreams(Streams(generators=own) if own else Streams(("torch",)), from_rank0, name)
+            object.__setattr__(
+                loader, "dataset", InterleavedIterable(dataset, rank, replicas, uneven == "longest")
+            )
+            base_seed = AgreedStreams(
+                Streams(generators=own) if own else Streams(("torch",)), from_rank0, name
+            )
     else:
         order, unit, batches = _find_order(loader)
         streams, own_place = _streams_of(order, own), _place_of(order)
@@ -66,7 +76,9 @@ def shard(
         if enabled and own_place is None and uneven not in ("pad", "drop"):
             request = f"setup_dataloaders(uneven={uneven!r}) for a {type(dataset).__name__}"
             problem = "fabric shards this data itself, so that all ranks get equally many batches"
-            suggestion = 'uneven="pad" or "drop"; or use_distributed_sampler=False for data that you shard'
+            suggestion = (
+                'uneven="pad" or "drop"; or use_distributed_sampler=False for data that you shard'
+            )
             raise ConfigurationError(request, problem, suggestion=suggestion)
         shards = replicas if own_place is None else 1
         # Such a loader saves the states of its sampler and dataset: more than how to draw the order again.
@@ -75,15 +87,30 @@ def shard(
             agreed = AgreedStreams(streams, from_rank0 if shards > 1 else None, name)
             pads = uneven == "pad" and not (batches is not None and loader.drop_last)
             indices = ShardedSampler(order, (rank % shards, shards), pads, agreed, batches)
-            object.__setattr__(loader, "sampler" if loader.batch_sampler is None else "batch_sampler", indices)
+            object.__setattr__(
+                loader, "sampler" if loader.batch_sampler is None else "batch_sampler", indices
+            )
             if shards > 1 and batches is not None:
                 object.__setattr__(loader, "sampler", indices.samples(EpochState(0)))
     generators = tuple(dict.fromkeys((*streams.generators, *own)))
     is_own = base_seed is None and getattr(dataset, "shards_itself", False)
-    if not enabled and uneven not in ("pad", "drop"):  # these are for data that ranks shard themselves
+    if not enabled and uneven not in (
+        "pad",
+        "drop",
+    ):  # these are for data that ranks shard themselves
         replicas, is_own = place[1], _place_of(order) is None
     return LoaderSpec(
-        dataset, loader.batch_size, order, unit, replicas, streams, generators, indices, base_seed, uneven, is_own
+        dataset,
+        loader.batch_size,
+        order,
+        unit,
+        replicas,
+        streams,
+        generators,
+        indices,
+        base_seed,
+        uneven,
+        is_own,
     )
 
 
@@ -91,7 +118,11 @@ def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
     """The sampler that makes the order, the unit that it yields, and the batch sampler around it, if any."""
     batches: Any = loader.batch_sampler
     if batches is None:
-        return loader.sampler, "batches" if isinstance(loader.sampler, BatchSampler) else "single samples", None
+        return (
+            loader.sampler,
+            "batches" if isinstance(loader.sampler, BatchSampler) else "single samples",
+            None,
+        )
     if loader.batch_size is not None and hasattr(batches, "sampler"):
         return batches.sampler, "samples", batches
     return batches, "batches", None
@@ -100,7 +131,10 @@ def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
 def _place_of(sampler: Any) -> Place | None:
     """``(rank, num_replicas)`` of a sampler that shards by itself, as torch's ``DistributedSampler`` does."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
-        rank, num_replicas = getattr(candidate, "rank", None), getattr(candidate, "num_replicas", None)
+        rank, num_replicas = (
+            getattr(candidate, "rank", None),
+            getattr(candidate, "num_replicas", None),
+        )
         if isinstance(rank, int) and isinstance(num_replicas, int):
             return rank, num_replicas
     return None
@@ -120,7 +154,11 @@ def _streams_of(sampler: Any, own: tuple[torch.Generator, ...]) -> Streams:
     if kind is BatchSampler:
         return _streams_of(sampler.sampler, own)
     if kind in _RANDOM_SAMPLERS:
-        return Streams(shared=("torch",)) if sampler.generator is None else Streams(generators=(sampler.generator,))
+        return (
+            Streams(shared=("torch",))
+            if sampler.generator is None
+            else Streams(generators=(sampler.generator,))
+        )
     found = dict.fromkeys((*_generators_in(sampler), *own))
     return Streams(shared=("python", "numpy", "torch"), generators=tuple(found))
 
@@ -195,7 +233,12 @@ class ShardedSampler:
     """
 
     def __init__(
-        self, sampler: Iterable[Any], place: Place, pads: bool, streams: AgreedStreams, batches: BatchSampler | None
+        self,
+        sampler: Iterable[Any],
+        place: Place,
+        pads: bool,
+        streams: AgreedStreams,
+        batches: BatchSampler | None,
     ) -> None:
         self.sampler, (self.rank, self.num_replicas), self.pads = sampler, place, pads
         self._streams, self._batches, self.epoch = streams, batches, EpochState(0)
@@ -228,7 +271,9 @@ class ShardedSampler:
         is_lazy = inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None))
         order = begin() if is_lazy else shard._draw("begin", begin)
         # Drawn at the first item; chained, since a generator of ours would be resumed for every item.
-        return chain.from_iterable(shard._draw(_DRAW, partial(shard._entries, order)) for _ in range(1))
+        return chain.from_iterable(
+            shard._draw(_DRAW, partial(shard._entries, order)) for _ in range(1)
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_batches" not in vars(self):
@@ -251,7 +296,9 @@ class ShardedSampler:
             received = list(islice(order, max(skip, 1)))
             return chain(received[skip:], order)
         if length_of(self.sampler) is None:
-            first = list(islice(order, replicas))  # not privately, so that the next epoch draws another order
+            first = list(
+                islice(order, replicas)
+            )  # not privately, so that the next epoch draws another order
             rest = islice(chain(first, order), skip, None)
             entries, private = list(islice(rest, replicas)), Streams(self._streams.streams.shared)
             return self._rounds(entries, first, rest, private, private.state())
@@ -264,7 +311,12 @@ class ShardedSampler:
         return iter(shard)
 
     def _rounds(
-        self, entries: list[Any], first: list[Any], order: Iterator[Any], streams: Streams, private: State
+        self,
+        entries: list[Any],
+        first: list[Any],
+        order: Iterator[Any],
+        streams: Streams,
+        private: State,
     ) -> Iterator[Any]:
         """This rank's entry of each round, from ``entries`` on; the order begins with ``first`` and may have no end."""
         while entries:
@@ -298,8 +350,12 @@ class InterleavedIterable(IterableDataset[Any]):
         incomplete: whether a last round in which only some ranks have a sample counts too.
     """
 
-    def __init__(self, dataset: IterableDataset[Any], rank: int, num_replicas: int, incomplete: bool = False) -> None:
-        vars(self).update(_dataset=dataset, _rank=rank, _num_replicas=num_replicas, _incomplete=incomplete)
+    def __init__(
+        self, dataset: IterableDataset[Any], rank: int, num_replicas: int, incomplete: bool = False
+    ) -> None:
+        vars(self).update(
+            _dataset=dataset, _rank=rank, _num_replicas=num_replicas, _incomplete=incomplete
+        )
 
     def __iter__(self) -> Iterator[Any]:
         # iter(dataset) is called when torch calls iter: some datasets draw their order there.

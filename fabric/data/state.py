@@ -104,17 +104,27 @@ class LoaderSpec:
     @property
     def shards(self) -> int:
         """The number of ranks over which fabric shards the order; any others are sharded by the sampler or dataset."""
-        return self.num_replicas if self.base_seed is not None else getattr(self.indices, "num_replicas", 1)
+        return (
+            self.num_replicas
+            if self.base_seed is not None
+            else getattr(self.indices, "num_replicas", 1)
+        )
 
     def shard_length(self, state: EpochState) -> int | None:
         """Entries that this rank receives in an iteration; ``None`` if unknown."""
-        return None if self.indices is None or length_of(self.order) is None else self.indices.length(state.skip)
+        return (
+            None
+            if self.indices is None or length_of(self.order) is None
+            else self.indices.length(state.skip)
+        )
 
     @property
     def is_even(self) -> bool:
         """Whether all ranks get equally many batches, however many that are."""
         sampler = self.order.sampler if type(self.order) is BatchSampler else self.order
-        return self.shards > 1 or getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
+        return (
+            self.shards > 1 or getattr(type(sampler), "__len__", None) is DistributedSampler.__len__
+        )
 
     @property
     def entries_per_batch(self) -> int:
@@ -133,9 +143,13 @@ class LoaderSpec:
         return {
             "unit": self.unit,
             "num_replicas": self.num_replicas,
-            "batch_size": getattr(self.order, "batch_size", None) if self.unit == "batches" else self.batch_size,
+            "batch_size": getattr(self.order, "batch_size", None)
+            if self.unit == "batches"
+            else self.batch_size,
             # A dataset need not have a length when its sampler knows one.
-            "dataset_length": None if self.indices is None or self.is_own else length_of(self.dataset),
+            "dataset_length": None
+            if self.indices is None or self.is_own
+            else length_of(self.dataset),
             "sampler": type(self.order).__name__,
         }
 
@@ -210,10 +224,14 @@ def check_saved(saved: Any, spec: LoaderSpec, in_order: bool, keeps_dataset_stat
         suggestion = "DataLoader(..., in_order=True)"
     elif inside and spec.indices is None and (not keeps_dataset_state or saved["dataset"] is None):
         problem = f"the {type(spec.dataset).__name__} is iterable: only itself knows how to go on from there"
-        suggestion = "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own"
+        suggestion = (
+            "with num_workers=0, state_dict() and load_state_dict(state) of the dataset's own"
+        )
     else:
         return inside
-    position = f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch {saved['epoch']}"
+    position = (
+        f"loader.load_state_dict() {saved['cursor']} {saved['unit']} into epoch {saved['epoch']}"
+    )
     raise CheckpointError(position, problem, "a state saved at the end of an epoch", suggestion)
 
 
@@ -253,14 +271,24 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
             entries were repeated.
         ConfigurationError: a leaf cannot be assigned to samples.
     """
-    request, expected = "fabric.gather_for_metrics(...)", "the body of a loop over a loader that fabric shards"
+    request, expected = (
+        "fabric.gather_for_metrics(...)",
+        "the body of a loop over a loader that fabric shards",
+    )
     if not active:
-        suggestion = "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
+        suggestion = (
+            "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
+        )
         raise UsageError(request, "no loop over a set-up loader is active", expected, suggestion)
     spec, state = active[-1]
     if spec.num_replicas != communicator.size and not spec.agrees:
         problem = f"this loader gives each of {communicator.size} processes all of the data, or what you sharded"
-        raise UsageError(request, problem, expected, "the values as they are; or fabric.all_gather(x, concat=True)")
+        raise UsageError(
+            request,
+            problem,
+            expected,
+            "the values as they are; or fabric.all_gather(x, concat=True)",
+        )
     unit, by_rank = spec.unit, spec.agrees and not (spec.is_even and spec.base_seed is None)
     kept, length = (None, None) if by_rank else _received(spec, state)
     leaves, structure = flatten(data)
@@ -278,14 +306,20 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
             )
     for place, leaf in enumerate(leaves):
         if by_rank and isinstance(leaf, Tensor):
-            leaves[place] = (leaf[None] if unit == "single samples" else leaf)[: 0 if state.is_repeat else None]
+            leaves[place] = (leaf[None] if unit == "single samples" else leaf)[
+                : 0 if state.is_repeat else None
+            ]
     by_rank |= unit == "batches"
     # The ranks compare it: parts of different iterations must not be combined into a batch.
     title = f"of iteration {state.epoch}" if spec.streams else "of a fixed order"
-    [gathered] = (all_gather_ragged if by_rank else all_gather)(communicator, {title: leaves}).values()
+    [gathered] = (all_gather_ragged if by_rank else all_gather)(
+        communicator, {title: leaves}
+    ).values()
     for place, parts in enumerate(gathered):
         if isinstance(leaves[place], Tensor):
-            whole = parts.transpose(0, 1).flatten(0, 1) if unit == "samples" and not by_rank else parts
+            whole = (
+                parts.transpose(0, 1).flatten(0, 1) if unit == "samples" and not by_rank else parts
+            )
             leaves[place] = torch.cat(parts[:kept]) if by_rank else whole[:kept].clone()
     return unflatten(structure, leaves)
 
@@ -304,7 +338,10 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
         return None, None
     order: Any = spec.order
     # Of samplers that shard by themselves, torch's is known: rank r has entries r, r + num_replicas, ... as here.
-    is_torchs, is_ours = getattr(type(order), "__iter__", None) is DistributedSampler.__iter__, spec.shards > 1
+    is_torchs, is_ours = (
+        getattr(type(order), "__iter__", None) is DistributedSampler.__iter__,
+        spec.shards > 1,
+    )
     total = length_of(order.dataset if is_torchs else order)
     if not (is_ours or is_torchs) or (total is None and spec.indices.pads):
         problem = "has no length" if is_ours else "shards the data itself"
@@ -317,4 +354,6 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
     before, length = replace(state, received=state.received - 1), spec.shard_length(state)
     kept = None if total is None else total - spec.cursor(before)
     left = None if length is None else length - before.received * spec.entries_per_batch
-    return kept, None if spec.unit != "samples" or left is None else min(spec.entries_per_batch, left)
+    return kept, None if spec.unit != "samples" or left is None else min(
+        spec.entries_per_batch, left
+    )

@@ -34,7 +34,9 @@ __all__ = ["Call", "CollectiveChecker", "difference"]
 
 _FIRST_PAUSE, _LONGEST_PAUSE, _SEARCH_EVERY = 0.00005, 0.005, 0.05  # seconds
 _ANSWER_WITHIN = 0.3  # seconds for other ranks to make their call and publish its arguments
-_INLINE = 120  # most characters of arguments in a record; longer ones become their beginning and a digest
+_INLINE = (
+    120  # most characters of arguments in a record; longer ones become their beginning and a digest
+)
 _DIGEST = "... #"
 _SHOWN, _WINDOW = 160, 60  # characters of arguments shown: with a call, around the first difference
 
@@ -66,14 +68,26 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, entry: Entry, collective: Collective) -> "Call":
         """The call of an entry of the flight recorder."""
-        facts, data = collective.facts, "" if collective.call is None else collective.call.arguments()
-        if collective.operation in (Operation.SEND, Operation.RECV):  # two ranks, and two operations
+        facts, data = (
+            collective.facts,
+            "" if collective.call is None else collective.call.arguments(),
+        )
+        if collective.operation in (
+            Operation.SEND,
+            Operation.RECV,
+        ):  # two ranks, and two operations
             ends = {"from": str(entry.members[0]), "to": str(entry.members[1])}
             facts = ends | {name: facts[name] for name in ("dtype", "shape")}
-        return cls(entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data)
+        return cls(
+            entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data
+        )
 
     def __str__(self) -> str:
-        arguments = (f"{name}={value}" for name, value in self.facts.items() if name not in ("operation", "collective"))
+        arguments = (
+            f"{name}={value}"
+            for name, value in self.facts.items()
+            if name not in ("operation", "collective")
+        )
         shown = _window(self.data, 0, _SHOWN) or ", ".join(arguments)
         return f"{self.operation}{shown and f'({shown})'} at {self.location}"
 
@@ -133,15 +147,22 @@ class CollectiveChecker:
             own = self._own
             if own.end_reason:
                 problem = f"this rank makes no further collectives: {own.end_reason}"
-                raise CollectiveMismatchError(f"{full} (rank {self._rank} of {self._size})", problem) from self._error
+                raise CollectiveMismatchError(
+                    f"{full} (rank {self._rank} of {self._size})", problem
+                ) from self._error
             self._latest = call
             self._publish(_Record({**own.begun, entry.group: entry.number}, (*own.calls, call), ""))
         try:
             self._wait(full, entry.number)
         except dist.DistError as error:
-            self._stop(full, f"the store of the job is gone, and the process that hosted it, rank 0 as a rule: {error}")
+            self._stop(
+                full,
+                f"the store of the job is gone, and the process that hosted it, rank 0 as a rule: {error}",
+            )
         with self._lock:  # not published: the next call does
-            self._own = self._own._replace(calls=tuple(one for one in self._own.calls if one is not call))
+            self._own = self._own._replace(
+                calls=tuple(one for one in self._own.calls if one is not call)
+            )
 
     def check_phase(self, phase: str) -> None:
         """Wait until all ranks start a phase in which torch issues collectives; raises like :meth:`check`."""
@@ -179,14 +200,19 @@ class CollectiveChecker:
                 return
             # Not after the first read: records are read one by one, and another may have the root cause.
             if stopped and searches:
-                self._stop(call, f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}")
+                self._stop(
+                    call,
+                    f"rank {stopped[0]} makes no further calls: {records[stopped[0]].end_reason}",
+                )
             for r in ended.keys() & set(missing):
                 problem = f"rank {r} does not call: its process (pid {ended[r]}) has ended; {_latest(records[r])}"
                 self._stop(call, problem)
             now = monotonic()
             if missing and now - started > self._timeout:
                 latest = _table({r: _latest(records[r]) for r in missing})
-                self._stop(call, f"after {self._timeout:g} s {in_words(missing)} did not call:{latest}")
+                self._stop(
+                    call, f"after {self._timeout:g} s {in_words(missing)} did not call:{latest}"
+                )
             searches = bool(stopped) or now > next_search
             if searches:
                 next_search = now + _SEARCH_EVERY
@@ -202,7 +228,9 @@ class CollectiveChecker:
         until, calls = monotonic() + _ANSWER_WITHIN, dict[int, Call]()
         while monotonic() < until:
             calls = _calls(self._read(call.members), call.group, number)
-            if len(calls) == len(call.members) and not any(_DIGEST in one.data for one in calls.values()):
+            if len(calls) == len(call.members) and not any(
+                _DIGEST in one.data for one in calls.values()
+            ):
                 break
             sleep(_FIRST_PAUSE)
         self._stop(
@@ -221,7 +249,10 @@ class CollectiveChecker:
             # A rank that waits in several threads may continue in any.
             calls = record.calls if len(record.calls) == 1 else ()
             waits_for[rank] = [
-                r for call in calls for r in call.members if records[r].count(call.group) < record.count(call.group)
+                r
+                for call in calls
+                for r in call.members
+                if records[r].count(call.group) < record.count(call.group)
             ]
             pending += [r for r in waits_for[rank] if r not in waits_for]
         try:
@@ -233,7 +264,10 @@ class CollectiveChecker:
         again = self._read(circle)
         # Records that are unchanged between two reads were all valid at the same moment.
         if all(again[rank].begun == records[rank].begun for rank in circle):
-            lines = {rank: f"{records[rank].calls[0]}, waits for rank {after}" for rank, after in pairwise(circle)}
+            lines = {
+                rank: f"{records[rank].calls[0]}, waits for rank {after}"
+                for rank, after in pairwise(circle)
+            }
             self._stop(
                 call,
                 f"ranks wait for each other in different calls:{_table(lines)}",
@@ -241,7 +275,9 @@ class CollectiveChecker:
                 "no branch on the rank around any of them; of two ranks, one sends while the other receives",
             )
 
-    def _stop(self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION) -> NoReturn:
+    def _stop(
+        self, call: Call, problem: str, expected: str = _EXPECTED, suggestion: str = _SUGGESTION
+    ) -> NoReturn:
         """Raise, and make no further calls: the ranks are now out of sync."""
         self.close(f"it raised CollectiveMismatchError: {problem.splitlines()[0].rstrip(':')}")
         request = f"{call} (rank {self._rank} of {self._size})"
@@ -254,7 +290,10 @@ class CollectiveChecker:
 
     def _read(self, ranks: Collection[int]) -> dict[int, _Record]:
         found = self._store.read("record", [r for r in ranks if r != self._rank])
-        records = {r: _Record(begun, tuple(Call(*c) for c in calls), end) for r, (begun, calls, end) in found.items()}
+        records = {
+            r: _Record(begun, tuple(Call(*c) for c in calls), end)
+            for r, (begun, calls, end) in found.items()
+        }
         records[self._rank] = self._own
         return {r: records.get(r, _NO_CALLS) for r in ranks}
 
@@ -266,7 +305,9 @@ def difference(calls: Mapping[int, Call]) -> str:
         calls: by rank.
     """
     names = dict.fromkeys(name for call in calls.values() for name in call.facts)
-    facts = {name: {rank: call.facts.get(name, "none") for rank, call in calls.items()} for name in names}
+    facts = {
+        name: {rank: call.facts.get(name, "none") for rank, call in calls.items()} for name in names
+    }
     texts = {rank: call.data for rank, call in calls.items() if call.data}
     start = len(os.path.commonprefix(list(texts.values()))) - _WINDOW // 2  # noqa: RUF071 - of texts, not of paths
     shown = {rank: _window(text, start, _WINDOW) for rank, text in texts.items()}
@@ -276,7 +317,9 @@ def difference(calls: Mapping[int, Call]) -> str:
         for rank, value in sorted(values.items()):
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
-            return f"{name}: " + "; ".join(f"{value} on {in_words(having)}" for value, having in ranks.items())
+            return f"{name}: " + "; ".join(
+                f"{value} on {in_words(having)}" for value, having in ranks.items()
+            )
     return ""
 
 
@@ -287,12 +330,21 @@ def _table(lines: Mapping[int, object]) -> str:
 
 def _window(text: str, start: int, length: int) -> str:
     start = max(0, start)
-    return ("..." if start else "") + text[start : start + length] + ("..." if start + length < len(text) else "")
+    return (
+        ("..." if start else "")
+        + text[start : start + length]
+        + ("..." if start + length < len(text) else "")
+    )
 
 
 def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int, Call]:
     """The calls of the ranks that are in call ``number`` of the group."""
-    begun = ((r, call) for r, record in records.items() if record.count(group) == number for call in record.calls)
+    begun = (
+        (r, call)
+        for r, record in records.items()
+        if record.count(group) == number
+        for call in record.calls
+    )
     return {r: call for r, call in begun if call.group == group}
 
 

@@ -26,7 +26,14 @@ from fabric.errors import ConfigurationError
 from fabric.launchers.rank import ControlThread
 from fabric.store import JobStore
 
-__all__ = ["DEFAULT_WATCHDOG", "HangReporter", "RankState", "announced_wait", "compose", "second_connection"]
+__all__ = [
+    "DEFAULT_WATCHDOG",
+    "HangReporter",
+    "RankState",
+    "announced_wait",
+    "compose",
+    "second_connection",
+]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
 _POLLS = 16  # of the store, per threshold
@@ -83,12 +90,20 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     if missing:
         lines.append(f"reached by: {in_words([rank for rank in members if rank not in missing])}")
         lines.append(f"not reached by: {in_words(missing)}")
-        if ">" not in waiting.key and any(states[rank].stack for rank in missing):  # no message; and it still runs
-            lines.append(f"it is collective: {in_words(members)} have to make it, outside of any branch on the rank")
+        if ">" not in waiting.key and any(
+            states[rank].stack for rank in missing
+        ):  # no message; and it still runs
+            lines.append(
+                f"it is collective: {in_words(members)} have to make it, outside of any branch on the rank"
+            )
     elif waiting.inside:
-        lines.append("every rank has reached it: it is slow, or they wait for each other inside of it")
+        lines.append(
+            "every rank has reached it: it is slow, or they wait for each other inside of it"
+        )
     lines.append(HEADING)
-    listed = sorted(states, key=lambda rank: (rank not in missing, rank != requester, rank))[:_LINES]
+    listed = sorted(states, key=lambda rank: (rank not in missing, rank != requester, rank))[
+        :_LINES
+    ]
     with_stack = (missing or listed)[: len(states) if reason else _STACKS]
     for rank in sorted(listed):
         lines.append(f"  rank {rank}: {states[rank].place}{states[rank].more}")
@@ -122,7 +137,9 @@ def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None
         if not is_required:
             return None
         problem = f"the watchdog needs a second connection to its store, and the clone() of that does not work: {error}"
-        raise ConfigurationError("a process group of yours", problem, suggestion="Fabric(watchdog=0)") from error
+        raise ConfigurationError(
+            "a process group of yours", problem, suggestion="Fabric(watchdog=0)"
+        ) from error
     own.set_timeout(_STORE_TIMEOUT)
     return own
 
@@ -143,17 +160,27 @@ class HangReporter:
     """
 
     def __init__(
-        self, store: JobStore, threshold: timedelta, timeout: timedelta, is_asynchronous: bool = False
+        self,
+        store: JobStore,
+        threshold: timedelta,
+        timeout: timedelta,
+        is_asynchronous: bool = False,
     ) -> None:
         # It has the id of the user's latest report request, which a supervisor sends to all its ranks.
         self._control = control = ControlThread.of_this_process()
         self._answered = {"", control.report_request if control else ""}
-        self.store, self.polls, self._is_asynchronous = store, list[Callable[[float], object]](), is_asynchronous
+        self.store, self.polls, self._is_asynchronous = (
+            store,
+            list[Callable[[float], object]](),
+            is_asynchronous,
+        )
         self._prints, half = bool(threshold), timeout / 2
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
-        self._snapshot: object = None  # of the flight recorder; then, when it changed or a rank compiled
+        self._snapshot: object = (
+            None  # of the flight recorder; then, when it changed or a rank compiled
+        )
         self._unchanged_since = self._polled = monotonic()
         self._published = 0  # number of the latest report that has this rank's state
         self._report_number = 0  # of the report on the current wait; 0 while there is none
@@ -179,7 +206,9 @@ class HangReporter:
             # The process that hosts the store may have ended, and no rank could read this.
             with suppress(dist.DistError):
                 place = f"makes no further calls: {exit_reason()}"
-                self.store.publish("closed", self._state()._replace(place=place, inside=False, stack=""))
+                self.store.publish(
+                    "closed", self._state()._replace(place=place, inside=False, stack="")
+                )
         self._stacks.close()
 
     def wait_for_report(self) -> str:
@@ -191,7 +220,10 @@ class HangReporter:
         self._needs_report.clear()
         if self._report and self._prints and _COMPILES not in self._report:
             return f"{self._report.partition(HEADING)[0]}{HEADING} in the report that was printed, as a rule by rank 0"
-        return self._report or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
+        return (
+            self._report
+            or f"{HEADING} unknown; {self._store_error or 'there was no report in time'}"
+        )
 
     def _watch(self) -> None:
         try:
@@ -205,7 +237,12 @@ class HangReporter:
         recorder = self.recorder
         snapshot = (recorder.phase, sum(recorder.counts.values()), list(recorder.calls))
         if snapshot != self._snapshot:
-            self._snapshot, self._unchanged_since, self._report_number, self._report = snapshot, now, 0, None
+            self._snapshot, self._unchanged_since, self._report_number, self._report = (
+                snapshot,
+                now,
+                0,
+                None,
+            )
         if self._report_number and self._report is None:
             text = self.store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
@@ -214,7 +251,9 @@ class HangReporter:
         user_request = self._control.report_request if self._control else ""
         if user_request not in self._answered:
             self._request(user_request)  # again until it is answered, if another request was first
-        elif not self._report_number and (self._waited(now) > self._due or self._needs_report.is_set()):
+        elif not self._report_number and (
+            self._waited(now) > self._due or self._needs_report.is_set()
+        ):
             self._request()
         elif now - self._polled > self._interval:
             self._polled = now
@@ -252,9 +291,13 @@ class HangReporter:
         if store.set_if_absent(f"composed/{number}", own) != own:
             return
         published = store.read("closed", ranks) | store.read(f"state/{number}", ranks)
-        states = {r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks}
+        states = {
+            r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks
+        }
         requester, user_request = json.loads(request)
-        text = compose(states, requester, "a report was requested by a signal" if user_request else "")
+        text = compose(
+            states, requester, "a report was requested by a signal" if user_request else ""
+        )
         store.set(f"report/{number}", text)
         if text and (user_request or (self._prints and _COMPILES not in text)):
             print(f"\n{text}", file=sys.stderr, flush=True)
@@ -273,7 +316,9 @@ class HangReporter:
     def _state(self) -> RankState:
         recorder = self.recorder
         phase, counts = recorder.phase, dict(recorder.counts)
-        call = recorder.calls.get(recorder.thread) or next(iter(list(recorder.calls.values())), None)
+        call = recorder.calls.get(recorder.thread) or next(
+            iter(list(recorder.calls.values())), None
+        )
         key, latest = call.group if call else phase or recorder.newest, call or recorder.latest
         members = latest.members if latest and latest.group == key else ()
         more = f", step {recorder.step}"
@@ -287,4 +332,6 @@ class HangReporter:
         place += f" ({_COMPILES})" if is_compiling() else ""
         members = () if len(members) == self.store.size else tuple(members)
         waited = self._waited(monotonic())
-        return RankState(place, more, bool(call or phase), waited, key, members, counts, self._stacks.own())
+        return RankState(
+            place, more, bool(call or phase), waited, key, members, counts, self._stacks.own()
+        )

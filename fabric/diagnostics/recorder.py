@@ -45,7 +45,11 @@ HEADING = "where each rank is:"
 _WORDS_OF_A_TIMEOUT = ("timed out", "timeout", "did not call")
 _NAMED = 8  # ranks named one by one
 # Frames in these are not user code.
-_NOT_USERS = (str(Path(__file__).parents[1]) + os.sep, str(Path(torch.__file__).parent) + os.sep, contextlib.__file__)
+_NOT_USERS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
 
 _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
@@ -164,7 +168,9 @@ class FlightRecorder:
         self.param_groups: dict[int, int] = {}
         self.on_param_group: Callable[[Any], object] = bool
         self.unread: list[tuple[Tensor, str]] = []
-        self.around: Callable[[Entry], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+        self.around: Callable[[Entry], contextlib.AbstractContextManager[object]] = (
+            contextlib.nullcontext
+        )
 
     def hooks(self, phase: str) -> Hooks:
         """Hooks that record a phase."""
@@ -248,9 +254,13 @@ class FlightRecorder:
     def annotate(self, error: BaseException) -> None:
         """Add the report as a note to the error of a collective that timed out, if it has none yet."""
         text = "\n".join([str(error), *getattr(error, "__notes__", [])])
-        late = isinstance(error, RuntimeError) and any(words in text.lower() for words in _WORDS_OF_A_TIMEOUT)
+        late = isinstance(error, RuntimeError) and any(
+            words in text.lower() for words in _WORDS_OF_A_TIMEOUT
+        )
         if late and HEADING not in text and (report := self._report()):
-            error.add_note(f"{report}\n  Fabric(timeout=7200), in seconds, if a collective may take longer")
+            error.add_note(
+                f"{report}\n  Fabric(timeout=7200), in seconds, if a collective may take longer"
+            )
 
 
 class RecordedCommunicator(Communicator):
@@ -266,7 +276,11 @@ class RecordedCommunicator(Communicator):
     """
 
     def __init__(
-        self, inner: Communicator, recorder: FlightRecorder, name: str = JOB, ranks: Sequence[int] | None = None
+        self,
+        inner: Communicator,
+        recorder: FlightRecorder,
+        name: str = JOB,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank, self.size, self.device = inner.rank, inner.size, inner.device
         self._inner, self._recorder, self._name = inner, recorder, name
@@ -279,7 +293,10 @@ class RecordedCommunicator(Communicator):
         if collective.operation is not Operation.NEW_GROUP:
             return self._record(collective)
         self._groups += 1
-        name, ranks = f"{self._name}/{self._groups}", [self._ranks[rank] for rank in collective.buffer]
+        name, ranks = (
+            f"{self._name}/{self._groups}",
+            [self._ranks[rank] for rank in collective.buffer],
+        )
         group = self._record(collective)
         return None if group is None else RecordedCommunicator(group, self._recorder, name, ranks)
 
@@ -289,7 +306,9 @@ class RecordedCommunicator(Communicator):
 
     def _record(self, collective: Collective) -> Any:
         recorder, group, members = self._recorder, self._name, self._ranks
-        operation = collective.operation.value if collective.call is None else collective.call.operation
+        operation = (
+            collective.operation.value if collective.call is None else collective.call.operation
+        )
         if os.getpid() != recorder.process:
             raise UsageError(
                 f"{operation} in process {os.getpid()}, which rank {self.rank} (process {recorder.process}) has forked",
@@ -302,7 +321,9 @@ class RecordedCommunicator(Communicator):
             group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
         place = collective.call and collective.call.place
-        place = place or user_call(sys._getframe(1)) or "a backward pass"  # in autograd's own threads
+        place = (
+            place or user_call(sys._getframe(1)) or "a backward pass"
+        )  # in autograd's own threads
         entry = Entry(group, members, recorder.counts[group], operation, collective.name, place)
         thread = threading.get_ident()
         recorder.latest = recorder.calls[thread] = entry
@@ -344,11 +365,16 @@ def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool
     ``text`` describes the call; empty if it failed. See ``[Note: Signatures]``.
     """
     operation, buffer = collective.operation, collective.buffer
-    row = _row(crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device).clone()
+    row = _row(
+        crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device
+    ).clone()
     if size > _FEW:
         front = torch.stack([row[0], -row[0]])
         return Collective(Operation.ALL_REDUCE, front, Reduce.MAX, call=collective.call), False
-    fits = buffer.nbytes <= _ROW - _HEAD and operation in (Operation.ALL_REDUCE, Operation.ALL_GATHER)
+    fits = buffer.nbytes <= _ROW - _HEAD and operation in (
+        Operation.ALL_REDUCE,
+        Operation.ALL_GATHER,
+    )
     if fits:
         row.view(torch.uint8)[_HEAD : _HEAD + buffer.nbytes] = buffer.view(torch.uint8)
     return Collective(Operation.ALL_GATHER, row, call=collective.call), fits

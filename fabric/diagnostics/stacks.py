@@ -139,5 +139,7 @@ def _of_thread(dump: bytes, thread: int) -> str:
     """The frames of one thread in what faulthandler wrote, or all of it if that thread is not there."""
     text = dump.decode(errors="replace")
     found = re.search(rf"hread 0x0*{thread:x}\b.*\n((?:  .*\n?)+)", text)
-    lines = (line.strip() for line in (found[1] if found else text).splitlines() if line.startswith("  "))
+    lines = (
+        line.strip() for line in (found[1] if found else text).splitlines() if line.startswith("  ")
+    )
     return "\n".join(islice(takewhile(lambda frame: not _LAUNCH.match(frame), lines), _FRAMES))

@@ -44,7 +44,9 @@ __all__ = ["SetupChecks", "TrainingChecks", "check_same_model", "fingerprint"]
 
 _STEPS = 2
 _STEPS_OF_ALL = 6  # of all optimizers together: one may step five times before another
-_MOST_STEPS = 20  # of an optimizer that seems never to step because it clears its gradients in the step
+_MOST_STEPS = (
+    20  # of an optimizer that seems never to step because it clears its gradients in the step
+)
 _OFF = "Fabric(check_training=False) if this is meant"
 _GATHERED = "fabric.all_gather(x, sync_grads=True) for a loss of gathered tensors"
 _LONGEST = 400  # characters of a list of parameters
@@ -66,12 +68,21 @@ class TrainingChecks:
         backward: hooks around backward passes.
     """
 
-    def __init__(self, optimizer: Optimizer, name: str, contracts: Contracts, store: JobStore, backward: Hooks) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        contracts: Contracts,
+        store: JobStore,
+        backward: Hooks,
+    ) -> None:
         self._optimizer, self._kind, self._name = ref(optimizer), type(optimizer).__name__, name
         self._contracts, self._store = contracts, store
         self._calls = self._steps = self._backwards = self._synchronized = self._without = 0
         self._had_gradient: set[int] = set()  # ids of parameters
-        self._names: list[str] = []  # of the replicated parameters, with their fingerprints after the latest step
+        self._names: list[
+            str
+        ] = []  # of the replicated parameters, with their fingerprints after the latest step
         self._fingerprint: list[int] = []
         self._hooks = ExitStack()
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
@@ -99,26 +110,38 @@ class TrainingChecks:
             ahead = None if skips else self._store.get_nowait(self._key("first", 1))
             if ahead and json.loads(ahead)[2] < self._synchronized:
                 problem = f"rank {json.loads(ahead)[0]} has made step {self._steps + 1}, before this backward pass"
-                self._refuse(problem, "the same steps on all ranks", f"no branch on the rank around it; {_OFF}")
+                self._refuse(
+                    problem,
+                    "the same steps on all ranks",
+                    f"no branch on the rank around it; {_OFF}",
+                )
         if self._is_finished:
             self.close()
 
     # -- before a step --------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
         self._calls += 1
         self._compare(self._store.get_nowait(self._key("other")))
         trained = self._note_gradients(optimizer)
         for contract in self._contracts if self._calls == 1 else ():
             parameters = contract.parameters().values()
-            if trained & _ids(parameters) and (empty := _ids(each for each in parameters if _has_nan(each))):
+            if trained & _ids(parameters) and (
+                empty := _ids(each for each in parameters if _has_nan(each))
+            ):
                 self._refuse(
                     f"these are not a number before the first step: {_named(contract, empty)}",
                     "a checkpoint for a module that was built with empty_init=True, or values of the user's own",
                     'fabric.load(path, {"model": model}) after fabric.setup(...); or fabric.init_module()',
                 )
         # A closure computes the gradients within the step.
-        if self._is_finished or kwargs.get("closure") is not None or any(callable(arg) for arg in args[1:]):
+        if (
+            self._is_finished
+            or kwargs.get("closure") is not None
+            or any(callable(arg) for arg in args[1:])
+        ):
             return
         for contract in self._contracts:
             if unreduced := _ids(contract.unreduced()) & trained:
@@ -161,7 +184,9 @@ class TrainingChecks:
         return _ids(trained)
 
     def _refuse(self, problem: str, expected: str, suggestion: str) -> NoReturn:
-        raise UsageError(f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion)
+        raise UsageError(
+            f"{self._kind}.step() on rank {self._store.rank}", problem, expected, suggestion
+        )
 
     # -- after a step ---------------------------------------------------------------------------------------------
 
@@ -173,20 +198,38 @@ class TrainingChecks:
         self._steps += 1
         if self._store.size == 1:  # nothing has to be synchronized
             return
-        names = {id(parameter): name for each in self._contracts for name, parameter in each.replicated().items()}
+        names = {
+            id(parameter): name
+            for each in self._contracts
+            for name, parameter in each.replicated().items()
+        }
         # Sharded parameters reduce their gradients.
-        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(self._contracts)
+        foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(
+            self._contracts
+        )
         for number, parameter in enumerate(parameters_of(optimizer)):
             if id(parameter) in foreign:
-                names[id(parameter)] = f"parameter {number} of the optimizer, which no set-up module has"
+                names[id(parameter)] = (
+                    f"parameter {number} of the optimizer, which no set-up module has"
+                )
         if replicated := [each for each in trained if id(each) in names]:
             self._names = [names[id(each)] for each in replicated]
             self._fingerprint = fingerprint(replicated)
         elif _set_up(self._contracts) & _ids(trained):  # shards
-            plain = [(key, each) for one in optimizer.param_groups for key, each in one.items() if type(each) is float]
-            self._names, self._fingerprint = ["its options"], [crc32(f"{self._kind} {plain}".encode())]
+            plain = [
+                (key, each)
+                for one in optimizer.param_groups
+                for key, each in one.items()
+                if type(each) is float
+            ]
+            self._names, self._fingerprint = (
+                ["its options"],
+                [crc32(f"{self._kind} {plain}".encode())],
+            )
         if self._names:
-            published = json.dumps([self._store.rank, self._fingerprint, self._synchronized]).encode()
+            published = json.dumps(
+                [self._store.rank, self._fingerprint, self._synchronized]
+            ).encode()
             first = self._store.set_if_absent(self._key("first"), published)
             if json.loads(first)[1] != self._fingerprint:
                 self._store.set(self._key("other"), published)
@@ -228,7 +271,12 @@ class SetupChecks:
         loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
     ) -> None:  # fmt: skip
         self._contracts, self._store, self._backward = contracts, store, backward
-        self._optimizers, self._loaders, self._check, self._scales = optimizers, loaders, check, scales
+        self._optimizers, self._loaders, self._check, self._scales = (
+            optimizers,
+            loaders,
+            check,
+            scales,
+        )
         self._backwards = self._calls = 0
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._numbers, self._is_used = count(), False  # has one been set up
@@ -242,7 +290,9 @@ class SetupChecks:
         """Check an optimizer's first steps (again, once it has more parameters)."""
         self._is_used |= not name
         name = name or str(next(self._numbers))
-        self._all.callback(TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close)
+        self._all.callback(
+            TrainingChecks(optimizer, name, self._contracts, self._store, self._backward).close
+        )
 
     def on_param_group(self, optimizer: Optimizer) -> None:
         """Check an optimizer that got parameters after setup: at once, and after the next backward."""
@@ -272,11 +322,19 @@ class SetupChecks:
             return
         is_first = optimizer not in self._seen
         self._seen.add(optimizer)
-        request, trained = f"{type(optimizer).__name__}.step() on rank {self._store.rank}", _trained(optimizer)
+        request, trained = (
+            f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
+            _trained(optimizer),
+        )
         set_up, arrived = _set_up(self._contracts), _with_gradient(trained)
         if optimizer not in self._optimizers:
             self._check([optimizer])
-            if self._scales and self._backwards and arrived and (arrived & set_up or not self._contracts):
+            if (
+                self._scales
+                and self._backwards
+                and arrived
+                and (arrived & set_up or not self._contracts)
+            ):
                 raise UsageError(
                     request,
                     "it has not been set up, and steps with the gradients of the loss times its scale",
@@ -299,15 +357,21 @@ class SetupChecks:
         # Each rank may have latent tensors of its own; sharded parameters are no problem.
         if not (self._contracts or self._is_used) and nn.Parameter in map(type, trained):
             self.watch(optimizer, f"{self._calls} {sum(map(Tensor.numel, trained))}")
-            missing = "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
+            missing = (
+                "each has a model of its own: model, optimizer = fabric.setup(model, optimizer)"
+            )
         elif arrived & set_up and not self._loaders and self._store.rank == 0:
             for dataset in datasets_iterated_in_full():
-                missing = f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
+                missing = (
+                    f"each reads the whole {dataset}: loader = fabric.setup_dataloaders(loader)"
+                )
         if missing and self._store.rank == 0:
             warnings.warn(f"of {self._store.size} processes {missing}; or {_OFF}", stacklevel=2)
 
 
-def check_same_model(communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None) -> None:
+def check_same_model(
+    communicator: Communicator, root: nn.Module, error: Any = None, plan: object = None
+) -> None:
     """Raise on every rank the first rank's error, or a UsageError if the models differ. Collective.
 
     Args:
@@ -329,10 +393,20 @@ def check_same_model(communicator: Communicator, root: nn.Module, error: Any = N
 
 def _digest(root: nn.Module, plan: object) -> int:
     """A nonzero digest of parameters and buffers: names, shapes, dtypes, and which names share a tensor."""
-    tensors = (*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False))
+    tensors = (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    )
     numbers = {id(each): number for number, (_, each) in enumerate(tensors)}
     layout = [
-        (name, numbers[id(each)], not is_lazy(each) and each.shape, each.dtype, each.requires_grad, type(each))
+        (
+            name,
+            numbers[id(each)],
+            not is_lazy(each) and each.shape,
+            each.dtype,
+            each.requires_grad,
+            type(each),
+        )
         for name, each in tensors
     ]
     return 1 + int.from_bytes(hashlib.sha256(repr((layout, plan)).encode()).digest()[:7])
@@ -372,13 +446,21 @@ def _set_up(contracts: Iterable[GradientContract]) -> set[int]:
 def _has_nan(parameter: Tensor) -> bool:
     # One-byte and quantized dtypes have no isnan, or no NaN.
     tensor = local_tensor(parameter)
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.element_size() > 1 and bool(tensor.isnan().any())
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.element_size() > 1
+        and bool(tensor.isnan().any())
+    )
 
 
 def _trained(optimizer: Optimizer) -> list[Tensor]:
     # A rank may hold an empty shard of a parameter, and then has no gradient for it.
 
-    return [each for each in parameters_of(optimizer) if each.requires_grad and local_tensor(each).numel()]
+    return [
+        each
+        for each in parameters_of(optimizer)
+        if each.requires_grad and local_tensor(each).numel()
+    ]
 
 
 def _named(contract: GradientContract, wanted: set[int]) -> str:

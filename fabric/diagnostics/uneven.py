@@ -70,7 +70,9 @@ class UnevenInputDetector:
         self._latest: _Iteration | None = None
         self._trained: _Iteration | None = None
 
-    def on_epoch(self, loader: str, progress: Any, length: int | None, has_orders: bool = False) -> None:
+    def on_epoch(
+        self, loader: str, progress: Any, length: int | None, has_orders: bool = False
+    ) -> None:
         """Record the start of an iteration over a loader.
 
         Args:
@@ -86,9 +88,15 @@ class UnevenInputDetector:
         for other, (*_, theirs) in published.items():
             if theirs != has_orders:
                 problem = f"only one of it and rank {other} draws an order anew in each iteration, as with shuffle=True"
-                raise UsageError(f"iteration over loader {loader} on rank {self._rank}", problem, "the same loader")
+                raise UsageError(
+                    f"iteration over loader {loader} on rank {self._rank}",
+                    problem,
+                    "the same loader",
+                )
         self._ended = self._latest.progress.received if self._latest is not None else 0
-        self._latest = _Iteration(loader, number, progress, length, list(self._neighbors), has_orders)
+        self._latest = _Iteration(
+            loader, number, progress, length, list(self._neighbors), has_orders
+        )
         self._watch()
 
     def on_forward(self, contract: GradientContract, guard: BypassGuard | None = None) -> None:
@@ -116,7 +124,11 @@ class UnevenInputDetector:
         latest = self._latest
         if latest is None:
             return
-        is_first = latest is not self._trained and latest.progress.received > 0 and not latest.progress.finished
+        is_first = (
+            latest is not self._trained
+            and latest.progress.received > 0
+            and not latest.progress.finished
+        )
         # Otherwise ranks may be in different iterations.
         same_iteration = is_first and latest.has_orders and not self._lengths_differ
         if is_first:
@@ -126,7 +138,9 @@ class UnevenInputDetector:
         if not is_first and not self._lengths_differ:
             return
         loop = [latest.loader, latest.number, kind, sum(self._begun.values()), self._ended]
-        self._store.publish("step", [self._steps if is_of_all else [self._steps[0], None], between, loop])
+        self._store.publish(
+            "step", [self._steps if is_of_all else [self._steps[0], None], between, loop]
+        )
         if same_iteration or kind:
             self._check_loops(neighbors, loop, same_iteration)
         for other, (taken, others, batches) in self._store.read("end", neighbors).items():
@@ -145,7 +159,11 @@ class UnevenInputDetector:
             return
         if self._joined:
             request = f"a collective over all ranks inside of fabric.join on rank {self._rank}"
-            raise UsageError(request, "a rank without batches takes no part", 'it after the block; or uneven="longest"')
+            raise UsageError(
+                request,
+                "a rank without batches takes no part",
+                'it after the block; or uneven="longest"',
+            )
         self._check_ends()
 
     def finish(self) -> None:
@@ -165,7 +183,9 @@ class UnevenInputDetector:
             UsageError: already inside of one.
         """
         if self._joined:
-            raise UsageError("fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):")
+            raise UsageError(
+                "fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):"
+            )
         self._joined, self.passes = [*guards], 0
         self._watch()
         checks, self._recorder.phase_checks = self._recorder.phase_checks, ()
@@ -216,7 +236,9 @@ class UnevenInputDetector:
             request = f"step {step} of rank {self._rank}"
             if theirs[2] != own[2]:
                 # The rank that began more iterations is in the later loop.
-                (_, ended, early), (*_, late) = sorted([[*own[3:], self._rank], [*theirs[3:], other]], reverse=True)
+                (_, ended, early), (*_, late) = sorted(
+                    [[*own[3:], self._rank], [*theirs[3:], other]], reverse=True
+                )
                 self._refuse(request, step, early, ended, late)
             if same_iteration and theirs[0] == own[0]:
                 raise UsageError(
@@ -230,7 +252,11 @@ class UnevenInputDetector:
     def _check_ends(self, is_end: bool = False) -> None:
         """Compare for newly ended iterations; the end of the job counts as one more collective."""
         collectives = [self._recorder.counts[JOB] - before + is_end for before in self._counted]
-        found = [one for one in (self._latest, self._trained) if one and not one.is_checked and one.progress.finished]
+        found = [
+            one
+            for one in (self._latest, self._trained)
+            if one and not one.is_checked and one.progress.finished
+        ]
         for iteration in found:
             iteration.is_checked = True
             self._compare_lengths(iteration)
@@ -247,14 +273,20 @@ class UnevenInputDetector:
 
     def _compare_lengths(self, iteration: _Iteration) -> None:
         self._lengths_differ |= iteration.length is None
-        for other, (number, length, _) in self._store.read(f"batches/{iteration.loader}", iteration.unseen).items():
+        for other, (number, length, _) in self._store.read(
+            f"batches/{iteration.loader}", iteration.unseen
+        ).items():
             if number >= iteration.number:
                 iteration.unseen.remove(other)
                 # A neighbor in a later iteration ended this one after an unknown number of batches.
                 self._lengths_differ |= number > iteration.number or length != iteration.length
 
     def _refuse(self, request: str, step: int, early: int, batches: int, late: int) -> NoReturn:
-        joined = "" if self._bypass.is_sharded else "; or with fabric.join(model): for batch in loader: ..."
+        joined = (
+            ""
+            if self._bypass.is_sharded
+            else "; or with fabric.join(model): for batch in loader: ..."
+        )
         raise UsageError(
             request,
             f"rank {early} ran out of batches: its loader ended after {batches}, and it takes no part in step {step}, "

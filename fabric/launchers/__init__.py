@@ -7,7 +7,15 @@ from fabric.launchers.base import InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.function import ProcessLauncher
 from fabric.launchers.script import ScriptLauncher
 
-__all__ = ["LAUNCHERS", "InlineLauncher", "LaunchSpec", "Launcher", "ProcessLauncher", "ScriptLauncher", "StartMethod"]
+__all__ = [
+    "LAUNCHERS",
+    "InlineLauncher",
+    "LaunchSpec",
+    "Launcher",
+    "ProcessLauncher",
+    "ScriptLauncher",
+    "StartMethod",
+]
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

@@ -42,7 +42,9 @@ class LaunchSpec:
 
     def __post_init__(self) -> None:
         if self.num_processes < 1 or self.results not in ("first", "all", "none"):
-            raise ConfigurationError(repr(self), expected="num_processes >= 1; results 'first', 'all' or 'none'")
+            raise ConfigurationError(
+                repr(self), expected="num_processes >= 1; results 'first', 'all' or 'none'"
+            )
 
 
 class Launcher(ABC):
@@ -61,7 +63,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+        self,
+        fn: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        spec: LaunchSpec,
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in every process of the job, and wait for all of them.
 
@@ -79,7 +85,11 @@ class InlineLauncher(Launcher):
     name = "inline"
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: LaunchSpec
+        self,
+        fn: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        spec: LaunchSpec,
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` here and return its result untouched; without ``fn`` return None."""
         return None if fn is None else fn(*args, **kwargs)
@@ -115,12 +125,16 @@ def start_interpreter(
     if getattr(sys.__stdout__, "write_through", False):
         options.append("-u")
     name = fn.__name__
-    first = os.environ.get("FABRIC_PRELOAD")  # modules, such as an import hook, that the script's imports need
+    first = os.environ.get(
+        "FABRIC_PRELOAD"
+    )  # modules, such as an import hook, that the script's imports need
     statement = f"from {fn.__module__} import {name}; {f'import {first}; ' if first else ''}sys.path.pop(); {name}()"
     # -P: files in the current folder must not shadow modules of fabric or of the standard library.
     statement = f"import sys; sys.path.append({_ROOT!r}); {statement}"
     command = [sys.executable, *options, "-P", "-c", statement, str(fd), *arguments]
-    return subprocess.Popen(command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output)
+    return subprocess.Popen(
+        command, pass_fds=[fd], cwd=cwd, stdin=stdin, stdout=output, stderr=output
+    )
 
 
 def is_interactive() -> bool:
@@ -129,7 +143,9 @@ def is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive or ipython_shell)
 
 
-def notebook_start_method(can_pickle_functions: bool, platform: str = sys.platform) -> Literal["forkserver", "fork"]:
+def notebook_start_method(
+    can_pickle_functions: bool, platform: str = sys.platform
+) -> Literal["forkserver", "fork"]:
     """The start method for functions of a notebook: ``"fork"`` only if they cannot be pickled and it is safe.
 
     Args:
@@ -158,7 +174,10 @@ def refuse_while_importing_main() -> None:
     """
     importing = sys.modules.get("__mp_main__")
     # Elsewhere the name is the script itself, even if a debugger or `fabric run` has replaced `__main__`.
-    if importing is not sys.modules["__main__"] and getattr(importing, "__name__", None) == "__mp_main__":
+    if (
+        importing is not sys.modules["__main__"]
+        and getattr(importing, "__name__", None) == "__mp_main__"
+    ):
         raise UsageError(
             "launch() at the top level of a script",
             "another process imports the script to find the function it has to run, and so reaches launch() again",

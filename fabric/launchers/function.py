@@ -77,7 +77,11 @@ class ProcessLauncher(base.Launcher):
             )
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: base.LaunchSpec
+        self,
+        fn: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        spec: base.LaunchSpec,
     ) -> Any:
         """Run ``fn(*args, **kwargs)`` in ``spec.num_processes`` processes and wait for them.
 
@@ -94,7 +98,9 @@ class ProcessLauncher(base.Launcher):
         """
         self.check(spec)
         if not callable(fn):
-            raise ArgumentTypeError(f"launch({fn!r})", "it is no function", "launch(train, x), not launch(train(x))")
+            raise ArgumentTypeError(
+                f"launch({fn!r})", "it is no function", "launch(train, x), not launch(train(x))"
+            )
         # Before any process starts: what cannot be pickled is an error here.
         payload = None if self.name == "fork" else pickled_call(Call(fn, args, kwargs))
         job = Supervisor()
@@ -117,7 +123,9 @@ class ProcessLauncher(base.Launcher):
                 handler(number, None)
             raise SystemExit(128 + number) from None
         except RankFailedError:
-            if sys.excepthook is sys.__excepthook__ and not base.is_interactive():  # a hook of the user stays
+            if (
+                sys.excepthook is sys.__excepthook__ and not base.is_interactive()
+            ):  # a hook of the user stays
                 sys.excepthook = _exit_as_the_rank
             raise
         return {"all": results, "first": results[0], "none": None}[spec.results]
@@ -148,14 +156,18 @@ def pickled_call(call: Call) -> Payload:
         "sys_argv": list(sys.argv),
         "dir": os.getcwd(),
         # Source of notebook cells and prompts, which is in no file: for tracebacks, and for code that reads its source.
-        "sources": {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)},
+        "sources": {
+            name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)
+        },
     }
     if needs_main:
         state |= {"init_main_from_name": name} if name else {"init_main_from_path": path}
     return partial(_load_call, dict(os.environ), state, packed)
 
 
-def _load_call(environment: dict[str, str], state: dict[str, Any], packed: bytes) -> Callable[[], Any]:
+def _load_call(
+    environment: dict[str, str], state: dict[str, Any], packed: bytes
+) -> Callable[[], Any]:
     """Give this rank the state of the launching process, and load the call."""
     os.environ.clear()
     os.environ.update(environment)
@@ -210,7 +222,9 @@ class _ForkServer:
                 stop()
             requests, theirs = socket.socketpair()
             with theirs:
-                process = base.start_interpreter(forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL)
+                process = base.start_interpreter(
+                    forkserver_main, theirs.fileno(), stdin=subprocess.DEVNULL
+                )
             self._server = requests, weakref.finalize(self, _stop, requests, process)
             return _request(requests, control)
 
@@ -267,7 +281,9 @@ def forkserver_main() -> None:
                 break
             control, status = map(Connection, fds[:2])
             inherited = [status, requests, *ranks.values()]
-            rank = multiprocessing.get_context("fork").Process(target=_served_rank, args=(control, fds[2:], inherited))
+            rank = multiprocessing.get_context("fork").Process(
+                target=_served_rank, args=(control, fds[2:], inherited)
+            )
             rank.start()
             control.close()
             for fd in fds[2:]:

@@ -29,7 +29,9 @@ class RankLogs:
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
         self._folder, self._ending = folder, f".restart-{restart}.log" if restart else ".log"
         self._files: dict[int, BinaryIO] = {}
-        self._shown: dict[int, tuple[int, bytes]] = {}  # bytes that have been read, and an unfinished line
+        self._shown: dict[
+            int, tuple[int, bytes]
+        ] = {}  # bytes that have been read, and an unfinished line
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="fabric-tee", daemon=True)
         if tee:
@@ -53,7 +55,11 @@ class RankLogs:
             self._thread.join()
         for each in ranks:
             if each.exit_code:
-                text = each.failure.text if each.failure else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
+                text = (
+                    each.failure.text
+                    if each.failure
+                    else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
+                )
                 self._files[each.rank].write(f"\n{text}".encode())
         for file in self._files.values():
             file.close()
@@ -70,5 +76,7 @@ class RankLogs:
                     *lines, rest = (rest + new).split(b"\n")
                     self._shown[rank] = position + len(new), rest[max(0, rest.rfind(b"\r")) :]
                     for line in [*lines, rest] if has_ended and rest else lines:
-                        terminal.write(b"[rank%d]: %s\n" % (rank, line.rstrip(b"\r").rpartition(b"\r")[2]))
+                        terminal.write(
+                            b"[rank%d]: %s\n" % (rank, line.rstrip(b"\r").rpartition(b"\r")[2])
+                        )
                 terminal.flush()

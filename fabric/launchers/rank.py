@@ -59,11 +59,21 @@ PREEMPTED = 75  # the exit code of a job that has saved and wants to be started 
 Payload = Callable[[], Callable[[], Any]]
 """Prepares a process, and returns a function to call once the rank's environment variables are set."""
 
-_LONGEST_TEXT = 20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
+_LONGEST_TEXT = (
+    20_000  # characters; a message may hold a whole tensor, and would push the cause off the screen
+)
 _PAUSE = 0.05  # seconds until the main thread is woken again
 # Messages of gloo, the stores and NCCL about a lost process; they raise a RuntimeError or a subclass of torch's.
 _PEER_LOST = ("closed by peer", "reset by peer")
-_SECONDARY = (*_PEER_LOST, "broken pipe", "connection refused", "timed out", "timeout", "distnetwork", "diststore")
+_SECONDARY = (
+    *_PEER_LOST,
+    "broken pipe",
+    "connection refused",
+    "timed out",
+    "timeout",
+    "distnetwork",
+    "diststore",
+)
 _OUR_FRAMES = (str(Path(__file__).parent), runpy.__file__, "<frozen runpy>", "<string>")
 
 
@@ -112,7 +122,10 @@ class Failure:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
             trace = trace.tb_next
-        text, half = "".join(traceback.format_exception(error.with_traceback(trace))), _LONGEST_TEXT // 2
+        text, half = (
+            "".join(traceback.format_exception(error.with_traceback(trace))),
+            _LONGEST_TEXT // 2,
+        )
         if len(text) > _LONGEST_TEXT:
             left_out = len(text) - _LONGEST_TEXT
             text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
@@ -122,7 +135,12 @@ class Failure:
 
 def stop_signals() -> list[signal.Signals]:
     """The signals that ask a job to save and end; under SLURM also SIGUSR1, which users often request."""
-    return [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, *[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ)]
+    return [
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR2,
+        *[signal.SIGUSR1] * ("SLURM_JOB_ID" in os.environ),
+    ]
 
 
 def ending_signals() -> list[signal.Signals]:
@@ -136,10 +154,13 @@ def is_secondary(error: BaseException) -> bool:
     current: BaseException | None = error
     while current is not None and current not in chain:
         chain.append(current)
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+        current = current.__cause__ or (
+            None if current.__suppress_context__ else current.__context__
+        )
     origin = chain[-1]
     return isinstance(origin, ConnectionError | TimeoutError | CollectiveMismatchError) or (
-        isinstance(origin, RuntimeError) and any(words in _first_line(origin) for words in _SECONDARY)
+        isinstance(origin, RuntimeError)
+        and any(words in _first_line(origin) for words in _SECONDARY)
     )
 
 
@@ -174,7 +195,9 @@ class ControlThread(threading.Thread):
         if os.getpid() == self._process:
             with self._lock, suppress(OSError):
                 self._control.send((kind, content))
-        elif kind == "error":  # a process that the script forked also gets here, but is not the rank
+        elif (
+            kind == "error"
+        ):  # a process that the script forked also gets here, but is not the rank
             print(content.text, file=sys.stderr, flush=True)
 
     def run(self) -> None:
@@ -196,7 +219,9 @@ class ControlThread(threading.Thread):
             main = threading.main_thread().ident or 0
             self.send("stack", "".join(traceback.format_stack(sys._current_frames()[main])))
             active = sys._current_exceptions().get(main)
-            error: Any = active[1] if isinstance(active, tuple) else active  # a triple until Python 3.12
+            error: Any = (
+                active[1] if isinstance(active, tuple) else active
+            )  # a triple until Python 3.12
             is_failure = isinstance(error, Exception) and not isinstance(error, StopIteration)
             self.send("described", Failure.of(error) if is_failure else None)
         elif kind == "report":
@@ -238,7 +263,11 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         end_with_parent()
         # Likewise for DataLoader workers and other forks of the main thread, but not daemons, which fork twice.
         own = os.getpid(), threading.get_ident()
-        os.register_at_fork(after_in_child=lambda: (os.getppid(), threading.get_ident()) == own and end_with_parent())
+        os.register_at_fork(
+            after_in_child=lambda: (
+                (os.getppid(), threading.get_ident()) == own and end_with_parent()
+            )
+        )
     if not faulthandler.is_enabled():
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
@@ -251,7 +280,9 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         # After loading: a script that is imported to find the function must not detect that it is a rank.
         os.environ.update(config.variables)
         torch = sys.modules.get("torch")
-        if torch is not None:  # a forked process has loaded torch already, which reads OMP_NUM_THREADS only then
+        if (
+            torch is not None
+        ):  # a forked process has loaded torch already, which reads OMP_NUM_THREADS only then
             torch.set_num_threads(config.threads)
         result = call()
         code, message = 0, ("finished", dump_result(result if config.returns else None))
@@ -260,7 +291,9 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
     except SystemExit as leaving:
         text = "" if isinstance(leaving.code, int) else str(leaving.code)
         # Truncated as by the system.
-        code = leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
+        code = (
+            leaving.code & 0xFF if isinstance(leaving.code, int) else int(leaving.code is not None)
+        )
         if code == PREEMPTED or (code == 0 and config.runs_script):
             message = "finished", b""
         elif code not in (0, *(128 + number for number in stop_signals())):
@@ -333,14 +366,20 @@ def raise_on_signals(acted: Callable[[int], object]) -> None:
             time.sleep(_PAUSE)
             # Also calls the listeners: the main thread may be in C++ code for long.
             # A noted signal is not sent again: that would end a job that has saved because of the first.
-            while signal.getsignal(number) is handler and not (handler.notify(number) or number in handler.noted):
+            while signal.getsignal(number) is handler and not (
+                handler.notify(number) or number in handler.noted
+            ):
                 signal.pthread_kill(main, number)
                 time.sleep(_PAUSE)
-            if number in ending_signals():  # others, such as SIGCHLD, do not matter for the grace period
+            if (
+                number in ending_signals()
+            ):  # others, such as SIGCHLD, do not matter for the grace period
                 acted(number)
 
     threading.Thread(target=wake, name="fabric-signals", daemon=True).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the supervisor blocked it; raises if one has arrived
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # the supervisor blocked it; raises if one has arrived
 
 
 def exit_process(code: int) -> NoReturn:
@@ -383,7 +422,9 @@ def exit_with_late_error() -> None:
 
         def flush_or_fail() -> None:
             flush()
-            if sys._getframe().f_back is None:  # no Python code has called this, so the interpreter itself did
+            if (
+                sys._getframe().f_back is None
+            ):  # no Python code has called this, so the interpreter itself did
                 raise OSError("an exit handler has failed")
 
         stream.flush = flush_or_fail

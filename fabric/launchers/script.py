@@ -62,7 +62,9 @@ class Script:
         if interactive or file in (None, "<stdin>"):
             raise ConfigurationError(
                 "the launcher 'popen', which runs the script again in every rank",
-                "this is a notebook or a prompt" if interactive else "the code came from `python -c` or standard input",
+                "this is a notebook or a prompt"
+                if interactive
+                else "the code came from `python -c` or standard input",
                 suggestion='Fabric(..., launcher="forkserver").launch(train)',
             )
         name = os.path.abspath(file) if spec is None else spec.name.removesuffix(".__main__")
@@ -104,7 +106,10 @@ def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
     if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
         kind, folder = "sweep", os.path.join(config.runtime.cwd, config.sweep.dir)
     # After the other overrides, which must be consecutive.
-    last = max((at for at, word in enumerate(arguments) if re.match("[^-]*=", word)), default=len(arguments))
+    last = max(
+        (at for at, word in enumerate(arguments) if re.match("[^-]*=", word)),
+        default=len(arguments),
+    )
     escaped = folder.replace("'", r"\'")
     return [*arguments[: last + 1], f"hydra.{kind}.dir='{escaped}'", *arguments[last + 1 :]]
 
@@ -136,7 +141,11 @@ class ScriptLauncher(base.Launcher):
         Script.of(sys.modules["__main__"])
 
     def launch(
-        self, fn: Callable[..., Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any], spec: base.LaunchSpec
+        self,
+        fn: Callable[..., Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        spec: base.LaunchSpec,
     ) -> NoReturn:
         """Run the script in ``spec.num_processes`` processes, wait for them, and exit. Never returns.
 
@@ -146,12 +155,17 @@ class ScriptLauncher(base.Launcher):
             SystemExit: the code of :func:`run_script`.
         """
         self.check(spec)
-        code, _ = run_script(Script.of(sys.modules["__main__"]), base.node_worlds(spec.num_processes))
+        code, _ = run_script(
+            Script.of(sys.modules["__main__"]), base.node_worlds(spec.num_processes)
+        )
         raise SystemExit(code)
 
 
 def run_script(
-    script: Script, worlds: Sequence[World], variables: Mapping[str, str] = {}, logs: RankLogs | None = None
+    script: Script,
+    worlds: Sequence[World],
+    variables: Mapping[str, str] = {},
+    logs: RankLogs | None = None,
 ) -> tuple[int, bool]:
     """Run a script in one process for each of these places, and wait for them.
 
@@ -173,7 +187,9 @@ def run_script(
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
         output = logs and logs.open(config.world.rank)
-        process = base.start_interpreter(main, control.fileno(), shown, script.directory, stdin, output)
+        process = base.start_interpreter(
+            main, control.fileno(), shown, script.directory, stdin, output
+        )
         return process.pid, process.poll
 
     job = Supervisor()

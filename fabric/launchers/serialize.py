@@ -47,12 +47,16 @@ def dump_call(call: Call, *, main_is_importable: bool, by_name: bool = True) -> 
     if isinstance(packed, bytes) and (main_is_importable or b"__main__" not in packed):
         return packed, b"__main__" in packed
     by_value = has_cloudpickle()
-    dump = import_module("cloudpickle").dumps if by_value else pickle.dumps  # an optional dependency
+    dump = (
+        import_module("cloudpickle").dumps if by_value else pickle.dumps
+    )  # an optional dependency
     if by_value and isinstance(packed := _attempt(dump, call), bytes):
         return packed, False
     name, part, error = _culprit(call, dump)
     request = f"launch({getattr(call.fn, '__qualname__', call.fn)}, ...)"
-    if isinstance(error, bytes) or (not by_value and isinstance(part, FunctionType | MethodType | type)):
+    if isinstance(error, bytes) or (
+        not by_value and isinstance(part, FunctionType | MethodType | type)
+    ):
         raise MissingDependencyError(
             request,
             "it is defined where another process cannot import it, and cloudpickle is not installed",
@@ -127,8 +131,12 @@ def _dump_with(pickler_type: Any, value: Any) -> bytes:
     buffer = io.BytesIO()
     pickler = pickler_type(buffer, pickle.HIGHEST_PROTOCOL)
     torch = sys.modules.get("torch")
-    tensors = {} if torch is None else dict.fromkeys((torch.Tensor, torch.nn.Parameter), _reduce_tensor)
-    pickler.dispatch_table = ChainMap(tensors, getattr(pickler, "dispatch_table", copyreg.dispatch_table))
+    tensors = (
+        {} if torch is None else dict.fromkeys((torch.Tensor, torch.nn.Parameter), _reduce_tensor)
+    )
+    pickler.dispatch_table = ChainMap(
+        tensors, getattr(pickler, "dispatch_table", copyreg.dispatch_table)
+    )
     pickler.dump(value)
     return buffer.getvalue()
 

@@ -75,7 +75,10 @@ class _PrivateFile:
             # Without a name; other users cannot read /proc/<pid>/fd. An interpreter that was built for an
             # older C library, as some of conda's are, cannot make one in memory.
             in_memory = getattr(os, "memfd_create", None)
-            self._file: Any = open(in_memory("fabric"), "rb") if in_memory else tempfile.TemporaryFile()  # noqa: SIM115
+            if in_memory is not None:
+                self._file: Any = open(in_memory("fabric"), "rb")  # noqa: SIM115 - open as long as this object
+            else:
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115 - likewise
             # The process id as this /proc has it, which may belong to an outer namespace.
             self.path = f"/proc/{os.readlink('/proc/self')}/fd/{self._file.fileno()}"
         else:
@@ -133,7 +136,9 @@ class RankProcess:
         """Whether it has sent an error, or has ended in an unexpected way."""
         if "error" in self.messages or self.exit_code is None:
             return "error" in self.messages
-        return self.exit_code not in (0, PREEMPTED) or not ("finished" in self.messages or self.config.runs_script)
+        return self.exit_code not in (0, PREEMPTED) or not (
+            "finished" in self.messages or self.config.runs_script
+        )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal, unless it has ended."""
@@ -157,14 +162,24 @@ class RankProcess:
 
     def read_stack(self) -> str:
         """The stack that it has written: of the thread that failed or, if that is no Python thread, of the main one."""
-        reason, *threads = Path(self.stack.path).read_text(errors="replace").partition("\n\nExtension")[0].split("\n\n")
+        reason, *threads = (
+            Path(self.stack.path)
+            .read_text(errors="replace")
+            .partition("\n\nExtension")[0]
+            .split("\n\n")
+        )
         failed = [thread for thread in threads if thread.startswith("Current")]
         return "\n\n".join([reason, *(failed or threads[-1:])])
 
     def last_call(self) -> str:
         """The innermost line of user code in its error or stack, as a line of a table."""
-        text = self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
-        frames, place = _FRAME.findall(text), "it had finished" if "finished" in self.messages else "unknown"
+        text = (
+            self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
+        )
+        frames, place = (
+            _FRAME.findall(text),
+            "it had finished" if "finished" in self.messages else "unknown",
+        )
         if frames:
             file, line, _ = frames[-1 if frames[0][2] else 0]
             place = f"{file}:{line}: {linecache.getline(file, int(line)).strip()}"
@@ -186,7 +201,11 @@ class RankProcess:
         """
         failure = self.failure
         if failure is not None:
-            return 3 if failure.secondary else int("error" not in self.messages), failure.time, self.rank
+            return (
+                3 if failure.secondary else int("error" not in self.messages),
+                failure.time,
+                self.rank,
+            )
         # A rank that has finished did so too early only if another rank reports that it has lost a peer.
         if peer_lost if "finished" in self.messages else self.exit_code == 0:
             return 2, self.ended, self.rank
@@ -208,7 +227,9 @@ class Supervisor:
         self._store = _PrivateFile()
         self._handlers: dict[int, Any] = {}
         # Users of SLURM have it send SIGUSR1 for another purpose.
-        self._report_signal = signal.SIGQUIT if signal.SIGUSR1 in ending_signals() else signal.SIGUSR1
+        self._report_signal = (
+            signal.SIGQUIT if signal.SIGUSR1 in ending_signals() else signal.SIGUSR1
+        )
         self._report_requested = False
 
     def __enter__(self) -> Self:
@@ -218,7 +239,9 @@ class Supervisor:
                 handler = signal.getsignal(number)
                 # An ignored signal stays ignored, as the shell or nohup wants. SIGQUIT is the exception: the shell
                 # ignores it for all "&" jobs, but means the keyboard. None: installed from C, cannot be restored.
-                is_ours = handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
+                is_ours = (
+                    handler != signal.SIG_IGN if number in _STANDARD else handler is signal.SIG_DFL
+                )
                 is_ours |= number == self._report_signal and handler is signal.SIG_IGN
                 if is_ours and handler is not None:
                     self._handlers[number] = signal.signal(number, self._note)
@@ -262,8 +285,12 @@ class Supervisor:
             runs_script: whether they run a script. A rank that runs a function fails if it exits before it returns.
         """
         for place in worlds:
-            world = replace(place, store=f"file://{self._store.path}") if place.port is None else place
-            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(variables)
+            world = (
+                replace(place, store=f"file://{self._store.path}") if place.port is None else place
+            )
+            added = rank_variables(os.environ, world, available_cores(), sys.platform) | dict(
+                variables
+            )
             stack = _PrivateFile()
             config = RankConfig(
                 world=world,
@@ -283,7 +310,9 @@ class Supervisor:
                     pid, exit_code_of = start(theirs, config)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            rank = RankProcess(config=config, pid=pid, exit_code_of=exit_code_of, control=control, stack=stack)
+            rank = RankProcess(
+                config=config, pid=pid, exit_code_of=exit_code_of, control=control, stack=stack
+            )
             self.ranks.append(rank)
         for rank in self.ranks if payload else ():
             rank.send(rank.config, payload)
@@ -352,10 +381,15 @@ class Supervisor:
         return all(rank.exit_code is not None for rank in self.ranks)
 
     def _conclude(self) -> None:
-        self.collect_until(COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive()))
+        self.collect_until(
+            COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive())
+        )
         for rank in self._alive():
             rank.send("describe")
-        self.collect_until(DESCRIBE, lambda: self.signals or all("described" in one.messages for one in self._alive()))
+        self.collect_until(
+            DESCRIBE,
+            lambda: self.signals or all("described" in one.messages for one in self._alive()),
+        )
         error = self._root_cause()
         self._end(signal.SIGTERM, END)
         raise error
@@ -390,12 +424,20 @@ class Supervisor:
             text = min(failures, key=lambda failure: failure.time).text if failures else ""
         how = "failed (exit code 1)" if text and code == 1 else describe_exit(code)
         # C++ code often aborts because another rank made a different call.
-        calls = "".join(rank.last_call() for rank in self.ranks[:_LINES]) if code == -signal.SIGABRT else ""
+        calls = (
+            "".join(rank.last_call() for rank in self.ranks[:_LINES])
+            if code == -signal.SIGABRT
+            else ""
+        )
         request = f"rank {rank.rank} of {rank.config.world.world_size} {how}"
-        return RankFailedError(request, rank.rank, code, text, calls and f"where each rank was:{calls}")
+        return RankFailedError(
+            request, rank.rank, code, text, calls and f"where each rank was:{calls}"
+        )
 
 
-def rank_variables(environ: Mapping[str, str], world: World, cores: int, platform: str) -> dict[str, str]:
+def rank_variables(
+    environ: Mapping[str, str], world: World, cores: int, platform: str
+) -> dict[str, str]:
     """The environment variables of a rank besides its place; the user's values take precedence.
 
     Args:

@@ -35,7 +35,12 @@ from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.standalone import Group, Strategy
 from fabric.tree import flatten, leaf_paths, map_tensors, unflatten
 
-__all__ = ["CopiedDataParallel", "DataParallelStrategy", "SingleDeviceStrategy", "ThreadedDataParallel"]
+__all__ = [
+    "CopiedDataParallel",
+    "DataParallelStrategy",
+    "SingleDeviceStrategy",
+    "ThreadedDataParallel",
+]
 
 
 class SingleDeviceStrategy(Strategy):
@@ -50,13 +55,19 @@ class SingleDeviceStrategy(Strategy):
     connects_processes = False
 
     def __init__(self, device: torch.device | str | int | None = None, **shared: Any) -> None:
-        super().__init__(parallel_devices=None if device is None else [torch.device(device)], **shared)
+        super().__init__(
+            parallel_devices=None if device is None else [torch.device(device)], **shared
+        )
 
     @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+    def check(
+        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
+    ) -> None:
         if len(devices) * num_nodes != 1:
             problem = f"it drives one device, and there are {num_nodes} node(s) with {len(devices)} device(s) each"
-            raise ConfigurationError('strategy="single_device"', problem, 'strategy="ddp", or devices=1')
+            raise ConfigurationError(
+                'strategy="single_device"', problem, 'strategy="ddp", or devices=1'
+            )
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -104,7 +115,9 @@ class DataParallelStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, None, checkpoint_io, precision)
 
     @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+    def check(
+        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
+    ) -> None:
         is_repeated = accelerator.name != "cpu" and len(set(devices)) < len(devices)
         if num_nodes > 1 or is_repeated:
             raise ConfigurationError(
@@ -117,7 +130,11 @@ class DataParallelStrategy(ParallelStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         devices = self.runtime.devices
         named = module.named_modules() if len(devices) > 1 else ()
-        compiled = [path or "it" for path, part in named if uncompiled(part) is not part or compiled_in_place(part)]
+        compiled = [
+            path or "it"
+            for path, part in named
+            if uncompiled(part) is not part or compiled_in_place(part)
+        ]
         if compiled:
             raise ConfigurationError(
                 f'setup of a {type(module).__name__} with strategy="dp" on several devices',
@@ -157,9 +174,13 @@ class DataParallelStrategy(ParallelStrategy):
             if tensor.dim() == 0:
                 return tensor
             if not len(tensor):
-                raise ConfigurationError(f"all_reduce of shape {tuple(tensor.shape)} under dp", "it has no rows")
+                raise ConfigurationError(
+                    f"all_reduce of shape {tuple(tensor.shape)} under dp", "it has no rows"
+                )
             # As over processes: the sum of float16 may overflow where the mean does not.
-            return fold(op, tensor.to(dtypes.get(tensor.dtype, tensor.dtype)).unbind()).to(tensor.dtype)
+            return fold(op, tensor.to(dtypes.get(tensor.dtype, tensor.dtype)).unbind()).to(
+                tensor.dtype
+            )
 
         return map_tensors(over_rows, collection)
 
@@ -191,10 +212,16 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         self.output_device = self.src_device_obj = devices[0]
 
     @override
-    def scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]) -> Any:
+    def scatter(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any] | None, device_ids: Sequence[Any]
+    ) -> Any:
         """Split the arguments of a call into those of each replica that has something to do."""
         call = inputs, kwargs or {}
-        shapes = [tuple(leaf.shape) for leaf in flatten(call)[0] if isinstance(leaf, Tensor) and leaf.dim()]
+        shapes = [
+            tuple(leaf.shape)
+            for leaf in flatten(call)[0]
+            if isinstance(leaf, Tensor) and leaf.dim()
+        ]
         batch = shapes[0][0] if shapes else 0
         if any(shape[0] != batch for shape in shapes):
             raise ConfigurationError(
@@ -203,7 +230,10 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
                 suggestion="mask.expand(batch, ...) for what belongs to every sample, or a buffer of the module",
             )
         size = max(1, -(-batch // len(device_ids)))
-        parts = [map_tensors(partial(_part, start, size), call) for start in range(0, max(1, batch), size)]
+        parts = [
+            map_tensors(partial(_part, start, size), call)
+            for start in range(0, max(1, batch), size)
+        ]
         return tuple(zip(*parts, strict=True))
 
     @override
@@ -212,7 +242,9 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         return [_replicate(module, owns_buffers=index == 0) for index in range(len(device_ids))]
 
     @override
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         """Run each replica on its part, in a thread; once all have ended, raise the error of the first that has one."""
         as_caller = _as_caller(self.src_device_obj.type)
         results: list[Any] = [None] * len(replicas)
@@ -225,14 +257,19 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
                 errors[index] = error
 
         indices = range(len(replicas))
-        threads = [threading.Thread(target=work, args=(index,), name=f"replica-{index}") for index in indices]
+        threads = [
+            threading.Thread(target=work, args=(index,), name=f"replica-{index}")
+            for index in indices
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         if errors:
             first = min(errors)
-            errors[first].add_note(f"replica {first} of {len(replicas)} on {self.src_device_obj} raised this")
+            errors[first].add_note(
+                f"replica {first} of {len(replicas)} on {self.src_device_obj} raised this"
+            )
             try:
                 raise errors[first]
             finally:
@@ -247,7 +284,9 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         # Where these are equal, so are the structures.
         paths = _join("output", [leaf_paths(structure, "output") for _, structure in flat])
         values = zip(*(leaves for leaves, _ in flat), strict=True)
-        return unflatten(flat[0][1], [_join(path, leaves) for path, leaves in zip(paths, values, strict=True)])
+        return unflatten(
+            flat[0][1], [_join(path, leaves) for path, leaves in zip(paths, values, strict=True)]
+        )
 
 
 class CopiedDataParallel(nn.DataParallel[Any]):
@@ -267,17 +306,23 @@ class CopiedDataParallel(nn.DataParallel[Any]):
         return replicas
 
     @override
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
+    ) -> list[Any]:
         """Run each replica on its part, in a thread with the caller's autocast."""
         as_caller = _as_caller(self.src_device_obj.type)
-        return super().parallel_apply([partial(as_caller, replica) for replica in replicas], inputs, kwargs)
+        return super().parallel_apply(
+            [partial(as_caller, replica) for replica in replicas], inputs, kwargs
+        )
 
 
 def _as_caller(device_type: str) -> Callable[..., Any]:
     """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     kinds = ("cpu", device_type)
-    autocasts = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds]
+    autocasts = [
+        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
+    ]
 
     def call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with ExitStack() as stack:
@@ -307,7 +352,9 @@ def _replicate(module: nn.Module, owns_buffers: bool) -> nn.Module:
     for original, replica in replicas.items():
         own = {
             "_parameters": dict(original._parameters),
-            "_modules": {name: child and replicas[child] for name, child in original._modules.items()},
+            "_modules": {
+                name: child and replicas[child] for name, child in original._modules.items()
+            },
         }
         if not owns_buffers:
             own["_buffers"] = {

@@ -95,11 +95,21 @@ class DDPStrategy(ParallelStrategy):
         )  # fmt: skip
         check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
-            raise ConfigurationError("DDPStrategy(ddp_comm_wrapper=...)", "there is no ddp_comm_hook to wrap")
-        if model_averaging_period is not None and not hasattr(ddp_comm_state, "start_localSGD_iter"):
+            raise ConfigurationError(
+                "DDPStrategy(ddp_comm_wrapper=...)", "there is no ddp_comm_hook to wrap"
+            )
+        if model_averaging_period is not None and not hasattr(
+            ddp_comm_state, "start_localSGD_iter"
+        ):
             problem = "replicas drift only with a PostLocalSGDState as ddp_comm_state and post_localSGD_hook"
-            raise ConfigurationError(f"DDPStrategy(model_averaging_period={model_averaging_period})", problem)
-        self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = ddp_comm_state, ddp_comm_hook, ddp_comm_wrapper
+            raise ConfigurationError(
+                f"DDPStrategy(model_averaging_period={model_averaging_period})", problem
+            )
+        self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = (
+            ddp_comm_state,
+            ddp_comm_hook,
+            ddp_comm_wrapper,
+        )
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs
@@ -109,14 +119,20 @@ class DDPStrategy(ParallelStrategy):
         self._cleanup = ExitStack()
 
     @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+    def check(
+        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
+    ) -> None:
         if self.sync_batchnorm and accelerator.name == "cpu":
             problem = "torch's SyncBatchNorm refuses inputs on the CPU"
-            raise ConfigurationError("DDPStrategy(sync_batchnorm=True)", problem, "sync_batchnorm=False, or GroupNorm")
+            raise ConfigurationError(
+                "DDPStrategy(sync_batchnorm=True)", problem, "sync_batchnorm=False, or GroupNorm"
+            )
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        check_same_model(self.runtime.communicator, module)  # torch tells some ranks, or none, of some differences
+        check_same_model(
+            self.runtime.communicator, module
+        )  # torch tells some ranks, or none, of some differences
         if not any(parameter.requires_grad for parameter in module.parameters()):
             # DistributedDataParallel does so for a module that it wraps.
             for tensor in (*module.parameters(), *module.buffers()):
@@ -131,11 +147,17 @@ class DDPStrategy(ParallelStrategy):
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         # A dry run has no other ranks: what torch does by itself would read what they answer.
         is_dry = isinstance(next(module.parameters()), FakeTensor)
-        wrapper = DistributedDataParallel(module, device_ids=device_ids, **{"init_sync": not is_dry, **self.ddp_kwargs})
+        wrapper = DistributedDataParallel(
+            module, device_ids=device_ids, **{"init_sync": not is_dry, **self.ddp_kwargs}
+        )
         if is_dry:
             wrapper.register_comm_hook(None, reduce_at_once)
         if self.ddp_comm_hook is not None:
-            hook = self.ddp_comm_wrapper(self.ddp_comm_hook) if self.ddp_comm_wrapper else self.ddp_comm_hook
+            hook = (
+                self.ddp_comm_wrapper(self.ddp_comm_hook)
+                if self.ddp_comm_wrapper
+                else self.ddp_comm_hook
+            )
             wrapper.register_comm_hook(self._state_of_hook(), hook)
         # Last in its attributes, so that it goes after the reducer when the wrapper is freed.
         object.__setattr__(wrapper, "_fabric_group", _KeepsGroup(wrapper.process_group))
@@ -146,19 +168,29 @@ class DDPStrategy(ParallelStrategy):
     def setup_optimizer(self, optimizer: Optimizer) -> None:
         if self.model_averaging_period is None:
             return
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager  # used by few
+        from torch.distributed.algorithms.model_averaging.averagers import (
+            PeriodicModelAverager,
+        )  # used by few
 
-        averager = PeriodicModelAverager(self.model_averaging_period, self._state_of_hook().start_localSGD_iter)
+        averager = PeriodicModelAverager(
+            self.model_averaging_period, self._state_of_hook().start_localSGD_iter
+        )
 
         def average(stepped: Optimizer, *_: Any) -> None:
             # A step that is skipped after an overflow has no gradients, and torch averages what has some.
-            if any(parameter.grad is not None for group in stepped.param_groups for parameter in group["params"]):
+            if any(
+                parameter.grad is not None
+                for group in stepped.param_groups
+                for parameter in group["params"]
+            ):
                 averager.average_parameters(stepped.param_groups)
 
         self._cleanup.callback(optimizer.register_step_post_hook(average).remove)
 
     @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool = True
+    ) -> AbstractContextManager[Any]:
         if not enabled or not any(parameter.requires_grad for parameter in module.parameters()):
             return nullcontext()
         if not isinstance(module, DistributedDataParallel):
@@ -172,17 +204,27 @@ class DDPStrategy(ParallelStrategy):
         return replace(
             super().gradient_contract(prepared),
             # No function of Python: it is called in every step. Without trainable parameters there is no wrapper.
-            synchronizes=partial(attrgetter("require_backward_grad_sync"), wrapper) if wrapper else bool,
+            synchronizes=partial(attrgetter("require_backward_grad_sync"), wrapper)
+            if wrapper
+            else bool,
             needs_forward=True,
-            expects_unused=any(self.ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph")),
+            expects_unused=any(
+                self.ddp_kwargs.get(name) for name in ("find_unused_parameters", "static_graph")
+            ),
             gradients_differ=drifts,
-            replicated=partial(_synchronized, wrapper) if wrapper and self.world_size > 1 and not drifts else dict,
+            replicated=partial(_synchronized, wrapper)
+            if wrapper and self.world_size > 1 and not drifts
+            else dict,
         )
 
     @override
-    def _join(self, modules: Sequence[nn.Module], divide_by_all: bool) -> AbstractContextManager[Any] | None:
+    def _join(
+        self, modules: Sequence[nn.Module], divide_by_all: bool
+    ) -> AbstractContextManager[Any] | None:
         takes_all_ranks = self.model_averaging_period is not None or self.sync_batchnorm
-        if takes_all_ranks or not all(isinstance(module, DistributedDataParallel) for module in modules):
+        if takes_all_ranks or not all(
+            isinstance(module, DistributedDataParallel) for module in modules
+        ):
             return super()._join(modules, divide_by_all)
         return _joined(modules, divide_by_all) if self.world_size > 1 else None
 
@@ -216,7 +258,11 @@ class DDPStrategy(ParallelStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # On the way to a rank. States of hooks look for the process group when they are unpickled, which is too early.
-        return {**vars(self), "ddp_comm_state": _Packed(pickle.dumps(self.ddp_comm_state)), "_wrappers": None}
+        return {
+            **vars(self),
+            "ddp_comm_state": _Packed(pickle.dumps(self.ddp_comm_state)),
+            "_wrappers": None,
+        }
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state, _wrappers=WeakKeyDictionary())
@@ -249,7 +295,11 @@ def _synchronized(wrapper: DistributedDataParallel) -> dict[str, torch.Tensor]:
     """The trained parameters but those that a user has told torch to ignore, by the user's names."""
     ignored = {name.removeprefix("_orig_mod.") for name in wrapper.parameters_to_ignore}
     named = uncompiled(wrapper.module).named_parameters()
-    return {name: parameter for name, parameter in named if parameter.requires_grad and name not in ignored}
+    return {
+        name: parameter
+        for name, parameter in named
+        if parameter.requires_grad and name not in ignored
+    }
 
 
 @contextmanager

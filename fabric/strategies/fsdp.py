@@ -38,7 +38,12 @@ from fabric.runtime import DEFAULT_TIMEOUT, Runtime
 from fabric.strategies import fsdp_options as options
 from fabric.strategies import fsdp_state as shards
 from fabric.strategies.base import uncompiled
-from fabric.strategies.init_module import EmptyParameter, MappedMemory, created_on, registered_on_meta
+from fabric.strategies.init_module import (
+    EmptyParameter,
+    MappedMemory,
+    created_on,
+    registered_on_meta,
+)
 from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
 from fabric.tree import map_tensors
 
@@ -108,7 +113,10 @@ class FSDPStrategy(ParallelStrategy):
         cpu_offload: Any = None,
         backward_prefetch: Any = None,
         mixed_precision: Any = None,
-        activation_checkpointing: type[nn.Module] | Sequence[type[nn.Module]] | Callable[..., object] | None = None,
+        activation_checkpointing: type[nn.Module]
+        | Sequence[type[nn.Module]]
+        | Callable[..., object]
+        | None = None,
         auto_wrap_policy: Collection[type[nn.Module]] | int | Callable[..., object] | None = None,
         sharding_strategy: Any = "FULL_SHARD",
         state_dict_type: str = "sharded",
@@ -130,15 +138,21 @@ class FSDPStrategy(ParallelStrategy):
 
             check_passed_on(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
         strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
-        self.sharding_strategy = options.parse_name("sharding_strategy", sharding_strategy, strategies)
+        self.sharding_strategy = options.parse_name(
+            "sharding_strategy", sharding_strategy, strategies
+        )
         self._older = [*older, *({self.sharding_strategy} & options.OF_FIRST_FSDP.keys())]
-        self.state_dict_type = options.parse_name("state_dict_type", state_dict_type, ("sharded", "full"))
+        self.state_dict_type = options.parse_name(
+            "state_dict_type", state_dict_type, ("sharded", "full")
+        )
         self.saves_shards = self.state_dict_type == "sharded"
         self.device_mesh = device_mesh
         self.cpu_offload = options.parse_cpu_offload(cpu_offload)
         self.backward_prefetch = options.parse_backward_prefetch(backward_prefetch)
         self.mixed_precision, self._buffer_dtype = options.parse_mixed_precision(mixed_precision)
-        self.activation_checkpointing = options.parse_choice("activation_checkpointing", activation_checkpointing)
+        self.activation_checkpointing = options.parse_choice(
+            "activation_checkpointing", activation_checkpointing
+        )
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
         self.fsdp_kwargs, self.broadcast_buffers = fsdp_kwargs, broadcast_buffers
         self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
@@ -147,7 +161,9 @@ class FSDPStrategy(ParallelStrategy):
         self._forwards: MutableMapping[int, ShardedForward] = {}
 
     @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+    def check(
+        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
+    ) -> None:
         options.check_mesh(self.device_mesh, self.sharding_strategy, len(devices) * num_nodes)
 
     @override
@@ -164,9 +180,18 @@ class FSDPStrategy(ParallelStrategy):
             meanings = [f"{name} {options.OF_FIRST_FSDP[name]}" for name in self._older]
             warnings.warn(f"options of torch's first FSDP: {'; '.join(meanings)}", stacklevel=2)
         if self.cpu_offload is not None and self.root_device.type == "cpu":
-            warnings.warn("cpu_offload means nothing on the CPU, where everything is already", stacklevel=2)
-        if self.sharding_strategy == "HYBRID_SHARD" and self.device_mesh is None and self.runtime.world.num_nodes == 1:
-            warnings.warn("HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two", stacklevel=2)
+            warnings.warn(
+                "cpu_offload means nothing on the CPU, where everything is already", stacklevel=2
+            )
+        if (
+            self.sharding_strategy == "HYBRID_SHARD"
+            and self.device_mesh is None
+            and self.runtime.world.num_nodes == 1
+        ):
+            warnings.warn(
+                "HYBRID_SHARD has one replica, on one node; device_mesh=(2, shards) is for two",
+                stacklevel=2,
+            )
 
     @override
     def teardown(self) -> None:
@@ -198,16 +223,23 @@ class FSDPStrategy(ParallelStrategy):
         if receives:
             states = self.runtime.store.from_rank0(key, states)
             if not states:
-                raise UsageError(f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it")
+                raise UsageError(
+                    f'init_module(source="rank0") on rank {self.global_rank}', "rank 0 failed in it"
+                )
             if states.startswith(before):
-                torch.set_rng_state(torch.tensor(list(states.removeprefix(before)), dtype=torch.uint8))
+                torch.set_rng_state(
+                    torch.tensor(list(states.removeprefix(before)), dtype=torch.uint8)
+                )
 
     model_sharded_context = ParallelStrategy.module_init_context  # its older name
 
     @override
     def module_to_device(self, module: M) -> M:
         # setup_module moves what was built in init_module() to the device, one FSDP module after another.
-        waits = any(each.is_meta or shards.is_mapped(each) for each in (*module.parameters(), *module.buffers()))
+        waits = any(
+            each.is_meta or shards.is_mapped(each)
+            for each in (*module.parameters(), *module.buffers())
+        )
         return module if waits else super().module_to_device(module)
 
     @override
@@ -225,7 +257,9 @@ class FSDPStrategy(ParallelStrategy):
     def _check_module(self, root: nn.Module) -> object:
         """The plan that ranks compare, if any; raises for what cannot be sharded. Not a collective."""
         options.check_shardable(root, self.is_global_zero, self._prepared_modules)
-        options.choose_modules(root, root.modules(), "activation_checkpointing", self.activation_checkpointing)
+        options.choose_modules(
+            root, root.modules(), "activation_checkpointing", self.activation_checkpointing
+        )
         options.check_dtypes(root, self._fsdp_modules(root), self._ignored, self.runtime.precision)
 
     @override
@@ -236,7 +270,9 @@ class FSDPStrategy(ParallelStrategy):
         root, communicator = uncompiled(module), self.runtime.communicator
         fsdp_modules = self._fsdp_modules(root)
         recomputed = self.activation_checkpointing
-        for part in options.choose_modules(root, root.modules(), "activation_checkpointing", recomputed):
+        for part in options.choose_modules(
+            root, root.modules(), "activation_checkpointing", recomputed
+        ):
             # Inside the module's call, so that the hooks that gather its parameters, and all names, stay.
             part.forward = partial(checkpoint, part.forward, use_reentrant=False)
         mesh = self._mesh()
@@ -245,8 +281,15 @@ class FSDPStrategy(ParallelStrategy):
             if self._buffer_dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.to(self._buffer_dtype)
         # By default torch frees all FSDP modules except the root, which the backward pass needs first.
-        resharding = {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
-        arguments: dict[str, Any] = {"mesh": mesh, **resharding, **self.fsdp_kwargs, "ignored_params": replicated}
+        resharding = (
+            {"reshard_after_forward": False} if self.sharding_strategy == "SHARD_GRAD_OP" else {}
+        )
+        arguments: dict[str, Any] = {
+            "mesh": mesh,
+            **resharding,
+            **self.fsdp_kwargs,
+            "ignored_params": replicated,
+        }
         if self.cpu_offload is not None and self.root_device.type != "cpu":
             arguments["offload_policy"] = self.cpu_offload
         precision = self.runtime.precision
@@ -258,7 +301,9 @@ class FSDPStrategy(ParallelStrategy):
         self._shard(root, mp_policy=policy, **arguments)
         if self.backward_prefetch is not None:
             options.prefetch_in_backward(root, fsdp_modules, self.backward_prefetch)
-        unsharded = shards.UnshardedState(root, self._loss_communicator(), replicated, self.broadcast_buffers)
+        unsharded = shards.UnshardedState(
+            root, self._loss_communicator(), replicated, self.broadcast_buffers
+        )
         self._forwards[id(root)] = ShardedForward(root, fsdp_modules, self.global_rank, unsharded)
         return module
 
@@ -276,12 +321,16 @@ class FSDPStrategy(ParallelStrategy):
         return map_tensors(partial(shards.full, self.root_device), state)
 
     @override
-    def load_optimizer_state_dict(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    def load_optimizer_state_dict(
+        self, optimizer: Optimizer, state_dict: Mapping[str, Any]
+    ) -> None:
         """Load a state dict; from full tensors every rank takes its shards."""
         optimizer.load_state_dict(shards.shard_state(optimizer, state_dict))
 
     @override
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[Any]:
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool = True
+    ) -> AbstractContextManager[Any]:
         forward = self._forwards.get(id(uncompiled(module)))
         if forward is None:
             refuse_unprepared(self, module)
@@ -293,23 +342,35 @@ class FSDPStrategy(ParallelStrategy):
         forward, sharded = self._forwards[id(root)], dict(root.named_parameters())
         return replace(
             super().gradient_contract(prepared),
-            title=type(root).__name__.removeprefix("FSDP"),  # which torch puts in front of the name of what it shards
+            title=type(root).__name__.removeprefix(
+                "FSDP"
+            ),  # which torch puts in front of the name of what it shards
             parameters=lambda: sharded,
             is_sharded=True,
             peers=lambda: dist.get_process_group_ranks(self._mesh().get_group(-1)),
-            synchronizes=partial(attrgetter("synchronizes"), forward.unsharded),  # called in every step
+            synchronizes=partial(
+                attrgetter("synchronizes"), forward.unsharded
+            ),  # called in every step
             gradients_differ=True,
-            replicated=lambda: {name: each for name, each in sharded.items() if each in forward.unsharded.parameters},
+            replicated=lambda: {
+                name: each for name, each in sharded.items() if each in forward.unsharded.parameters
+            },
             unreduced=lambda: [*unreduced_parameters(root), *forward.unsharded.unreduced],
-            reshard=partial(forward.reshard, wait=self.cpu_offload is not None and self.root_device.type != "cpu"),
-            casts=self.mixed_precision is not None or self.runtime.precision.compute_dtype is not None,
+            reshard=partial(
+                forward.reshard,
+                wait=self.cpu_offload is not None and self.root_device.type != "cpu",
+            ),
+            casts=self.mixed_precision is not None
+            or self.runtime.precision.compute_dtype is not None,
         )
 
     @override
     def _explain(self, exception: BaseException) -> None:
         for pattern, (problem, suggestion) in options.EXPLANATIONS.items():
             note = str(FabricError(problem, suggestion=suggestion))
-            if re.search(pattern, str(exception)) and note not in getattr(exception, "__notes__", ()):
+            if re.search(pattern, str(exception)) and note not in getattr(
+                exception, "__notes__", ()
+            ):
                 exception.add_note(note)
 
     def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
@@ -324,7 +385,9 @@ class FSDPStrategy(ParallelStrategy):
         """The processes that parameters are sharded over, in the last dimension."""
         if isinstance(self.device_mesh, DeviceMesh):
             return self.device_mesh
-        return self.runtime.mesh(**options.mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world))
+        return self.runtime.mesh(
+            **options.mesh_sizes(self.device_mesh, self.sharding_strategy, self.runtime.world)
+        )
 
     @property
     @override
@@ -342,7 +405,9 @@ class ShardedForward:
         state: what is not sharded of it.
     """
 
-    def __init__(self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState) -> None:
+    def __init__(
+        self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState
+    ) -> None:
         self.root, self.unsharded, self._rank = root, state, rank
         # Like FSDP's own hooks, not part of a compiled graph.
         around = (state.before_forward, state.after_forward) if state else ()
@@ -361,7 +426,9 @@ class ShardedForward:
         root.register_forward_hook(self._leave, always_call=True)
         # First, before FSDP's own hooks take a part for the root of a model. Off within a forward pass, to save time.
         self._places = [
-            hook_place(part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True))
+            hook_place(
+                part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True)
+            )
             for path, part in callable_parts(root, self._sharded.__contains__)
         ]
 
@@ -398,7 +465,9 @@ class ShardedForward:
             if self._unfinished() and not in_backward():
                 self._forget()
             before, self._version = self._version, sum(map(version, self._shards))
-            if self._version != before and any(map(is_not, map(getitem, self._owners, self._names), self._shards)):
+            if self._version != before and any(
+                map(is_not, map(getitem, self._owners, self._names), self._shards)
+            ):
                 self.reshard()  # what a pass has gathered that no backward pass followed is out of date
         if not (self._finished or self._depth):
             raise UsageError(

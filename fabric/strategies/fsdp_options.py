@@ -39,7 +39,10 @@ _ALWAYS_ON = "means nothing, it is always on"
 # Options that only torch's first FSDP had, and their meaning here.
 OF_FIRST_FSDP = {
     "activation_checkpointing_policy": "is activation_checkpointing",
-    **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params"), _ALWAYS_ON),
+    **dict.fromkeys(
+        ("forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params"),
+        _ALWAYS_ON,
+    ),
     "NO_SHARD": 'is HYBRID_SHARD with device_mesh=(world_size, 1): each rank has all parameters, as in "ddp"',
 }
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -54,7 +57,10 @@ EXPLANATIONS = {
         "a second derivative, or a change in place of what an FSDP module returned, needs weights that have been freed",
         'y = y + 1 for y += 1; strategy="ddp" for a loss of gradients (create_graph=True)',
     ),
-    "FSDP does not support deepcopy": ("shards are no model", "fabric.ema(model) for averages; fabric.save for copies"),
+    "FSDP does not support deepcopy": (
+        "shards are no model",
+        "fabric.ema(model) for averages; fabric.save for copies",
+    ),
     "'Sparse|placement changes|a sharding strategy|unevenly sharded|requires redistribution": (
         "torch shards dense gradients, and steps that are the same for each element: it has no such operation",
         'torch.optim.AdamW, or strategy="ddp"',
@@ -67,7 +73,9 @@ def parse_name(option: str, value: Any, names: Sequence[str]) -> str:
     for name in names:
         if str(getattr(value, "name", value)).lower() == name.lower():
             return name
-    raise ConfigurationError(f"FSDPStrategy({option}={value!r})", expected=" or ".join(map(repr, names)))
+    raise ConfigurationError(
+        f"FSDPStrategy({option}={value!r})", expected=" or ".join(map(repr, names))
+    )
 
 
 def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tuple[list[str], Any]:
@@ -75,22 +83,37 @@ def pop_older(fsdp_kwargs: dict[str, Any], activation_checkpointing: Any) -> tup
     older = {name: fsdp_kwargs.pop(name) for name in OF_FIRST_FSDP if name in fsdp_kwargs}
     policy = older.get("activation_checkpointing_policy")
     if policy is not None and activation_checkpointing is not None:
-        request = f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})"
+        request = (
+            f"FSDPStrategy({activation_checkpointing=}, activation_checkpointing_policy={policy!r})"
+        )
         raise ConfigurationError(request, "these are names of one option", "one of the two")
     return [*older], activation_checkpointing if policy is None else policy
 
 
-def check_mesh(mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int) -> None:
+def check_mesh(
+    mesh: tuple[int, ...] | DeviceMesh | None, sharding_strategy: str, world_size: int
+) -> None:
     """Raise a ConfigurationError unless a mesh has the strategy's dimensions and covers all processes."""
     sizes = [(world_size, 1)] if sharding_strategy == "NO_SHARD" else [(world_size,)]
     if sharding_strategy == "HYBRID_SHARD":
-        sizes = [(world_size // shards, shards) for shards in range(1, world_size + 1) if world_size % shards == 0]
-    if mesh is not None and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes:
+        sizes = [
+            (world_size // shards, shards)
+            for shards in range(1, world_size + 1)
+            if world_size % shards == 0
+        ]
+    if (
+        mesh is not None
+        and (mesh.shape if isinstance(mesh, DeviceMesh) else tuple(mesh)) not in sizes
+    ):
         request = f"FSDPStrategy(device_mesh={mesh!r}) for {sharding_strategy} in a job of {world_size} processes"
-        raise ConfigurationError(request, expected=f"device_mesh={' or '.join(map(str, sizes))}, or such a DeviceMesh")
+        raise ConfigurationError(
+            request, expected=f"device_mesh={' or '.join(map(str, sizes))}, or such a DeviceMesh"
+        )
 
 
-def mesh_sizes(given: tuple[int, ...] | None, sharding_strategy: str, world: World) -> dict[str, int]:
+def mesh_sizes(
+    given: tuple[int, ...] | None, sharding_strategy: str, world: World
+) -> dict[str, int]:
     """The dimensions of a mesh with the given sizes, or with the strategy's default sizes."""
     own = (world.world_size, 1) if sharding_strategy == "NO_SHARD" else (world.world_size,)
     if sharding_strategy == "HYBRID_SHARD":
@@ -108,7 +131,9 @@ def parse_cpu_offload(value: Any) -> "CPUOffloadPolicy | None":
 
     policy = CPUOffloadPolicy() if value is True else value
     if not isinstance(policy, CPUOffloadPolicy):
-        raise ArgumentTypeError(f"FSDPStrategy(cpu_offload={value!r})", "", "a bool, CPUOffloadPolicy or CPUOffload")
+        raise ArgumentTypeError(
+            f"FSDPStrategy(cpu_offload={value!r})", "", "a bool, CPUOffloadPolicy or CPUOffload"
+        )
     return policy
 
 
@@ -120,7 +145,10 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
     """
     if value is None:
         return None, None
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # takes a second to import
+    from torch.distributed.fsdp import (
+        MixedPrecision,
+        MixedPrecisionPolicy,
+    )  # takes a second to import
 
     if isinstance(value, MixedPrecisionPolicy):
         return value, None
@@ -130,7 +158,9 @@ def parse_mixed_precision(value: Any) -> "tuple[MixedPrecisionPolicy | None, tor
             expected="MixedPrecisionPolicy or MixedPrecision, and bf16-true in place of keep_low_precision_grads",
         )
     casts = value.cast_forward_inputs or value.cast_root_forward_inputs
-    return MixedPrecisionPolicy(value.param_dtype, value.reduce_dtype, cast_forward_inputs=casts), value.buffer_dtype
+    return MixedPrecisionPolicy(
+        value.param_dtype, value.reduce_dtype, cast_forward_inputs=casts
+    ), value.buffer_dtype
 
 
 def parse_backward_prefetch(value: Any) -> int | None:
@@ -142,7 +172,8 @@ def parse_backward_prefetch(value: Any) -> int | None:
     if number is None or (type(number) is int and number >= 0):
         return number
     raise ConfigurationError(
-        f"FSDPStrategy(backward_prefetch={value!r})", expected="BACKWARD_PRE, BACKWARD_POST, or 2 for two"
+        f"FSDPStrategy(backward_prefetch={value!r})",
+        expected="BACKWARD_PRE, BACKWARD_POST, or 2 for two",
     )
 
 
@@ -153,7 +184,9 @@ def parse_choice(option: str, choice: Any) -> Any:
         return classes
     if choice is None or (callable(choice) and not isinstance(choice, type)):
         return choice
-    raise ArgumentTypeError(f"FSDPStrategy({option}={choice!r})", expected="a class, several, or a function")
+    raise ArgumentTypeError(
+        f"FSDPStrategy({option}={choice!r})", expected="a class, several, or a function"
+    )
 
 
 def parse_wrap_policy(policy: Any) -> Any:
@@ -165,7 +198,9 @@ def parse_wrap_policy(policy: Any) -> Any:
     return partial(size_based_auto_wrap_policy, min_num_params=policy)
 
 
-def choose_modules(root: nn.Module, modules: Iterable[nn.Module], option: str, choice: Any) -> list[nn.Module]:
+def choose_modules(
+    root: nn.Module, modules: Iterable[nn.Module], option: str, choice: Any
+) -> list[nn.Module]:
     """The modules that a choice of :func:`parse_choice` selects, inner before outer; None selects none.
 
     Raises:
@@ -173,11 +208,17 @@ def choose_modules(root: nn.Module, modules: Iterable[nn.Module], option: str, c
     """
     if choice is None:
         return []
-    chosen = [part for part in modules if (isinstance(part, choice) if isinstance(choice, tuple) else choice(part))]
+    chosen = [
+        part
+        for part in modules
+        if (isinstance(part, choice) if isinstance(choice, tuple) else choice(part))
+    ]
     if not chosen:
         problem = f"no part of a {type(root).__name__} is chosen"
         known = ", ".join(sorted({type(part).__name__ for part in root.modules()}))
-        raise ConfigurationError(f"FSDPStrategy({option}={choice!r})", problem, f"classes that it is made of: {known}")
+        raise ConfigurationError(
+            f"FSDPStrategy({option}={choice!r})", problem, f"classes that it is made of: {known}"
+        )
     return chosen[::-1]
 
 
@@ -200,11 +241,21 @@ def find_fsdp_modules(root: nn.Module, policy: Any = None) -> list[nn.Module]:
         found = _by_remainder(root, policy)
     else:
         candidates = [part for part in root.modules() if part is root or _can_be_sharded(part)]
-        found = [part for part in choose_modules(root, candidates, "auto_wrap_policy", policy) if part is not root]
-    while tied := [names for names in _owners(root, set(found)).values() if len(set(names.values())) > 1]:
+        found = [
+            part
+            for part in choose_modules(root, candidates, "auto_wrap_policy", policy)
+            if part is not root
+        ]
+    while tied := [
+        names for names in _owners(root, set(found)).values() if len(set(names.values())) > 1
+    ]:
         if policy is not None:
-            problem = "it puts names of one parameter into several FSDP modules: " + "; ".join(map(" and ".join, tied))
-            raise ConfigurationError("auto_wrap_policy=...", problem, suggestion="none, which leaves them to the root")
+            problem = "it puts names of one parameter into several FSDP modules: " + "; ".join(
+                map(" and ".join, tied)
+            )
+            raise ConfigurationError(
+                "auto_wrap_policy=...", problem, suggestion="none, which leaves them to the root"
+            )
         owners = {owner for by_name in tied for owner in by_name.values()}
         found = [part for part in found if part not in owners]
     return found
@@ -230,27 +281,63 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
     known = {part for model in models for part in model.modules()}
     named: dict[str, torch.Tensor] = dict(root.named_parameters())
     lazy = [name for name, each in named.items() if is_lazy(each)]
-    strided = [name for name, each in named.items() if not is_lazy(each) and not each.is_contiguous()]
+    strided = [
+        name for name, each in named.items() if not is_lazy(each) and not each.is_contiguous()
+    ]
     sharded = [name for name, each in named.items() if hasattr(each, SHARD)]
-    tables = [(name, part) for name, part in root.named_modules() if isinstance(part, _TABLES) and part.sparse]
+    tables = [
+        (name, part)
+        for name, part in root.named_modules()
+        if isinstance(part, _TABLES) and part.sparse
+    ]
     sparse = [name for name, part in tables if part.weight.requires_grad]
     sharded += [name or "the module itself" for name, part in root.named_modules() if part in known]
     named.update(root.named_buffers())
-    on_meta = [name for name, each in named.items() if each.is_meta and not isinstance(each, EmptyParameter)]
+    on_meta = [
+        name
+        for name, each in named.items()
+        if each.is_meta and not isinstance(each, EmptyParameter)
+    ]
     for names, problem, suggestion in (
-        (lazy, "are lazy and have no shape before a first forward pass", "one model(batch) before setup()"),
-        (sparse, "have sparse gradients, which cannot be sharded", 'sparse=False, or strategy="ddp"'),
-        (strided, "are not contiguous, as in channels_last", "model.to(memory_format=torch.contiguous_format)"),
-        (sharded, "belong to another model, which is sharded", "one module around both, and one setup() of it"),
-        (on_meta if has_values else [], "have no values, being on meta", "a model built in fabric.init_module()"),
+        (
+            lazy,
+            "are lazy and have no shape before a first forward pass",
+            "one model(batch) before setup()",
+        ),
+        (
+            sparse,
+            "have sparse gradients, which cannot be sharded",
+            'sparse=False, or strategy="ddp"',
+        ),
+        (
+            strided,
+            "are not contiguous, as in channels_last",
+            "model.to(memory_format=torch.contiguous_format)",
+        ),
+        (
+            sharded,
+            "belong to another model, which is sharded",
+            "one module around both, and one setup() of it",
+        ),
+        (
+            on_meta if has_values else [],
+            "have no values, being on meta",
+            "a model built in fabric.init_module()",
+        ),
     ):
         if names:
-            request, problem = f"setup({type(root).__name__}) with FSDP", f"these {problem}: {', '.join(names)}"
+            request, problem = (
+                f"setup({type(root).__name__}) with FSDP",
+                f"these {problem}: {', '.join(names)}",
+            )
             raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
 def check_dtypes(
-    root: nn.Module, fsdp_modules: Iterable[nn.Module], ignored: set[nn.Parameter], precision: Precision
+    root: nn.Module,
+    fsdp_modules: Iterable[nn.Module],
+    ignored: set[nn.Parameter],
+    precision: Precision,
 ) -> None:
     """Raise a ConfigurationError for an FSDP module with trained parameters of several dtypes.
 
@@ -264,7 +351,9 @@ def check_dtypes(
     for parameter, owners in _owners(root, set(fsdp_modules)).items():
         name, owner = next(iter(owners.items()))
         if parameter.requires_grad and not stays_whole(parameter, ignored):
-            dtypes.setdefault(owner, {}).setdefault(precision.param_dtype or parameter.dtype, []).append(name)
+            dtypes.setdefault(owner, {}).setdefault(
+                precision.param_dtype or parameter.dtype, []
+            ).append(name)
     for names in dtypes.values():
         if len(names) > 1:
             raise ConfigurationError(
@@ -275,7 +364,10 @@ def check_dtypes(
 
 
 def check_optimizers(
-    optimizers: Sequence[Optimizer], shards: int, module: nn.Module | None, models: Sequence[nn.Module]
+    optimizers: Sequence[Optimizer],
+    shards: int,
+    module: nn.Module | None,
+    models: Sequence[nn.Module],
 ) -> None:
     """Raise a UsageError for an optimizer whose steps would fail or change nothing, or that would lose its state.
 
@@ -286,22 +378,42 @@ def check_optimizers(
         models: the models that are sharded already.
     """
     own = set() if module is None else set(module.parameters())
-    gathered = {each for model in models for each in model.parameters() if local_tensor(each) is each}
+    gathered = {
+        each for model in models for each in model.parameters() if local_tensor(each) is each
+    }
     for optimizer in optimizers:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
         local = [local_tensor(parameter) for parameter in parameters]
         sharded = [each for each in parameters if each in own or local_tensor(each) is not each]
         is_uneven = any(length % shards for parameter in sharded for length in parameter.shape[:1])
-        after = {shard for parameter in parameters if (shard := getattr(parameter, SHARD, None)) is not None}
+        after = {
+            shard
+            for parameter in parameters
+            if (shard := getattr(parameter, SHARD, None)) is not None
+        }
         if after:
-            names = [name for model in models for name, each in model.named_parameters() if each in after]
+            names = [
+                name for model in models for name, each in model.named_parameters() if each in after
+            ]
             problem = f"it holds parameters from before the sharding: stepping changes nothing of {', '.join(names)}"
-        elif any(each in gathered or (each.numel() and not each.untyped_storage().size()) for each in local):
+        elif any(
+            each in gathered or (each.numel() and not each.untyped_storage().size())
+            for each in local
+        ):
             problem = "it holds parameters that a forward pass gathered, and that are freed again"
-        elif any(parameter in own and _has_history(optimizer.state.get(parameter)) for parameter in parameters):
+        elif any(
+            parameter in own and _has_history(optimizer.state.get(parameter))
+            for parameter in parameters
+        ):
             problem = "it has state for whole parameters, and these are about to be sharded"
-        elif sharded and isinstance(optimizer, (optim.Adafactor, optim.Rprop, *([optim.LBFGS] if is_uneven else ()))):
-            problem = 'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
+        elif sharded and isinstance(
+            optimizer, (optim.Adafactor, optim.Rprop, *([optim.LBFGS] if is_uneven else ()))
+        ):
+            problem = (
+                'torch has no such step for shards; it has that of AdamW and SGD, or strategy="ddp"'
+            )
         else:
             continue
         raise UsageError(
@@ -313,16 +425,25 @@ def check_optimizers(
 
 def _has_history(slots: Mapping[str, Any] | None) -> bool:
     """Whether an optimizer's state of a parameter is more than initial values, which Adagrad fills in when made."""
-    return bool(slots) and bool(slots.get("step", 1) or any(getattr(one, "is_meta", False) for one in slots.values()))
+    return bool(slots) and bool(
+        slots.get("step", 1) or any(getattr(one, "is_meta", False) for one in slots.values())
+    )
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     with_parts = {part for part in root.modules() if any(True for _ in part.children())}
     lists = [part for part in root.modules() if isinstance(part, (*_LISTS, nn.Sequential))]
     # In a Sequential, a layer without submodules is too small for a collective of its own.
-    in_lists = {part for each in lists for part in each.children() if part in with_parts or isinstance(each, _LISTS)}
+    in_lists = {
+        part
+        for each in lists
+        for part in each.children()
+        if part in with_parts or isinstance(each, _LISTS)
+    }
     for chosen in (in_lists, with_parts - {root}):
-        candidates = [module for module in root.modules() if module in chosen and _can_be_sharded(module)]
+        candidates = [
+            module for module in root.modules() if module in chosen and _can_be_sharded(module)
+        ]
         counts = Counter(map(type, candidates))
         repeated = [module for module in candidates if counts[type(module)] > 1]
         if repeated:
@@ -349,7 +470,9 @@ def _by_remainder(root: nn.Module, policy: Callable[..., object]) -> list[nn.Mod
     return found
 
 
-def _owners(root: nn.Module, fsdp_modules: set[nn.Module]) -> dict[nn.Parameter, dict[str, nn.Module]]:
+def _owners(
+    root: nn.Module, fsdp_modules: set[nn.Module]
+) -> dict[nn.Parameter, dict[str, nn.Module]]:
     """The FSDP module, or the root, that would own each parameter, by each of its names."""
     owners = {"": root}
     names: dict[nn.Parameter, dict[str, nn.Module]] = {}

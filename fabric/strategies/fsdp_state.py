@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.optim import Optimizer
 
-from fabric._torch import at_end_of_backward, full_tensor, local_tensor, share_accumulation_hooks, share_gradient_hooks
+from fabric._torch import (
+    at_end_of_backward,
+    full_tensor,
+    local_tensor,
+    share_accumulation_hooks,
+    share_gradient_hooks,
+)
 from fabric.collectives import all_reduce
 from fabric.communicators import Communicator, Reduce
 from fabric.strategies.init_module import EmptyParameter, fill_empty, release_pages
@@ -37,7 +43,9 @@ SHARD = "_fabric_shard"
 _NUMBERS = {"step", "mu_product", "eta", "mu"}
 
 
-def shard_module(communicator: Communicator, module: nn.Module, before: Mapping[str, Any], **arguments: Any) -> None:
+def shard_module(
+    communicator: Communicator, module: nn.Module, before: Mapping[str, Any], **arguments: Any
+) -> None:
     """Make an FSDP module with rank 0's values, freeing the memory of the original parameters. Collective.
 
     Args:
@@ -46,7 +54,10 @@ def shard_module(communicator: Communicator, module: nn.Module, before: Mapping[
         before: by name, the originals of parameters that are split over another dimension of the mesh.
         **arguments: of ``fully_shard``.
     """
-    from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import; here it has been
+    from torch.distributed.fsdp import (
+        FSDPModule,
+        fully_shard,
+    )  # takes a second to import; here it has been
 
     plain = {name: each for name, each in module.named_parameters() if local_tensor(each) is each}
     before = {**plain, **before}
@@ -82,7 +93,10 @@ def replicate_unsharded(
     Returns:
         The replicated parameters that replace them.
     """
-    from torch.distributed.tensor import Replicate, distribute_tensor  # takes a second to import; here it has been
+    from torch.distributed.tensor import (
+        Replicate,
+        distribute_tensor,
+    )  # takes a second to import; here it has been
 
     if ignored and ignored.isdisjoint(root.parameters()) and communicator.rank == 0:
         # Pickling a strategy for a rank copies its parameters.
@@ -92,7 +106,9 @@ def replicate_unsharded(
     receive_values(communicator, root, [*root.buffers(), *before.values()])
     for path, old in before.items():
         present = root.get_parameter(path)  # a meta tensor has been replaced
-        whole = distribute_tensor(present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+        whole = distribute_tensor(
+            present.detach().clone(), mesh, [Replicate()] * mesh.ndim, src_data_rank=None
+        )
         parameter = nn.Parameter(whole, requires_grad=old.requires_grad)
         _put(root, present, parameter)
         _replace(old, parameter)
@@ -109,7 +125,9 @@ def is_mapped(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.untyped_storage().filename is not None
 
 
-def receive_values(communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]) -> None:
+def receive_values(
+    communicator: Communicator, module: nn.Module, tensors: Sequence[Tensor]
+) -> None:
     """Give tensors rank 0's values and ordinary memory on the communicator's device. Collective.
 
     An :class:`EmptyParameter` gets values that are not a number. A parameter that is on the device may stay in a
@@ -138,7 +156,11 @@ def receive_values(communicator: Communicator, module: nn.Module, tensors: Seque
             release_pages(tensor.untyped_storage())
         if tensor.is_meta:
             is_parameter = isinstance(tensor, nn.Parameter)
-            _put(module, tensor, nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value)
+            _put(
+                module,
+                tensor,
+                nn.Parameter(value, requires_grad=tensor.requires_grad) if is_parameter else value,
+            )
         else:
             tensor.data = value
 
@@ -154,7 +176,9 @@ def _shard_like(like: Any, value: Any) -> Any:
     is_full = isinstance(value, torch.Tensor) and local_tensor(value) is value
     if like is None or local_tensor(like) is like or not is_full or value.shape != like.shape:
         return value
-    from torch.distributed.tensor import distribute_tensor  # takes a second to import; here it has been
+    from torch.distributed.tensor import (
+        distribute_tensor,
+    )  # takes a second to import; here it has been
 
     mesh = like.device_mesh
     shard = distribute_tensor(value.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
@@ -162,7 +186,9 @@ def _shard_like(like: Any, value: Any) -> Any:
     return shard.to(like.device, copy=True)
 
 
-def take_shards(own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def take_shards(
+    own: Mapping[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """A load_state_dict pre-hook: replaces full tensors by this rank's shards, for the ``own`` parameters."""
     for name, parameter in own.items():
         if prefix + name in state:
@@ -173,13 +199,19 @@ def shard_state(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str
     """The state dict of an optimizer, with full tensors replaced by this rank's shards."""
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     by_number = dict(zip(numbers, parameters_of(optimizer), strict=False))
-    content = {number: shard_slots(by_number.get(number), slots) for number, slots in state_dict["state"].items()}
+    content = {
+        number: shard_slots(by_number.get(number), slots)
+        for number, slots in state_dict["state"].items()
+    }
     return {**state_dict, "state": content}
 
 
 def shard_slots(parameter: Any, slots: Mapping[str, Any]) -> dict[str, Any]:
     """An optimizer's state of a parameter, with full tensors replaced by this rank's shards."""
-    return {name: value if name in _NUMBERS else _shard_like(parameter, value) for name, value in slots.items()}
+    return {
+        name: value if name in _NUMBERS else _shard_like(parameter, value)
+        for name, value in slots.items()
+    }
 
 
 class UnshardedState:
@@ -197,12 +229,16 @@ class UnshardedState:
         unreduced: the replicated parameters whose gradients the last backward pass has not reduced.
     """
 
-    def __init__(self, root: nn.Module, communicator: Communicator, whole: set[nn.Parameter], buffers: bool) -> None:
+    def __init__(
+        self, root: nn.Module, communicator: Communicator, whole: set[nn.Parameter], buffers: bool
+    ) -> None:
         self._communicator = communicator
         self._places = [each for each in _owned(root) if each[2] in whole]
         self.parameters = dict.fromkeys(each for _, _, each in self._places)
         parts = root.modules() if buffers else ()
-        self._with_statistics = [part for part in parts if part._buffers.get("running_mean") is not None]
+        self._with_statistics = [
+            part for part in parts if part._buffers.get("running_mean") is not None
+        ]
         self._buffers_differ, self._waits = True, False
         self.synchronizes, self.unreduced = True, list[nn.Parameter]()
 
@@ -244,18 +280,31 @@ class UnshardedState:
     def _after_backward(self) -> None:
         self._waits = False
         self._restore()
-        grads = {number: local_tensor(p.grad) for number, p in enumerate(self.parameters) if p.grad is not None}
-        self.unreduced = [] if self.synchronizes else [p for p in self.parameters if p.grad is not None]
+        grads = {
+            number: local_tensor(p.grad)
+            for number, p in enumerate(self.parameters)
+            if p.grad is not None
+        }
+        self.unreduced = (
+            [] if self.synchronizes else [p for p in self.parameters if p.grad is not None]
+        )
         if grads and self.synchronizes:
             for number, mean in all_reduce(self._communicator, grads, Reduce.MEAN).items():
                 grads[number].copy_(mean)
 
     def _broadcast_statistics(self) -> None:
-        buffers = [each for part in self._with_statistics for each in part._buffers.values() if each is not None]
+        buffers = [
+            each
+            for part in self._with_statistics
+            for each in part._buffers.values()
+            if each is not None
+        ]
         values = [each.contiguous().view(-1).view(torch.uint8) for each in buffers]
         message = torch.cat(values)
         self._communicator.broadcast(message, 0)
-        for each, value in zip(buffers, message.split([value.numel() for value in values]), strict=True):
+        for each, value in zip(
+            buffers, message.split([value.numel() for value in values]), strict=True
+        ):
             # By ``data``: a change that autograd sees would invalidate the backward pass of the previous forward pass.
             each.data.copy_(value.clone().view(each.dtype).view_as(each))
 
@@ -282,4 +331,6 @@ def _put(root: nn.Module, old: Tensor, new: Any) -> None:
 
 
 def _owned(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    return ((owner, name, each) for owner in root.modules() for name, each in owner._parameters.items())
+    return (
+        (owner, name, each) for owner in root.modules() for name, each in owner._parameters.items()
+    )

@@ -47,7 +47,9 @@ _UNINITIALIZED = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strid
 
 
 @contextmanager
-def created_on(device: torch.device, dtype: torch.dtype | None = None, empty: bool = False) -> Iterator[None]:
+def created_on(
+    device: torch.device, dtype: torch.dtype | None = None, empty: bool = False
+) -> Iterator[None]:
     """Within this context, new tensors are made on ``device`` and new floating ones in ``dtype``.
 
     Args:
@@ -94,11 +96,17 @@ class MappedMemory(DispatchMode):
         self._release()
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         if allocates_outputs(func):
-            made = map_tensors(lambda tensor: self._mapped(tensor, func not in _UNINITIALIZED), made)
+            made = map_tensors(
+                lambda tensor: self._mapped(tensor, func not in _UNINITIALIZED), made
+            )
         self._used += sum(each.nbytes for each in flatten((args, made))[0] if _is_large(each))
         if self._used >= _RESIDENT:
             self._release()
@@ -106,7 +114,11 @@ class MappedMemory(DispatchMode):
 
     def _mapped(self, made: Tensor, has_values: bool) -> Tensor:
         # If the sizes differ, it shares memory with other tensors, or overlaps itself.
-        if not _is_large(made) or made.is_quantized or made.untyped_storage().nbytes() != made.nbytes:
+        if (
+            not _is_large(made)
+            or made.is_quantized
+            or made.untyped_storage().nbytes() != made.nbytes
+        ):
             return made
         storage = _unnamed_file(made.nbytes)
         self._storages.add(storage)
@@ -132,7 +144,9 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
         if not _is_large(tensor):
             return None
         if tensor not in replacements:
-            replacements[tensor] = parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
+            replacements[tensor] = parameter(
+                tensor.detach().to("meta"), requires_grad=tensor.requires_grad
+            )
             vars(replacements[tensor]).update(vars(tensor))
         return replacements[tensor]
 
@@ -140,7 +154,9 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note('With empty_init=True, or with source="rank0" on other ranks, large parameters have no values.')
+        error.add_note(
+            'With empty_init=True, or with source="rank0" on other ranks, large parameters have no values.'
+        )
         raise
     finally:
         handle.remove()
@@ -150,7 +166,11 @@ class WithoutInit(TorchFunctionMode):
     """Makes the random functions of torch.nn.init that a mode can intercept fill in NaN."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init" and func.__name__ != "constant_":
@@ -180,7 +200,9 @@ def _unnamed_file(nbytes: int) -> Any:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             # The mapping outlives the descriptor.
-            return torch.UntypedStorage.from_file(f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes)
+            return torch.UntypedStorage.from_file(
+                f"/dev/fd/{file.fileno()}", shared=True, nbytes=nbytes
+            )
     except OSError as error:
         room = os.statvfs(folder)
         raise UsageError(
@@ -194,7 +216,9 @@ def _unnamed_file(nbytes: int) -> Any:
 def release_pages(storage: torch.UntypedStorage) -> None:
     """Take the pages of a mapped file out of the resident set; their contents stay."""
     advise = ctypes.CDLL(None).madvise
-    advise(ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED)
+    advise(
+        ctypes.c_void_p(storage.data_ptr()), ctypes.c_size_t(storage.nbytes()), mmap.MADV_DONTNEED
+    )
 
 
 def _is_memory(folder: str) -> bool:

@@ -27,12 +27,21 @@ from fabric.seed import rng_state, set_rng_state
 from fabric.strategies import fsdp_state as shards
 from fabric.strategies.base import uncompiled
 from fabric.strategies.fsdp import FSDPStrategy
-from fabric.strategies.tp_plan import PartStreams, check_styles, count_heads, find_layers, is_split, torch_styles
+from fabric.strategies.tp_plan import (
+    PartStreams,
+    check_styles,
+    count_heads,
+    find_layers,
+    is_split,
+    torch_styles,
+)
 
 __all__ = ["ModelParallelStrategy", "mesh_sizes"]
 
 
-def mesh_sizes(given: Mapping[str, Any], splits: bool, world_size: int, per_node: int) -> dict[str, int]:
+def mesh_sizes(
+    given: Mapping[str, Any], splits: bool, world_size: int, per_node: int
+) -> dict[str, int]:
     """The dimensions of the mesh, see ``[Note: Mesh]``, with what ``"auto"`` stands for.
 
     Args:
@@ -52,11 +61,17 @@ def mesh_sizes(given: Mapping[str, Any], splits: bool, world_size: int, per_node
         sizes["tensor_parallel"] = most if sizes["data_parallel"] == "auto" else rest
         rest //= sizes["tensor_parallel"]
     sizes = {name: rest if size == "auto" else size for name, size in sizes.items()}
-    product = f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} = {prod(sizes.values())}"
+    product = (
+        f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} = {prod(sizes.values())}"
+    )
     if prod(sizes.values()) != world_size:
-        raise ConfigurationError(request, f"{product}, and not {world_size}", 'such a product; "auto" is what is left')
+        raise ConfigurationError(
+            request, f"{product}, and not {world_size}", 'such a product; "auto" is what is left'
+        )
     if sizes["tensor_parallel"] > 1 and not splits:
-        raise ConfigurationError(request, f"nothing says what is split in {product}", "parallelize_fn= or tp_plan=")
+        raise ConfigurationError(
+            request, f"nothing says what is split in {product}", "parallelize_fn= or tp_plan="
+        )
     return sizes
 
 
@@ -104,17 +119,28 @@ class ModelParallelStrategy(FSDPStrategy):
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        if self.device_mesh is not None or self.sharding_strategy not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        if self.device_mesh is not None or self.sharding_strategy not in (
+            "FULL_SHARD",
+            "SHARD_GRAD_OP",
+        ):
             request = f"ModelParallelStrategy(device_mesh=..., sharding_strategy={self.sharding_strategy!r})"
-            raise ConfigurationError(request, suggestion="replicate_size=2 for two copies of all shards")
-        if not (tp_plan in (None, "auto") or isinstance(tp_plan, Mapping)) or (parallelize_fn and tp_plan):
+            raise ConfigurationError(
+                request, suggestion="replicate_size=2 for two copies of all shards"
+            )
+        if not (tp_plan in (None, "auto") or isinstance(tp_plan, Mapping)) or (
+            parallelize_fn and tp_plan
+        ):
             request = f"ModelParallelStrategy({parallelize_fn=}, {tp_plan=})"
-            raise ArgumentTypeError(request, expected='a function, or a plan: a dict by pattern, or "auto"')
+            raise ArgumentTypeError(
+                request, expected='a function, or a plan: a dict by pattern, or "auto"'
+            )
         check_styles(tp_plan)
         self.parallelize_fn, self.tp_plan = parallelize_fn, tp_plan
         sizes = {"replicate": replicate_size, "data_parallel": data_parallel_size}
         sizes |= {"sequence": sequence_parallel_size, "tensor_parallel": tensor_parallel_size}
-        self._mesh_sizes = partial(mesh_sizes, sizes, parallelize_fn is not None or tp_plan is not None)
+        self._mesh_sizes = partial(
+            mesh_sizes, sizes, parallelize_fn is not None or tp_plan is not None
+        )
         self._device_mesh: Any = None
         # Set with the mesh: the ranks of a sum, those of different batches, and those that share one.
         self._groups, self._parts = list[Communicator](), 1
@@ -122,7 +148,9 @@ class ModelParallelStrategy(FSDPStrategy):
         self._layers, self._before = dict[nn.Module, Any](), dict[nn.Parameter, nn.Parameter]()
 
     @override
-    def check(self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int) -> None:
+    def check(
+        self, *, accelerator: Accelerator, devices: tuple[torch.device, ...], num_nodes: int
+    ) -> None:
         self._mesh_sizes(len(devices) * num_nodes, len(devices))
 
     @override
@@ -138,7 +166,9 @@ class ModelParallelStrategy(FSDPStrategy):
         self._shards = joined_mesh(parts, self.runtime.timeout)
         # Most often these are the mesh itself, and no groups are made.
         copies = self._parts, self._parts * sizes["sequence"]
-        sums, batches = (self.runtime.mesh(data_parallel=size // each, tensor_parallel=each) for each in copies)
+        sums, batches = (
+            self.runtime.mesh(data_parallel=size // each, tensor_parallel=each) for each in copies
+        )
         groups = sums["data_parallel"], batches["data_parallel"], batches["tensor_parallel"]
         self._groups = [self.runtime.communicator_over(each.get_group()) for each in groups]
 
@@ -149,10 +179,18 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def _check_module(self, root: nn.Module) -> object:
-        if split := [name for name, each in root.named_parameters() if local_tensor(each) is not each]:
-            raise UsageError(f"setup of what is on a mesh already: {', '.join(split)}", suggestion="parallelize_fn=...")
+        if split := [
+            name for name, each in root.named_parameters() if local_tensor(each) is not each
+        ]:
+            raise UsageError(
+                f"setup of what is on a mesh already: {', '.join(split)}",
+                suggestion="parallelize_fn=...",
+            )
         # A style of the user's own may be shown with its address.
-        styles = {part: f"{style}".partition(" at 0x")[0] for part, style in self._find_layers(root).items()}
+        styles = {
+            part: f"{style}".partition(" at 0x")[0]
+            for part, style in self._find_layers(root).items()
+        }
         super()._check_module(root)
         return [(name, styles[part]) for name, part in root.named_modules() if part in styles]
 
@@ -184,7 +222,11 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def _fsdp_modules(self, root: nn.Module) -> list[nn.Module]:
-        own = [part for part in root.modules() if part is not root and hasattr(part, "set_requires_gradient_sync")]
+        own = [
+            part
+            for part in root.modules()
+            if part is not root and hasattr(part, "set_requires_gradient_sync")
+        ]
         return own[::-1] or super()._fsdp_modules(root)
 
     @override
@@ -194,14 +236,22 @@ class ModelParallelStrategy(FSDPStrategy):
         communicator, tied = self.runtime.communicator, dict[nn.Parameter, nn.Parameter]()
         for layer in [each for each in part.modules() if each in self._layers]:
             whole = dict(layer.named_parameters(recurse=False))
-            shards.receive_values(communicator, part, [each for each in whole.values() if each not in tied])
+            shards.receive_values(
+                communicator, part, [each for each in whole.values() if each not in tied]
+            )
             for style in torch_styles(layer, self._layers.pop(layer)):
-                parallelize_module(layer, self._device_mesh["tensor_parallel"], style, src_data_rank=None)
+                parallelize_module(
+                    layer, self._device_mesh["tensor_parallel"], style, src_data_rank=None
+                )
             for name, before in whole.items():
                 # Those that were one tensor stay so.
                 layer._parameters[name] = tied.setdefault(before, layer.get_parameter(name))
                 self._before[tied[before]] = before
-        before = {name: self._before[each] for name, each in part.named_parameters() if each in self._before}
+        before = {
+            name: self._before[each]
+            for name, each in part.named_parameters()
+            if each in self._before
+        }
         shards.shard_module(communicator, part, before, **arguments)
 
     @override
@@ -232,9 +282,18 @@ class ModelParallelStrategy(FSDPStrategy):
         shards.receive_values(communicator, root, [*before.values()])
         result = parallelize(root, self._device_mesh)
         after = dict(root.named_parameters())
-        wrong = [*(before.keys() ^ after.keys()), *(f"{name} on meta" for name, each in after.items() if each.is_meta)]
-        request = f"parallelize_fn({type(root).__name__}, mesh), which returned a {type(result).__name__}"
+        wrong = [
+            *(before.keys() ^ after.keys()),
+            *(f"{name} on meta" for name, each in after.items() if each.is_meta),
+        ]
+        request = (
+            f"parallelize_fn({type(root).__name__}, mesh), which returned a {type(result).__name__}"
+        )
         problem = f"these were added, removed or untied, or have no values: {', '.join(sorted(wrong)) or 'none'}"
-        error = UsageError(request, problem, "the model itself, with all its parameters, split in place")
+        error = UsageError(
+            request, problem, "the model itself, with all its parameters, split in place"
+        )
         communicator.gather_objects(None, error=None if result is root and not wrong else error)
-        self._before = {each: before[name] for name, each in after.items() if each is not before[name]}
+        self._before = {
+            each: before[name] for name, each in after.items() if each is not before[name]
+        }

@@ -38,16 +38,23 @@ class ParallelStrategy(Strategy):
             ConfigurationError: a mixed precision under a strategy whose modules do not compute in it by themselves.
         """
         module, precision = trainer.model, self.runtime.precision
-        request, modern = f"{type(self).__name__}.setup(trainer)", "model, optimizer = fabric.setup(model, optimizer)"
+        request, modern = (
+            f"{type(self).__name__}.setup(trainer)",
+            "model, optimizer = fabric.setup(model, optimizer)",
+        )
         if precision.compute_dtype is not None and not self._casts:
             problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
             request = f"{request} with precision={precision.name!r}"
-            raise ConfigurationError(request, problem, suggestion=f"{modern} and fabric.backward(loss)")
+            raise ConfigurationError(
+                request, problem, suggestion=f"{modern} and fabric.backward(loss)"
+            )
         if precision.loss_scale is not None and self.is_global_zero:
             text = "computes in float16 and does not scale the loss: gradients below 6e-8 become 0. Write:"
             warnings.warn(f"{request} {text} {modern} and fabric.backward(loss)", stacklevel=3)
         if self._is_prepared(module):
-            raise UsageError(request, f"this {type(module).__name__} is set up already", suggestion=modern)
+            raise UsageError(
+                request, f"this {type(module).__name__} is set up already", suggestion=modern
+            )
         optimizers = as_list(getattr(trainer, "optimizers", None))
         self.check_setup(module, optimizers)
         precision.convert_module(module)
@@ -58,7 +65,9 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Whether this is a prepared module, or the user's module of one."""
         inner = uncompiled(module)
-        return isinstance(inner, self._wrapper) or inner in map(self._unwrap, self._prepared_modules)
+        return isinstance(inner, self._wrapper) or inner in map(
+            self._unwrap, self._prepared_modules
+        )
 
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise; with one process do nothing.
@@ -75,7 +84,9 @@ class ParallelStrategy(Strategy):
         if self.world_size > 1:
             rank = self.global_rank
             self.runtime.abort()
-            raise RankFailedError(f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed")
+            raise RankFailedError(
+                f"reconciliate_processes(trace) on rank {rank}", rank, 1, trace, "this rank failed"
+            )
 
 
 def as_list(objects: Any) -> list[Any]:
@@ -87,10 +98,16 @@ def as_list(objects: Any) -> list[Any]:
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise for a module whose gradients this strategy does not synchronize."""
     problem = f"it was not set up with {type(strategy).__name__}: no backward pass of it synchronizes anything"
-    raise UsageError(f"no_backward_sync({type(module).__name__})", problem, suggestion="fabric.setup_module(model)")
+    raise UsageError(
+        f"no_backward_sync({type(module).__name__})",
+        problem,
+        suggestion="fabric.setup_module(model)",
+    )
 
 
-def check_passed_on(strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]) -> None:
+def check_passed_on(
+    strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]
+) -> None:
     """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""
     known = set(inspect.signature(function).parameters) - own
     if unknown := sorted(set(given) - known):

@@ -22,7 +22,10 @@ from fabric.errors import ConfigurationError, UsageError
 __all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
 
 # The second name of each is used by newer model libraries.
-_WHOLE_OUTPUT, _WHOLE_INPUT = ("colwise_rep", "colwise_gather_output"), ("rowwise_rep", "rowwise_split_input")
+_WHOLE_OUTPUT, _WHOLE_INPUT = (
+    ("colwise_rep", "colwise_gather_output"),
+    ("rowwise_rep", "rowwise_split_input"),
+)
 _STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
 # By kind of layer and style: the attribute with the split length, and the weight's rows or columns.
 _LENGTHS = {
@@ -37,7 +40,9 @@ def check_styles(plan: Any) -> None:
     for style in plan.values() if isinstance(plan, Mapping) else ():
         if style not in _STYLES and (isinstance(style, str) or not hasattr(style, "_apply")):
             expected = f"{', '.join(_STYLES)}, or a ParallelStyle of torch"
-            raise ConfigurationError(f"tp_plan={dict(plan)}", f"torch has no style {style!r}", expected)
+            raise ConfigurationError(
+                f"tp_plan={dict(plan)}", f"torch has no style {style!r}", expected
+            )
 
 
 def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> dict[nn.Module, Any]:
@@ -47,28 +52,44 @@ def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> d
         ConfigurationError: a pattern matches nothing, or layers cannot be split into this many parts.
     """
     request, is_own = f"tp_plan for {type(root).__name__}", plan == "auto"
-    patterns: Any = (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
+    patterns: Any = (
+        (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
+    )
     if not patterns:
-        raise ConfigurationError(request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}')
+        raise ConfigurationError(
+            request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}'
+        )
     check_styles(patterns)
     names, layers = dict(root.named_modules()), dict[nn.Module, Any]()
     for pattern, style in patterns.items():
         fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
         fitting = {names[name]: style for name in names if fits(name)}
         if not (fitting or is_own):
-            known = ", ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name))
-            raise ConfigurationError(request, f"no layer is called {pattern!r}", f"a pattern for {known}")
+            known = ", ".join(
+                dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in names if name)
+            )
+            raise ConfigurationError(
+                request, f"no layer is called {pattern!r}", f"a pattern for {known}"
+            )
         layers |= fitting
-    problems = [*_problems(root, layers, parts)] if layers else [f"no layer fits {', '.join(patterns)}"]
+    problems = (
+        [*_problems(root, layers, parts)] if layers else [f"no layer fits {', '.join(patterns)}"]
+    )
     if problems:
         raise ConfigurationError(request, "; ".join(problems))
     return layers
 
 
-def count_heads(root: nn.Module, layers: Mapping[nn.Module, Any]) -> Iterator[tuple[str, nn.Module, str, list[Any]]]:
+def count_heads(
+    root: nn.Module, layers: Mapping[nn.Module, Any]
+) -> Iterator[tuple[str, nn.Module, str, list[Any]]]:
     """The head counts in modules with colwise layers: path, module, attribute, and these layers."""
     for path, owner in root.named_modules():
-        own = [each for each in owner.children() if layers.get(each) == "colwise" and isinstance(each, nn.Linear)]
+        own = [
+            each
+            for each in owner.children()
+            if layers.get(each) == "colwise" and isinstance(each, nn.Linear)
+        ]
         for attribute, value in vars(owner).items() if own else ():
             if _HEADS.fullmatch(attribute) and type(value) is int:
                 yield path, owner, attribute, own
@@ -79,21 +100,31 @@ def torch_styles(layer: nn.Module, style: Any) -> list[Any]:
     from torch.distributed.tensor import Replicate, Shard, parallel  # takes a second to import
 
     if style == "sequence_parallel":
-        before = parallel.PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1))
-        after = parallel.PrepareModuleOutput(output_layouts=Shard(1), desired_output_layouts=Replicate())
+        before = parallel.PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1)
+        )
+        after = parallel.PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate()
+        )
         return [before, parallel.SequenceParallel(), after]
     if style == "colwise" or style in _WHOLE_OUTPUT:
-        return [parallel.ColwiseParallel(output_layouts=None if style == "colwise" else Replicate())]
+        return [
+            parallel.ColwiseParallel(output_layouts=None if style == "colwise" else Replicate())
+        ]
     if style == "rowwise" and not isinstance(layer, nn.Embedding):  # that has whole tokens
         return [parallel.RowwiseParallel()]
-    return [parallel.RowwiseParallel(input_layouts=Replicate()) if isinstance(style, str) else style]
+    return [
+        parallel.RowwiseParallel(input_layouts=Replicate()) if isinstance(style, str) else style
+    ]
 
 
 def is_split(parameter: Any, dim: int | None = None) -> bool:
     """Whether a parameter is split along ``tensor_parallel``, in its dimension ``dim`` if one is given."""
     mesh = getattr(parameter, "device_mesh", None)
     names = (mesh and mesh.mesh_dim_names) or ()
-    return "tensor_parallel" in names and parameter.placements[names.index("tensor_parallel")].is_shard(dim)
+    return "tensor_parallel" in names and parameter.placements[
+        names.index("tensor_parallel")
+    ].is_shard(dim)
 
 
 class PartStreams:
@@ -110,7 +141,11 @@ class PartStreams:
         # In a split computation: the states before, after the common draw, and at its start.
         self._saved: list[list[torch.Tensor]] = []
         device: Any = torch.get_device_module(mesh.device_type)
-        own = [] if mesh.device_type == "cpu" else [device.default_generators[device.current_device()]]
+        own = (
+            []
+            if mesh.device_type == "cpu"
+            else [device.default_generators[device.current_device()]]
+        )
         self._generators = [torch.default_generator, *own]
         disable: Any = torch.compiler.disable
         enter, leave = disable(self._enter), disable(self._leave)
@@ -125,7 +160,11 @@ class PartStreams:
         is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
         if is_part and layer.training and not self._saved:
             with real_tensors():  # in a dry run, too
-                before, seed, after = self._states(), int(torch.randint(1 << 62, ())), self._states()
+                before, seed, after = (
+                    self._states(),
+                    int(torch.randint(1 << 62, ())),
+                    self._states(),
+                )
                 for generator in self._generators:
                     generator.manual_seed(seed + self._part)
                 self._saved = [before, after, self._states()]
@@ -135,7 +174,11 @@ class PartStreams:
         self._leave()
         if is_open and self._ends and output is not None:
             problem = 'the output of a layer that is split "colwise" went into none that is split "rowwise"'
-            raise UsageError(f"{type(root).__name__}(...)", problem, suggestion='"colwise_rep" for the last layer')
+            raise UsageError(
+                f"{type(root).__name__}(...)",
+                problem,
+                suggestion='"colwise_rep" for the last layer',
+            )
 
     def _leave(self, *_: Any) -> None:
         if self._saved:
@@ -143,7 +186,9 @@ class PartStreams:
             # If no random numbers were drawn within, undo the common draw too.
             with real_tensors():
                 is_same = all(map(torch.equal, start, self._states()))
-                for generator, state in zip(self._generators, before if is_same else after, strict=True):
+                for generator, state in zip(
+                    self._generators, before if is_same else after, strict=True
+                ):
                     generator.set_state(state)
             self._saved = []
 
@@ -153,12 +198,18 @@ class PartStreams:
 
 def _kind(style: Any) -> str:
     """``"colwise"``, ``"rowwise"`` or another word."""
-    return style.split("_")[0] if isinstance(style, str) else type(style).__name__.removesuffix("Parallel").lower()
+    return (
+        style.split("_")[0]
+        if isinstance(style, str)
+        else type(style).__name__.removesuffix("Parallel").lower()
+    )
 
 
 def _split(layer: nn.Module, style: Any) -> tuple[str, str]:
     """The attribute with a layer's split length, and the weight's rows or columns; empty strings if not split."""
-    found = (styles.get(_kind(style)) for kind, styles in _LENGTHS.items() if isinstance(layer, kind))
+    found = (
+        styles.get(_kind(style)) for kind, styles in _LENGTHS.items() if isinstance(layer, kind)
+    )
     return next(found, None) or ("", "")
 
 
@@ -170,7 +221,9 @@ def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> I
         attribute, way = _split(layer, style)
         for name, parameter in layer.named_parameters(path, recurse=False):
             ways.setdefault(parameter, {})[name] = way
-        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(layer.children()):
+        if isinstance(layer, nn.MultiheadAttention) and not layers.keys().isdisjoint(
+            layer.children()
+        ):
             yield f"{path}: a MultiheadAttention uses the weights of its parts itself: write separate layers for it"
         if _kind(style) in ("colwise", "rowwise") and not attribute:
             yield f"{path}: {style!r} splits Linear and Embedding, and it is a {type(layer).__name__}"
@@ -183,10 +236,16 @@ def _problems(root: nn.Module, layers: Mapping[nn.Module, Any], parts: int) -> I
             yield f"{path}: one layer for queries, keys and values has no parts with some heads of each: write three"
     for path, owner in root.named_modules():
         linear = [
-            (layers.get(part), name, part) for name, part in owner.named_children() if isinstance(part, nn.Linear)
+            (layers.get(part), name, part)
+            for name, part in owner.named_children()
+            if isinstance(part, nn.Linear)
         ]
-        taken = max((part.in_features for style, _, part in linear if style == "rowwise"), default=1 << 62)
-        for name in (name for style, name, part in linear if style == "colwise" and part.out_features > taken):
+        taken = max(
+            (part.in_features for style, _, part in linear if style == "rowwise"), default=1 << 62
+        )
+        for name in (
+            name for style, name, part in linear if style == "colwise" and part.out_features > taken
+        ):
             yield f"{path}.{name}: a gate and what it gates in one layer have no parts with some of each: write two"
     for names in ways.values():
         if len(set(names.values())) > 1:

@@ -71,7 +71,9 @@ class Record:
 
 class _Shown:
     def __init__(self, tensor: Tensor) -> None:
-        self._text = repr(tensor) if tensor.is_contiguous() else f"{tensor!r} of strides {tensor.stride()}"
+        self._text = (
+            repr(tensor) if tensor.is_contiguous() else f"{tensor!r} of strides {tensor.stride()}"
+        )
 
     def __repr__(self) -> str:
         return self._text
@@ -132,7 +134,9 @@ def failure(call: str, reports: Sequence[Report]) -> RankFailedError:
         f"{call}: rank {cause.rank} of {len(reports)} {cause.did}",
         rank=cause.rank,
         exit_code=cause.exit_code,
-        traceback="\n".join(f"rank {report.rank}: {report.text.rstrip()}" for report in shown if report.text),
+        traceback="\n".join(
+            f"rank {report.rank}: {report.text.rstrip()}" for report in shown if report.text
+        ),
         problem="\n  ".join(others),
     )
     # Both: the interpreter prints __cause__; hypothesis distinguishes failures, to shrink each, by __context__.
@@ -145,7 +149,9 @@ def check_arguments(fn: Any, args: Iterable[Any], size: int) -> None:
     for argument in args:
         if isinstance(argument, PerRank) and len(argument.values) != size:
             request = f"run({name_of(fn)}, PerRank(...))"
-            raise ConfigurationError(request, f"there are {len(argument.values)} values for {size} ranks")
+            raise ConfigurationError(
+                request, f"there are {len(argument.values)} values for {size} ranks"
+            )
 
 
 def name_of(fn: Any) -> str:
@@ -171,7 +177,9 @@ def assert_same(actual: Any, expected: Any, *, rtol: float = 0.0, atol: float = 
         raise AssertionError("\n".join([f"{len(found)} difference(s)", *found[:10]]))
 
 
-def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0, atol: float = 0.0) -> Iterator[str]:
+def differences(
+    actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0, atol: float = 0.0
+) -> Iterator[str]:
     """Yield one line for each difference between two collections; see :func:`assert_same`.
 
     Args:
@@ -184,23 +192,34 @@ def differences(actual: Any, expected: Any, path: str = "", *, rtol: float = 0.0
     where = path or "the value"
     own, other = children(actual), children(expected)
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
-        yield from _between_tensors(actual.detach().cpu(), expected.detach().cpu(), where, rtol, atol)
+        yield from _between_tensors(
+            actual.detach().cpu(), expected.detach().cpu(), where, rtol, atol
+        )
     elif type(actual) is not type(expected):
         yield f"{where}: {actual!r:.80} is a {type(actual).__name__}, expected {expected!r:.80}"
     elif own or other:
         for name in own | other:
             if name in own and name in other:
-                yield from differences(own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol)
+                yield from differences(
+                    own[name], other[name], f"{path}{name}", rtol=rtol, atol=atol
+                )
             else:
                 yield f"{path}{name}: {'not expected' if name in own else 'missing'}"
     elif actual != expected and (actual == actual or expected == expected):  # not both NaN
-        is_near = isinstance(actual, float | complex) and abs(actual - expected) <= atol + rtol * abs(expected)
+        is_near = isinstance(actual, float | complex) and abs(
+            actual - expected
+        ) <= atol + rtol * abs(expected)
         if not is_near:
             yield f"{where}: {actual!r:.80}, expected {expected!r:.80}"
 
 
-def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float) -> Iterator[str]:
-    kind, wanted = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in (actual, expected))
+def _between_tensors(
+    actual: Tensor, expected: Tensor, where: str, rtol: float, atol: float
+) -> Iterator[str]:
+    kind, wanted = (
+        f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}"
+        for each in (actual, expected)
+    )
     if kind != wanted:
         yield f"{where}: {kind}, expected {wanted}"
         return
@@ -209,5 +228,9 @@ def _between_tensors(actual: Tensor, expected: Tensor, where: str, rtol: float, 
     wrong = ~torch.isclose(actual, expected, rtol, atol, equal_nan=True)
     if wrong.any():
         index = tuple(wrong.nonzero()[0].tolist())
-        place = f"{int(wrong.sum())} of {wrong.numel()} elements of {kind}, at {list(index)} " if index else ""
+        place = (
+            f"{int(wrong.sum())} of {wrong.numel()} elements of {kind}, at {list(index)} "
+            if index
+            else ""
+        )
         yield f"{where}: {place}{actual[index].item()}, expected {expected[index].item()}"

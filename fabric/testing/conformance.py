@@ -21,7 +21,15 @@ from fabric.testing.pool import RankPool
 
 __all__ = ["assert_equivalent", "check_communicator", "check_strategy"]
 
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.complex64)
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.complex64,
+)
 _assert_raises = TestCase().assertRaises
 _SHAPES = ((), (3,), (2, 2), (0,))
 
@@ -51,7 +59,9 @@ def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **opt
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
     """
-    with RankPool(world_size, **{"strategy": strategy, "precision": "64-true", "timeout": 120.0, **options}) as pool:
+    with RankPool(
+        world_size, **{"strategy": strategy, "precision": "64-true", "timeout": 120.0, **options}
+    ) as pool:
         _apply(pool.run, _check_strategy_collectives, _check_training)
 
 
@@ -87,7 +97,9 @@ def assert_equivalent(
         ConfigurationError: there are fewer than two runs to compare.
         RankFailedError: the step failed.
     """
-    connected = {s for s in strategies if (parsed := parse_strategy(s)) is None or parsed.connects_processes}
+    connected = {
+        s for s in strategies if (parsed := parse_strategy(s)) is None or parsed.connects_processes
+    }
     runs = [(s, size) for size in world_sizes for s in strategies if size == 1 or s in connected]
     if len(runs) < 2:
         raise ConfigurationError(
@@ -139,7 +151,9 @@ def _check_one_rank(communicator: Communicator) -> None:
     for other, shape in product(range(size), _SHAPES):
         values = _values(size, torch.float32, shape)
         buffer, output = values[rank].clone(), torch.empty(shape)
-        assert_same(communicator.gather(buffer, other), torch.stack(values) if rank == other else None)
+        assert_same(
+            communicator.gather(buffer, other), torch.stack(values) if rank == other else None
+        )
         assert communicator.broadcast(buffer, other) is buffer, "broadcast returns its buffer"
         assert_same(buffer, values[other])
         rows = torch.stack(values) if rank == other else None
@@ -162,8 +176,14 @@ def _check_objects(communicator: Communicator) -> None:
     """Objects are sent by value, in rank order; an unpicklable object is an error on every rank."""
     size, rank = communicator.size, communicator.rank
     for src in range(size):
-        assert_same(communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src), {"from": src, "at": [1, "x"]})
-    assert_same(communicator.gather_objects((rank, "x" * rank)), [(other, "x" * other) for other in range(size)])
+        assert_same(
+            communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src),
+            {"from": src, "at": [1, "x"]},
+        )
+    assert_same(
+        communicator.gather_objects((rank, "x" * rank)),
+        [(other, "x" * other) for other in range(size)],
+    )
     if size > 1:
         unpicklable = (number for number in range(2))
         with _assert_raises(ArgumentTypeError):
@@ -176,7 +196,9 @@ def _check_objects(communicator: Communicator) -> None:
 def _check_groups(communicator: Communicator) -> None:
     """Groups number their members in ascending order and are independent; invalid groups are refused."""
     everyone = list(range(communicator.size))
-    for members in filter(None, [everyone[::-1], *([rank] for rank in everyone), everyone[::2], everyone[1::2]]):
+    for members in filter(
+        None, [everyone[::-1], *([rank] for rank in everyone), everyone[::2], everyone[1::2]]
+    ):
         group = communicator.new_group(members)
         if communicator.rank not in members:
             assert not group, "a rank outside gets no group"
@@ -200,7 +222,10 @@ def _check_groups(communicator: Communicator) -> None:
 
 def _check_strategy_collectives(fabric: Fabric) -> None:
     """Collectives over collections agree with their oracles."""
-    values = [{"a": torch.tensor([rank, 5]), "b": [float(rank), rank == 0]} for rank in range(fabric.world_size)]
+    values = [
+        {"a": torch.tensor([rank, 5]), "b": [float(rank), rank == 0]}
+        for rank in range(fabric.world_size)
+    ]
     own, rank = values[fabric.global_rank], fabric.global_rank
     assert_same(fabric.all_reduce(own, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
     assert_same(fabric.all_gather(own), oracles.all_gather(values)[rank])
@@ -229,7 +254,9 @@ def _check_training(fabric: Fabric) -> None:
     state = fabric.strategy.get_module_state_dict(prepared)
     assert_same(dict(state), dict(plain.state_dict()), rtol=1e-10, atol=1e-12)
     fabric.strategy.load_module_state_dict(prepared, _model()[0].state_dict())
-    assert_same(dict(fabric.strategy.get_module_state_dict(prepared)), dict(_model()[0].state_dict()))
+    assert_same(
+        dict(fabric.strategy.get_module_state_dict(prepared)), dict(_model()[0].state_dict())
+    )
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -21,7 +21,9 @@ from fabric.tree import map_leaves
 try:
     from hypothesis import strategies as st
 except ImportError as error:
-    raise MissingDependencyError("hypothesis is not installed", 'pip install "torch-fabric[testing]"') from error
+    raise MissingDependencyError(
+        "hypothesis is not installed", 'pip install "torch-fabric[testing]"'
+    ) from error
 
 __all__ = [
     "DTYPES", "FLOATS", "LAYOUTS", "REDUCE_OPS", "dtypes", "groups", "lay_out", "numbers", "partitions",
@@ -61,9 +63,14 @@ def partitions(world_size: int) -> st.SearchStrategy[list[list[int]]]:
     """Disjoint groups that together have all ranks of a world."""
 
     def grouped(labels: list[int]) -> list[list[int]]:
-        return [[rank for rank, own in enumerate(labels) if own == label] for label in sorted(set(labels))]
+        return [
+            [rank for rank, own in enumerate(labels) if own == label]
+            for label in sorted(set(labels))
+        ]
 
-    return st.lists(st.integers(0, world_size - 1), min_size=world_size, max_size=world_size).map(grouped)
+    return st.lists(st.integers(0, world_size - 1), min_size=world_size, max_size=world_size).map(
+        grouped
+    )
 
 
 def dtypes(reduce_op: str | None = None) -> st.SearchStrategy[torch.dtype]:
@@ -80,7 +87,9 @@ def shapes(
     max_dims: int = 3, max_side: int = 3, *, min_dims: int = 0, min_side: int = 0
 ) -> st.SearchStrategy[tuple[int, ...]]:
     """Shapes of tensors, including ``()`` and shapes without elements."""
-    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(tuple)
+    return st.lists(st.integers(min_side, max_side), min_size=min_dims, max_size=max_dims).map(
+        tuple
+    )
 
 
 def tensors(
@@ -108,7 +117,12 @@ def trees(leaves: st.SearchStrategy[Any], max_leaves: int = 5) -> st.SearchStrat
 
     def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         of_any_length = st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3)
-        return of_any_length | st.tuples(inner, inner) | st.builds(Pair, inner, inner) | st.builds(Record, inner, inner)
+        return (
+            of_any_length
+            | st.tuples(inner, inner)
+            | st.builds(Pair, inner, inner)
+            | st.builds(Record, inner, inner)
+        )
 
     return st.recursive(leaves, nested, max_leaves=max_leaves)
 
@@ -166,7 +180,9 @@ def per_rank_trees(
     return of_ranks.map(lambda tree: PerRank([_of_rank(tree, rank) for rank in range(size)]))
 
 
-def tensor_of(values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str) -> Tensor:
+def tensor_of(
+    values: list[Any], *, dtype: torch.dtype, shape: tuple[int, ...], layout: str
+) -> Tensor:
     """A tensor of these values, one per element of the shape, in one of ``LAYOUTS``; see :func:`lay_out`."""
     return lay_out(torch.tensor(values, dtype=dtype).reshape(shape), layout)
 
@@ -197,16 +213,24 @@ def lay_out(tensor: Tensor, layout: str) -> Tensor:
 
 # Cached: hypothesis spends more time on creating a strategy than on drawing from it.
 @functools.lru_cache(maxsize=4096)
-def _tensors(dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool) -> st.SearchStrategy[Tensor]:
+def _tensors(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: str, exact: bool
+) -> st.SearchStrategy[Tensor]:
     count = torch.Size(shape).numel()
     values = st.lists(_elements(dtype, exact), min_size=count, max_size=count)
     # Built by a public function, since hypothesis prints this call for a failing example.
-    return st.builds(tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout))
+    return st.builds(
+        tensor_of, values, dtype=st.just(dtype), shape=st.just(shape), layout=st.just(layout)
+    )
 
 
-def _leaves(dtype: Any, shape: Any, layout: Any, exact: bool) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
+def _leaves(
+    dtype: Any, shape: Any, layout: Any, exact: bool
+) -> st.SearchStrategy[st.SearchStrategy[Tensor]]:
     """Draw dtype, shape and layout; the result is a strategy for tensors that have them."""
-    parts = st.tuples(_strategy(dtype), _strategy(shape, _SHAPES[0]), _strategy(layout, _ANY_LAYOUT))
+    parts = st.tuples(
+        _strategy(dtype), _strategy(shape, _SHAPES[0]), _strategy(layout, _ANY_LAYOUT)
+    )
     return parts.map(lambda drawn: _tensors(*drawn, exact))
 
 

@@ -60,14 +60,20 @@ def all_gather(values: Sequence[Any], *, ragged: bool = False, concat: bool = Fa
     def collected(rank: int, leaves: tuple[Any, ...]) -> Any:
         if not isinstance(leaves[rank], Tensor) or ragged:
             return list(leaves)
-        return torch.cat([torch.atleast_1d(leaf) for leaf in leaves]) if concat else torch.stack(leaves)
+        return (
+            torch.cat([torch.atleast_1d(leaf) for leaf in leaves])
+            if concat
+            else torch.stack(leaves)
+        )
 
     return _on_each_rank(values, collected)
 
 
 def reduce_scatter(values: Sequence[Any], reduce_op: str = "mean") -> list[Any]:
     """Row ``r`` of the reduction, on rank ``r``: tensors of shape ``(size, *s)`` become ``s``."""
-    return _on_each_rank(values, lambda rank, leaves: _reduced([leaf[rank] for leaf in leaves], reduce_op))
+    return _on_each_rank(
+        values, lambda rank, leaves: _reduced([leaf[rank] for leaf in leaves], reduce_op)
+    )
 
 
 def all_to_all(values: Sequence[Any]) -> list[Any]:
@@ -91,18 +97,26 @@ def gather(values: Sequence[Any], dst: int = 0) -> list[Any]:
 
 
 def in_groups(
-    oracle: Callable[..., list[Any]], values: Sequence[Any], groups: Sequence[Sequence[int]], *args: Any, **kwargs: Any
+    oracle: Callable[..., list[Any]],
+    values: Sequence[Any],
+    groups: Sequence[Sequence[int]],
+    *args: Any,
+    **kwargs: Any,
 ) -> list[Any]:
     """The results of an oracle within each of several disjoint groups; None for a rank in no group."""
     results: list[Any] = [None for _ in values]
     for group in groups:
         members = sorted(group)
-        for rank, result in zip(members, oracle([values[rank] for rank in members], *args, **kwargs), strict=True):
+        for rank, result in zip(
+            members, oracle([values[rank] for rank in members], *args, **kwargs), strict=True
+        ):
             results[rank] = result
     return results
 
 
-def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+def gradients(
+    losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> list[Tensor]:
     """The gradient for each rank's input: that of the sum of all ranks' losses.
 
     Args:
@@ -113,18 +127,30 @@ def gradients(losses: Callable[[list[Tensor]], Sequence[Tensor]], inputs: Sequen
     leaves = [value.detach().clone().requires_grad_() for value in inputs]
     total = torch.stack([loss.reshape(()) for loss in losses(leaves)]).sum()
     found = torch.autograd.grad(total, leaves, allow_unused=True)
-    return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, found, strict=True)]
+    return [
+        torch.zeros_like(leaf) if grad is None else grad
+        for leaf, grad in zip(leaves, found, strict=True)
+    ]
 
 
-def _on_each_rank(values: Sequence[Any], function: Callable[[int, tuple[Any, ...]], Any]) -> list[Any]:
+def _on_each_rank(
+    values: Sequence[Any], function: Callable[[int, tuple[Any, ...]], Any]
+) -> list[Any]:
     """The values with each tensor and number replaced by ``function(rank, that leaf on all ranks)``."""
     flat = [flatten(value) for value in values]
     rows = list(zip(*(leaves for leaves, _ in flat), strict=True))
 
     def of(rank: int, row: tuple[Any, ...]) -> Any:
-        return function(rank, row) if isinstance(row[rank], Tensor | float | int | complex) else row[rank]
+        return (
+            function(rank, row)
+            if isinstance(row[rank], Tensor | float | int | complex)
+            else row[rank]
+        )
 
-    return [unflatten(structure, [of(rank, row) for row in rows]) for rank, (_, structure) in enumerate(flat)]
+    return [
+        unflatten(structure, [of(rank, row) for row in rows])
+        for rank, (_, structure) in enumerate(flat)
+    ]
 
 
 def _reduced(leaves: Sequence[Any], reduce_op: str) -> Any:

@@ -67,7 +67,9 @@ class RankPool:
     def __repr__(self) -> str:
         return f"RankPool({self.size})"
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call ``fn(fabric, *args, **kwargs)`` on every rank.
 
         Args:
@@ -122,7 +124,9 @@ class RankPool:
 
     def _started(self) -> Supervisor:
         # If the server has exited, and its ranks with it, new ones are started: no call has failed.
-        if self._job is not None and any(rank.poll() and rank.exit_code == 255 for rank in self._job.ranks):
+        if self._job is not None and any(
+            rank.poll() and rank.exit_code == 255 for rank in self._job.ranks
+        ):
             self._end(0.0)
         if self._job is None:
             self._job = job = Supervisor()
@@ -159,7 +163,10 @@ def _results(job: Supervisor, name: str, limit: float) -> list[Any]:
         return all("reply" in rank.messages or rank.poll() for rank in job.ranks)
 
     def any_failed() -> bool:
-        return any(rank.messages["reply"][0].failed if "reply" in rank.messages else rank.poll() for rank in job.ranks)
+        return any(
+            rank.messages["reply"][0].failed if "reply" in rank.messages else rank.poll()
+            for rank in job.ranks
+        )
 
     job.collect_until(limit, lambda: all_answered() or any_failed())
     if failed := any_failed():
@@ -178,7 +185,9 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
         return report
     if rank.exit_code is not None:
         did = describe_exit(rank.exit_code)
-        return Report(rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.read_stack())
+        return Report(
+            rank=rank.rank, did=did, failed=True, exit_code=rank.exit_code, text=rank.read_stack()
+        )
     if failed:
         return Report(rank=rank.rank, did="was still in the call")
     stack = _stack(job, rank)
@@ -186,7 +195,14 @@ def _report(job: Supervisor, rank: RankProcess, failed: bool, limit: float) -> R
     innermost = stack.partition("\n")[2].partition("\n")[0]
     waits = any(place in innermost for place in _WHERE_RANKS_WAIT)
     did = f"did not return within {limit:g} s"
-    return Report(rank=rank.rank, did=did, failed=True, secondary=int(waits), exit_code=-signal.SIGKILL, text=stack)
+    return Report(
+        rank=rank.rank,
+        did=did,
+        failed=True,
+        secondary=int(waits),
+        exit_code=-signal.SIGKILL,
+        text=stack,
+    )
 
 
 def _stack(job: Supervisor, rank: RankProcess) -> str:
@@ -229,7 +245,11 @@ def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
         fn, args, kwargs = load(call)
         # A call draws the same numbers whatever ran before; otherwise a failing example could not be repeated.
         seed_everything(0)
-        result = fn(fabric, *(for_rank(arg, rank) for arg in args), **{k: for_rank(v, rank) for k, v in kwargs.items()})
+        result = fn(
+            fabric,
+            *(for_rank(arg, rank) for arg in args),
+            **{k: for_rank(v, rank) for k, v in kwargs.items()},
+        )
         return Report(rank=rank), dump_result(result)
     except (SystemExit, KeyboardInterrupt):
         raise
@@ -247,7 +267,11 @@ def _dump(call: Call) -> bytes:
     function = getattr(call.fn, "func", call.fn)  # functools.partial
     module = sys.modules.get(getattr(function, "__module__", ""))
     loader = getattr(getattr(module, "__spec__", None), "loader", None)
-    if module is None or not type(loader).__module__.startswith("_pytest.") or not has_cloudpickle():
+    if (
+        module is None
+        or not type(loader).__module__.startswith("_pytest.")
+        or not has_cloudpickle()
+    ):
         return dump_call(call, main_is_importable=False)[0]
     import cloudpickle  # an optional dependency
 

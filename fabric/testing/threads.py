@@ -48,13 +48,17 @@ class ThreadedWorld:
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
         if world_size < 1:
-            raise ConfigurationError(f"ThreadedWorld({world_size})", "there has to be one rank at least")
+            raise ConfigurationError(
+                f"ThreadedWorld({world_size})", "there has to be one rank at least"
+            )
         self.size, self.timeout, self._options = world_size, timeout, options
 
     def __repr__(self) -> str:
         return f"ThreadedWorld({self.size})"
 
-    def run(self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, fn: Callable[..., Any], /, *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """Call ``fn(fabric, *args, **kwargs)`` on every rank, like :meth:`fabric.testing.RankPool.run`."""
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         limit = self.timeout if timeout is None else timeout
@@ -73,7 +77,9 @@ class ThreadedWorld:
             mailbox.leave(rank, reports[rank].did)
 
         # Daemon threads, so that a hanging rank does not keep the interpreter alive.
-        threads = [threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)]
+        threads = [
+            threading.Thread(target=call, args=(rank,), daemon=True) for rank in range(self.size)
+        ]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + limit
@@ -104,7 +110,9 @@ class ThreadedWorld:
         strategy = ThreadedStrategy(ThreadCommunicator(mailbox, rank, range(self.size)), store)
         options = {"accelerator": "cpu", "devices": self.size, **self._options}
         fabric = Fabric(strategy=strategy, environment="none", launcher="forkserver", **options)
-        fabric._enter_rank(World(rank=rank, local_rank=rank, world_size=self.size, local_world_size=self.size))
+        fabric._enter_rank(
+            World(rank=rank, local_rank=rank, world_size=self.size, local_world_size=self.size)
+        )
         return fabric
 
 
@@ -114,7 +122,13 @@ def _late_report(report: Report, thread: threading.Thread, limit: float) -> Repo
     stack = traceback.extract_stack(frame) if frame else []
     waits = any((frame.filename, frame.name) == (__file__, "take") for frame in stack)
     text = "".join(["it was here, most recent call last\n", *traceback.format_list(stack)])
-    return replace(report, did=f"did not return within {limit:g} s", failed=True, secondary=int(waits), text=text)
+    return replace(
+        report,
+        did=f"did not return within {limit:g} s",
+        failed=True,
+        secondary=int(waits),
+        text=text,
+    )
 
 
 class ThreadedStrategy(Strategy):
@@ -174,7 +188,9 @@ class _Mailbox:
                 return values.popleft()
             # A ConnectionError, so that it is not taken for the root cause.
             missing = f"rank {author} {self._left[author]} and did not call it"
-            raise ConnectionError(f"{request} on rank {reader}: {missing}; look for a branch on the rank before it")
+            raise ConnectionError(
+                f"{request} on rank {reader}: {missing}; look for a branch on the rank before it"
+            )
 
     def leave(self, rank: int, did: str) -> None:
         """Record that a rank makes no more calls, so that ranks that wait for it raise."""
@@ -196,9 +212,15 @@ class ThreadCommunicator(Communicator):
         name: equal on all members, and different from that of any other group.
     """
 
-    def __init__(self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world") -> None:
+    def __init__(
+        self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world"
+    ) -> None:
         self._mailbox, self._own, self._ranks, self._name = mailbox, rank, list(ranks), name
-        self.rank, self.size, self.device = self._ranks.index(rank), len(self._ranks), torch.device("cpu")
+        self.rank, self.size, self.device = (
+            self._ranks.index(rank),
+            len(self._ranks),
+            torch.device("cpu"),
+        )
 
     @override
     def run(self, collective: Collective) -> Any:
@@ -208,9 +230,13 @@ class ThreadCommunicator(Communicator):
             src, dst = (self._ranks[rank] for rank in collective.message(self.rank))
             if self._own == src:
                 return self._mailbox.put((self._name, "messages"), src, [dst], buffer.clone())
-            return buffer.copy_(self._mailbox.take((self._name, "messages"), src, dst, f"recv(src={peer})"))
+            return buffer.copy_(
+                self._mailbox.take((self._name, "messages"), src, dst, f"recv(src={peer})")
+            )
         # The name of a group is its first rank's object: the same on all members, and unique.
-        passed = {Operation.SCATTER: collective.rows, Operation.NEW_GROUP: object()}.get(collective.operation, buffer)
+        passed = {Operation.SCATTER: collective.rows, Operation.NEW_GROUP: object()}.get(
+            collective.operation, buffer
+        )
         call = (collective.call and collective.call.text) or ", ".join(collective.facts.values())
         values = self._exchange(call, passed.clone() if isinstance(passed, Tensor) else passed)
         match collective.operation:
@@ -228,7 +254,11 @@ class ThreadCommunicator(Communicator):
                 return buffer.copy_(values[peer][self.rank])
             case Operation.NEW_GROUP:
                 ranks = [self._ranks[rank] for rank in buffer]
-                return ThreadCommunicator(self._mailbox, self._own, ranks, values[0]) if self._own in ranks else None
+                return (
+                    ThreadCommunicator(self._mailbox, self._own, ranks, values[0])
+                    if self._own in ranks
+                    else None
+                )
             case _:
                 return values if peer is None else values[peer]
 
@@ -240,7 +270,10 @@ class ThreadCommunicator(Communicator):
         if len(set(calls)) > 1:
             raise CollectiveMismatchError(
                 f"{call} on rank {self._own}",
-                "; ".join(f"rank {rank} calls {other}" for rank, other in zip(self._ranks, calls, strict=True)),
+                "; ".join(
+                    f"rank {rank} calls {other}"
+                    for rank, other in zip(self._ranks, calls, strict=True)
+                ),
                 "the same call on all ranks, with equal shapes and dtypes; look for a branch on the rank before it",
             )
         return list(values)

@@ -11,12 +11,19 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parents[1] / "docs" / "coming-from.md"
-SECTIONS = {"accelerate": "From Hugging Face Accelerate", "lightning_fabric": "From Lightning Fabric"}
+SECTIONS = {
+    "accelerate": "From Hugging Face Accelerate",
+    "lightning_fabric": "From Lightning Fabric",
+}
 Names = set[tuple[str, str]]  # of a kind, such as "keyword", and the name
 
 
 def stored(package: str) -> Names:
-    lines = [line.split() for line in (HERE / f"{package}.txt").read_text().splitlines() if not line.startswith("#")]
+    lines = [
+        line.split()
+        for line in (HERE / f"{package}.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
     return {(kind, name) for kind, *names in lines for name in names}
 
 
@@ -34,7 +41,14 @@ def accelerate(package: Path) -> Iterator[tuple[str, str]]:
 def lightning(package: Path) -> Iterator[tuple[str, str]]:
     yield from members(package / "fabric.py", "Fabric")
     yield from (("function", name) for name in ("seed_everything", "is_wrapped"))
-    for part in ("accelerators", "loggers", "plugins", "plugins/collectives", "plugins/environments", "strategies"):
+    for part in (
+        "accelerators",
+        "loggers",
+        "plugins",
+        "plugins/collectives",
+        "plugins/environments",
+        "strategies",
+    ):
         for node in ast.walk(parsed(package / part / "__init__.py")):
             if isinstance(node, ast.ImportFrom):
                 names = [alias.name for alias in node.names if not alias.name.startswith("_")]
@@ -54,19 +68,29 @@ def parsed(path: Path) -> ast.Module:
 
 def members(path: Path, name: str) -> Iterator[tuple[str, str]]:
     """Arguments of a class's constructor, its public properties and methods."""
-    [found] = [node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == name]
+    [found] = [
+        node for node in parsed(path).body if isinstance(node, ast.ClassDef) and node.name == name
+    ]
     for node in found.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-            yield from (("keyword", each.arg) for each in (*node.args.args[1:], *node.args.kwonlyargs))
+            yield from (
+                ("keyword", each.arg) for each in (*node.args.args[1:], *node.args.kwonlyargs)
+            )
         elif isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            is_property = any(re.match(r"property|\w+\.setter", ast.unparse(each)) for each in node.decorator_list)
+            is_property = any(
+                re.match(r"property|\w+\.setter", ast.unparse(each)) for each in node.decorator_list
+            )
             yield "property" if is_property else "method", node.name
 
 
 def calls(path: Path, function: str) -> Iterator[str]:
     """The names that calls of ``something.function("name", ...)`` begin with."""
     for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == function:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == function
+        ):
             yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
@@ -76,15 +100,24 @@ def rows(package: str) -> Iterator[tuple[list[str], str, list[str]]]:
     for line in section.splitlines():
         if line.startswith("| ") and line.count(" | ") >= 2:
             first, second, _ = (cell.strip("| ") for cell in line.split(" | ", 2))
-            codes = (re.match(r"(?:with |accelerate |fabric )?([\w-]*)", code) for code in re.findall("`(.+?)`", first))
+            codes = (
+                re.match(r"(?:with |accelerate |fabric )?([\w-]*)", code)
+                for code in re.findall("`(.+?)`", first)
+            )
             yield [code[1] for code in codes if code], second, re.findall("`(.+?)`", second)
 
 
 def main() -> None:
     for package in map(Path, sys.argv[1:]):
         names = read(package)
-        version = next(package.parent.glob(f"{package.name}-*.dist-info")).name.split("-")[1].removesuffix(".dist")
-        lines = [f"# Public names of {package.name.replace('_', '-')} {version}, by python -m tests.compat.peers."]
+        version = (
+            next(package.parent.glob(f"{package.name}-*.dist-info"))
+            .name.split("-")[1]
+            .removesuffix(".dist")
+        )
+        lines = [
+            f"# Public names of {package.name.replace('_', '-')} {version}, by python -m tests.compat.peers."
+        ]
         for kind in sorted({kind for kind, _ in names}):
             lines.append(" ".join([kind, *sorted(name for each, name in names if each == kind)]))
         (HERE / f"{package.name}.txt").write_text("\n".join(lines) + "\n")

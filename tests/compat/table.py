@@ -28,7 +28,11 @@ def failure(module: str, name: str) -> str | None:
     except ImportError as error:
         return str(error)
     value = getattr(found, name, None)
-    return f"{name} is missing" if value is None or getattr(value, "__bases__", ()) == (Missing,) else None
+    return (
+        f"{name} is missing"
+        if value is None or getattr(value, "__bases__", ()) == (Missing,)
+        else None
+    )
 
 
 def table() -> str:
@@ -44,7 +48,10 @@ def table() -> str:
         row[1] += not is_elsewhere and failure(module, name) is None
         row[2] += is_elsewhere
     rows["**all**"] = [sum(column) for column in zip(*rows.values(), strict=True)]
-    lines = ["| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes |", "|---|--:|--:|--:|"]
+    lines = [
+        "| part of `lightning.fabric` | imports | resolve | XLA, DeepSpeed, bitsandbytes |",
+        "|---|--:|--:|--:|",
+    ]
     lines += [f"| {part} | {row[0]} | {row[1]} | {row[2]} |" for part, row in rows.items()]
     return "\n".join(lines) + "\n"
 

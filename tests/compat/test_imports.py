@@ -8,12 +8,21 @@ import pytest
 
 from tests.compat.table import ELSEWHERE, LIST, PAGE, failure, imports, table
 
-LISTED = [pair for pair in imports() if not any(word in f"{pair[0]} {pair[1]}".lower() for word in ELSEWHERE)]
+LISTED = [
+    pair
+    for pair in imports()
+    if not any(word in f"{pair[0]} {pair[1]}".lower() for word in ELSEWHERE)
+]
 
 
 def run(code: str, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *options, "-c", code], capture_output=True, text=True, timeout=60, cwd=folder, check=False
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        check=False,
     )
 
 
@@ -91,10 +100,14 @@ def test_what_is_not_here_says_so() -> None:
     code = "import sys, fabric_compat.installed\nfor line in sys.stdin:\n    try: exec(line)\n"
     code += "    except ImportError as error: print(error)\n"
     command, lines = [sys.executable, "-c", code], "\n".join(REFUSED)
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        command, input=lines, capture_output=True, text=True, timeout=60, check=True
+    )
     said = done.stdout.splitlines()
     assert len(said) == len(REFUSED)
-    assert [text for text, line in zip(REFUSED.values(), said, strict=True) if text not in line] == []
+    assert [
+        text for text, line in zip(REFUSED.values(), said, strict=True) if text not in line
+    ] == []
 
 
 def test_importing_fabric_or_the_package_changes_no_import() -> None:
@@ -154,7 +167,9 @@ if __name__ == "__main__":
 def run_script(script: str, folder: Path, option: str, *launcher: str) -> tuple[list[str], str]:
     (folder / "script.py").write_text(script)
     command = [sys.executable, *launcher, "-m", "fabric_compat", "script.py", "--x", option]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=folder, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=90, cwd=folder, check=False
+    )
     assert done.returncode == 0, done.stderr
     return sorted(done.stdout.splitlines()), done.stderr
 
@@ -171,7 +186,9 @@ def check_said(folder: Path, option: str) -> None:
     ranks = [f"rank 0 [0.0, 2.0] ['--x', '{option}']", f"rank 1 [1.0, 3.0] ['--x', '{option}']"]
     assert [line for line in lines if line.startswith("rank")] == ranks
     assert lines.count("announced") == 2  # by rank 0, and by the process that launches
-    texts = [line.removeprefix("fabric_compat: as in Lightning Fabric, ") for line in said.splitlines()]
+    texts = [
+        line.removeprefix("fabric_compat: as in Lightning Fabric, ") for line in said.splitlines()
+    ]
     assert [text.split()[0] for text in texts] == ["all_gather", "optimizers", "all_reduce"], said
 
 
@@ -192,15 +209,23 @@ def test_fabric_run_starts_the_processes_of_such_a_script(tmp_path: Path) -> Non
 
 
 def test_a_module_runs_too_and_a_wrong_file_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text("import sys; from lightning_fabric import Fabric; print(Fabric, sys.argv[1:])")
+    (tmp_path / "job.py").write_text(
+        "import sys; from lightning_fabric import Fabric; print(Fabric, sys.argv[1:])"
+    )
     (tmp_path / "test_job.py").write_text("def test_job():\n    import lightning.fabric\n")
     for words, code, text in (
         (["fabric_compat", "-m", "job", "-x"], 0, "['-x']"),
         (["fabric_compat", "nothing.py"], 1, "there is no such file"),
         (["fabric_compat"], 1, "usage: python -m fabric_compat"),
-        (["pytest", "-q", "-p", "fabric_compat.installed", "-p", "no:cacheprovider"], 0, "1 passed"),
+        (
+            ["pytest", "-q", "-p", "fabric_compat.installed", "-p", "no:cacheprovider"],
+            0,
+            "1 passed",
+        ),
     ):
         command = [sys.executable, "-m", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False
+        )
         assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
         assert text in done.stdout + done.stderr

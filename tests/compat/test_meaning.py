@@ -27,12 +27,23 @@ from fabric_compat.plugins import (
 from fabric_compat.strategies import STRATEGY_REGISTRY, DDPStrategy
 from fabric_compat.throughput import Throughput, ThroughputMonitor, measure_flops
 from fabric_compat.utilities import AttributeDict, _sync_ddp_if_available, seed_everything
-from fabric_compat.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer, _unwrap_objects
+from fabric_compat.wrappers import (
+    _FabricDataLoader,
+    _FabricModule,
+    _FabricOptimizer,
+    _unwrap_objects,
+)
 from tests.ranks import SharedRanks
 
 
 def in_ranks(function: Any, *args: Any, **options: Any) -> list[Any]:
-    options = {"strategy": "ddp", "launcher": SharedRanks(), "accelerator": "cpu", "devices": 2, **options}
+    options = {
+        "strategy": "ddp",
+        "launcher": SharedRanks(),
+        "accelerator": "cpu",
+        "devices": 2,
+        **options,
+    }
     with Fabric(**options) as fabric:
         return fabric.launch(function, *args, return_all=True)
 
@@ -61,7 +72,11 @@ def test_collectives_reduce_in_place_and_make_tensors_of_numbers() -> None:
 def means(fabric: Fabric) -> Any:
     rank = fabric.global_rank
     synced = _sync_ddp_if_available(torch.tensor([rank, 3 + rank]), reduce_op="mean")
-    return fabric.all_reduce(torch.tensor(rank * (1 + 2j))).item(), fabric.all_reduce(3 + rank).item(), synced.tolist()
+    return (
+        fabric.all_reduce(torch.tensor(rank * (1 + 2j))).item(),
+        fabric.all_reduce(3 + rank).item(),
+        synced.tolist(),
+    )
 
 
 def test_the_mean_of_complex_numbers_is_complex_and_that_of_integers_is_cut_off() -> None:
@@ -73,11 +88,17 @@ def test_on_one_process_a_gathered_tensor_has_no_new_dimension() -> None:
         assert fabric.all_gather(torch.ones(2, 3)).shape == (2, 3)
         assert fabric.all_gather({"a": 1})["a"].shape == ()
     alone = SingleDeviceCollective()
-    assert alone.all_gather([torch.zeros(1)], torch.ones(1)) == [torch.ones(1)] == alone.gather(torch.ones(1), [])
+    assert (
+        alone.all_gather([torch.zeros(1)], torch.ones(1))
+        == [torch.ones(1)]
+        == alone.gather(torch.ones(1), [])
+    )
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_reduce"])
-def test_a_collective_may_be_the_first_call_of_a_script(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_may_be_the_first_call_of_a_script(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(rank_zero_only, "rank", raising=False)
     with single() as fabric:
         assert getattr(fabric, name)(2.0).item() == 2
@@ -85,7 +106,12 @@ def test_a_collective_may_be_the_first_call_of_a_script(name: str, monkeypatch: 
 
 @pytest.mark.parametrize(
     ("precision", "inside"),
-    [("64-true", torch.float64), ("bf16-true", torch.bfloat16), (32, torch.float32), ("bf16-mixed", torch.float32)],
+    [
+        ("64-true", torch.float64),
+        ("bf16-true", torch.bfloat16),
+        (32, torch.float32),
+        ("bf16-mixed", torch.float32),
+    ],
 )
 def test_outputs_are_float32_and_inputs_are_cast(precision: Any, inside: torch.dtype) -> None:
     class Model(nn.Linear):
@@ -101,7 +127,9 @@ def test_outputs_are_float32_and_inputs_are_cast(precision: Any, inside: torch.d
         assert torch.get_default_dtype() == torch.float32
 
 
-@pytest.mark.parametrize("plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()])
+@pytest.mark.parametrize(
+    "plugin", [MixedPrecision("bf16-mixed", "cpu"), HalfPrecision("bf16-true"), DoublePrecision()]
+)
 def test_precisions_are_objects_with_methods(plugin: Precision) -> None:
     with single(plugins=plugin) as fabric:
         fabric.launch()
@@ -110,11 +138,15 @@ def test_precisions_are_objects_with_methods(plugin: Precision) -> None:
         converted = plugin.convert_output(plugin.convert_input({"x": torch.ones(1)}))["x"]
         assert converted.dtype == torch.float32
         with plugin.forward_context(), plugin.tensor_init_context():
-            assert plugin.convert_module(nn.Linear(1, 1)).weight.dtype == (plugin.param_dtype or torch.float32)
+            assert plugin.convert_module(nn.Linear(1, 1)).weight.dtype == (
+                plugin.param_dtype or torch.float32
+            )
         assert plugin.precision == plugin.name == fabric.precision.name
 
 
-def test_a_format_and_an_environment_of_the_users_are_plugins(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_format_and_an_environment_of_the_users_are_plugins(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     class Format(CheckpointIO):
         def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
             torch.save(checkpoint, f"{path}.mine")
@@ -160,17 +192,27 @@ class Cluster(LightningEnvironment):
         return self.size
 
 
-@pytest.mark.parametrize(("devices", "count"), [(2, 2), ("2", 2), ("auto", 1), (-1, CPUAccelerator().device_count())])
-def test_the_environment_of_a_plugin_has_a_process_for_each_device(devices: Any, count: int) -> None:
-    with Fabric(plugins=Cluster(has_started=True), accelerator="cpu", devices=devices, strategy="ddp") as fabric:
+@pytest.mark.parametrize(
+    ("devices", "count"), [(2, 2), ("2", 2), ("auto", 1), (-1, CPUAccelerator().device_count())]
+)
+def test_the_environment_of_a_plugin_has_a_process_for_each_device(
+    devices: Any, count: int
+) -> None:
+    with Fabric(
+        plugins=Cluster(has_started=True), accelerator="cpu", devices=devices, strategy="ddp"
+    ) as fabric:
         assert fabric.world_size == count
 
 
 @pytest.mark.parametrize("environment", [LightningEnvironment(), Cluster(has_started=False)])
-def test_fabric_starts_the_processes_that_an_environment_does_not(environment: Any, monkeypatch: Any) -> None:
+def test_fabric_starts_the_processes_that_an_environment_does_not(
+    environment: Any, monkeypatch: Any
+) -> None:
     assert in_ranks(world_size, plugins=environment) == [2, 2]
     for name, value in (
-        World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///s").to_env().items()
+        World(rank=1, local_rank=1, world_size=2, local_world_size=2, store="file:///s")
+        .to_env()
+        .items()
     ):
         monkeypatch.setenv(name, value)
     with Fabric(plugins=environment, accelerator="cpu", devices=2, strategy="ddp") as fabric:
@@ -216,7 +258,9 @@ def test_callbacks_are_called_with_the_keywords_that_they_take() -> None:
 def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
     with single() as fabric:
         model = nn.Linear(1, 1)
-        [optimizer] = [fabric.setup_optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))]
+        [optimizer] = [
+            fabric.setup_optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+        ]
         first, second = fabric.setup(model), fabric.setup(model)
         assert first is second
         assert isinstance(first, _FabricModule)
@@ -230,12 +274,21 @@ def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
         assert is_wrapped(optimizer)
         assert not is_wrapped(model)
         assert _unwrap_objects({"a": [first, 1]}) == {"a": [model, 1]}
-        assert (first.device, first._forward_module, first._original_module) == (fabric.device, model, model)
+        assert (first.device, first._forward_module, first._original_module) == (
+            fabric.device,
+            model,
+            model,
+        )
 
 
 def test_ranks_and_the_device_are_known_before_the_launch(monkeypatch: Any) -> None:
     with Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn") as fabric:
-        assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (0, 0, 0, 2)
+        assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
+            0,
+            0,
+            0,
+            2,
+        )
         assert fabric.is_global_zero
         assert fabric.device == torch.device("cpu")
     with single() as fabric:
@@ -281,7 +334,11 @@ def test_loggers_know_their_folder(kind: Any, tmp_path: Path) -> None:
     (tmp_path / "lightning_logs" / "version_0").mkdir(parents=True)
     logger = kind(tmp_path, prefix="a")
     with single(loggers=logger) as fabric:
-        assert (fabric.logger.name, logger.version, logger.root_dir) == ("lightning_logs", 1, str(tmp_path))
+        assert (fabric.logger.name, logger.version, logger.root_dir) == (
+            "lightning_logs",
+            1,
+            str(tmp_path),
+        )
         assert logger.log_dir == str(tmp_path / "lightning_logs" / "version_1")
         fabric.log("loss", 0.5, step=2)
         logger.log_hyperparams({"lr": 0.1})
@@ -298,10 +355,20 @@ def test_an_experiment_of_another_rank_does_nothing(monkeypatch: Any) -> None:
 def test_throughput_is_that_of_a_full_window() -> None:
     throughput = Throughput(available_flops=100, world_size=2, window_size=3)
     for step in range(1, 5):
-        throughput.update(time=2.0 * step, batches=step, samples=8 * step, lengths=16 * step, flops=20)
+        throughput.update(
+            time=2.0 * step, batches=step, samples=8 * step, lengths=16 * step, flops=20
+        )
     found = throughput.compute()
-    assert (found["time"], found["device/samples_per_sec"], found["samples_per_sec"]) == (8.0, 4.0, 8.0)
-    assert (found["device/items_per_sec"], found["device/flops_per_sec"], found["device/mfu"]) == (8.0, 10.0, 0.1)
+    assert (found["time"], found["device/samples_per_sec"], found["samples_per_sec"]) == (
+        8.0,
+        4.0,
+        8.0,
+    )
+    assert (found["device/items_per_sec"], found["device/flops_per_sec"], found["device/mfu"]) == (
+        8.0,
+        10.0,
+        0.1,
+    )
     with pytest.raises(ValueError, match="total"):
         throughput.update(time=1.0, batches=5, samples=50)
     with torch.device("meta"):

@@ -17,7 +17,10 @@ from fabric.precision import LossScale
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from tests.compat.peers import SECTIONS, read, rows, stored
 
-CLASSES = {each.__name__: each for each in (Fabric, LossScale, DDPStrategy, FSDPStrategy, ModelParallelStrategy)}
+CLASSES = {
+    each.__name__: each
+    for each in (Fabric, LossScale, DDPStrategy, FSDPStrategy, ModelParallelStrategy)
+}
 
 
 @pytest.mark.parametrize("package", SECTIONS)
@@ -93,4 +96,6 @@ def test_the_commands_are_there(package: str, capsys: Any) -> None:
             with pytest.raises(SystemExit):
                 main([command, "--help"])
             shown = capsys.readouterr().out
-            assert [option for option in options if option.startswith("-") and option not in shown] == []
+            assert [
+                option for option in options if option.startswith("-") and option not in shown
+            ] == []

@@ -35,9 +35,23 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 def run(script: str, folder: Path, *arguments: object) -> list[dict[str, float]]:
     """The records that a script prints, by ``python -m fabric_compat``."""
-    command = [sys.executable, "-m", "fabric_compat", str(SCRIPTS / f"{script}.py"), *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-m",
+        "fabric_compat",
+        str(SCRIPTS / f"{script}.py"),
+        *map(str, arguments),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr.lower(), done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -57,7 +71,10 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def image_classifier() -> Iterator[dict[str, float]]:
     torch.manual_seed(1)
-    loader, test_loader = DataLoader(images(64), 16, shuffle=True), DataLoader(images(32, seed=1), 32)
+    loader, test_loader = (
+        DataLoader(images(64), 16, shuffle=True),
+        DataLoader(images(32, seed=1), 32),
+    )
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     for _ in range(2):
@@ -83,7 +100,8 @@ def gan() -> Iterator[dict[str, float]]:
     generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 64))
     discriminator = nn.Sequential(nn.Linear(64, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
     optimizer_g, optimizer_d = (
-        torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.999)) for each in (generator, discriminator)
+        torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.999))
+        for each in (generator, discriminator)
     )
     criterion, ones = nn.BCEWithLogitsLoss(), torch.ones(16, 1)
     for index, (real, _) in enumerate(DataLoader(images(64), 16)):
@@ -101,7 +119,9 @@ def kfold() -> Iterator[dict[str, float]]:
     for fold in range(4):
         torch.manual_seed(fold)
         held_out = range(fold, 64, 4)
-        loader = DataLoader(Subset(dataset, [index for index in range(64) if index % 4 != fold]), 16, shuffle=True)
+        loader = DataLoader(
+            Subset(dataset, [index for index in range(64) if index % 4 != fold]), 16, shuffle=True
+        )
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for data, target in loader:

@@ -63,5 +63,10 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Steps:
     """Loss and samples of each step, of one process that nobody interrupts."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    subprocess.run([sys.executable, *long_run(folder)], check=True, stdout=subprocess.DEVNULL, timeout=90)
-    return {step["step"]: (pytest.approx(step["loss"], rel=1e-4), step["samples"]) for step in steps_of(folder)}
+    subprocess.run(
+        [sys.executable, *long_run(folder)], check=True, stdout=subprocess.DEVNULL, timeout=90
+    )
+    return {
+        step["step"]: (pytest.approx(step["loss"], rel=1e-4), step["samples"])
+        for step in steps_of(folder)
+    }

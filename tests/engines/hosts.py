@@ -41,20 +41,55 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         names = folder / "hosts"
-        names.write_text("".join(f"{ip} {host}\n" for host, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()))
-        isolated = ["unshare", "--pid", "--mount", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+        names.write_text(
+            "".join(
+                f"{ip} {host}\n" for host, ip in {"localhost": "127.0.0.1", **ADDRESSES}.items()
+            )
+        )
+        isolated = [
+            "unshare",
+            "--pid",
+            "--mount",
+            "--ipc",
+            "--fork",
+            "--kill-child",
+            "--mount-proc",
+        ]
         self._first = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", *isolated, "sh", "-c", _SETUP, "sh", names, *ADDRESSES.values()],
+            [
+                "setpriv",
+                "--pdeathsig",
+                "KILL",
+                *isolated,
+                "sh",
+                "-c",
+                _SETUP,
+                "sh",
+                names,
+                *ADDRESSES.values(),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         assert self._first.stdout
         if self._first.stdout.readline() != "ready\n":
-            raise OSError(f"two hosts take root, and in docker --privileged: {self._first.communicate()[1]}")
+            raise OSError(
+                f"two hosts take root, and in docker --privileged: {self._first.communicate()[1]}"
+            )
         inside = str(psutil.Process(self._first.pid).children()[0].pid)
         self._started: list[subprocess.Popen[str]] = []
-        self._enter = ["nsenter", "--target", inside, "--pid", "--mount", "--ipc", "ip", "netns", "exec"]
+        self._enter = [
+            "nsenter",
+            "--target",
+            inside,
+            "--pid",
+            "--mount",
+            "--ipc",
+            "ip",
+            "netns",
+            "exec",
+        ]
 
     def __enter__(self) -> "Hosts":
         return self
@@ -65,19 +100,39 @@ class Hosts:
         for process in self._started:
             process.communicate(timeout=60)
 
-    def start(self, host: str, *command: object, cwd: object = os.curdir, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, host: str, *command: object, cwd: object = os.curdir, **options: Any
+    ) -> subprocess.Popen[str]:
         """Start a command on a host; what runs when the block ends is killed."""
-        enter = [*self._enter, host, "unshare", "--uts", "sh", "-c", _ENTER, host, os.path.abspath(str(cwd))]
-        process = subprocess.Popen([*enter, *map(str, command)], stdin=subprocess.DEVNULL, text=True, **options)
+        enter = [
+            *self._enter,
+            host,
+            "unshare",
+            "--uts",
+            "sh",
+            "-c",
+            _ENTER,
+            host,
+            os.path.abspath(str(cwd)),
+        ]
+        process = subprocess.Popen(
+            [*enter, *map(str, command)], stdin=subprocess.DEVNULL, text=True, **options
+        )
         self._started.append(process)
         return process
 
-    def run(self, host: str, *command: object, seconds: int = 90, code: int = 0, **options: Any) -> str:
+    def run(
+        self, host: str, *command: object, seconds: int = 90, code: int = 0, **options: Any
+    ) -> str:
         """What a command on a host writes; it has to end in so many seconds, and with this exit code."""
         limit = ["timeout", "--kill-after", "5", seconds]
-        process = self.start(host, *limit, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        process = self.start(
+            host, *limit, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options
+        )
         output = process.communicate()[0]
-        assert process.returncode == code, f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
+        assert process.returncode == code, (
+            f"exit code {process.returncode} (124: not in time) of {command}:\n{output}"
+        )
         return output
 
     def kill(self, host: str) -> None:

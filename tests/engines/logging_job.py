@@ -26,7 +26,9 @@ class Tracking:
 
 def main(folder: Path, fails: bool) -> None:
     uri = (folder / "mlruns").as_uri()
-    of_lightning = lightning.WandbLogger(name="lightning", save_dir=folder / "lightning", offline=True)
+    of_lightning = lightning.WandbLogger(
+        name="lightning", save_dir=folder / "lightning", offline=True
+    )
     given = [
         CSVLogger(folder / "csv", version=0),
         TensorBoardLogger(folder / "tensorboard", version=0),
@@ -38,7 +40,9 @@ def main(folder: Path, fails: bool) -> None:
     with Fabric(accelerator="cpu", devices=2, loggers=given) as fabric:
         fabric.launch()
         if fabric.is_global_zero:
-            _ = of_lightning.experiment  # makes its run; when it is first used, it would take one that is there
+            _ = (
+                of_lightning.experiment
+            )  # makes its run; when it is first used, it would take one that is there
             own = wandb.init(project="own", dir=folder, reinit="create_new")
             for logger in (own, SummaryWriter(folder / "writer"), Tracking(uri)):
                 fabric.add_logger(logger)

@@ -69,7 +69,11 @@ class Cluster:
         self._start("host-a", "slurmctld", "-D")
         for host in ADDRESSES:
             self._start(host, "slurmd", "-D", "-N", host)
-        self.run("sh", "-c", f"until sinfo -h -t idle -o =%D= | grep ={len(ADDRESSES)}=; do sleep 0.2; done")
+        self.run(
+            "sh",
+            "-c",
+            f"until sinfo -h -t idle -o =%D= | grep ={len(ADDRESSES)}=; do sleep 0.2; done",
+        )
 
     def run(self, *command: object, **options: Any) -> str:
         """See :meth:`Hosts.run`; on the first host."""
@@ -82,4 +86,6 @@ class Cluster:
 
     def _start(self, host: str, *command: str) -> None:
         with open(self._folder / f"{command[0]}-{host}.log", "w") as log:
-            self._hosts.start(host, *command, env=self._environment, stdout=log, stderr=subprocess.STDOUT)
+            self._hosts.start(
+                host, *command, env=self._environment, stdout=log, stderr=subprocess.STDOUT
+            )

@@ -17,8 +17,14 @@ pytestmark = pytest.mark.engines
 JOB = Path(__file__).with_name("logging_job.py")
 SECONDS = 120
 # Of the steps 0, 1, 2: the mean over two ranks of 1 / (1 + step + rank), and the step.
-LOSSES = [(step, pytest.approx((1 / (1 + step) + 1 / (2 + step)) / 2, rel=1e-6)) for step in range(3)]
-HEADER, BLOCK, ENDS = 7, 2**15, (1, 4)  # bytes of a file of W&B; the parts with which a message ends
+LOSSES = [
+    (step, pytest.approx((1 / (1 + step) + 1 / (2 + step)) / 2, rel=1e-6)) for step in range(3)
+]
+HEADER, BLOCK, ENDS = (
+    7,
+    2**15,
+    (1, 4),
+)  # bytes of a file of W&B; the parts with which a message ends
 ACCURACIES = [(step, float(step)) for step in range(3)]
 
 
@@ -36,14 +42,22 @@ VARIABLES = {
 def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name, value in (VARIABLES | {"HOME": str(tmp_path)}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # W&B makes folders there when it is imported
+    monkeypatch.setattr(
+        tempfile, "tempdir", str(tmp_path)
+    )  # W&B makes folders there when it is imported
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "tmp").mkdir()
-    variables = os.environ | VARIABLES | {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    variables = (
+        os.environ
+        | VARIABLES
+        | {"HOME": str(folder), "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1"}
+    )
     command = [sys.executable, JOB, folder, *arguments]
-    return subprocess.run(command, env=variables, cwd=folder, text=True, capture_output=True, timeout=SECONDS)
+    return subprocess.run(
+        command, env=variables, cwd=folder, text=True, capture_output=True, timeout=SECONDS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +72,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def table(path: Path) -> dict[str, list[tuple[int, float]]]:
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
-    return {name: [(int(row["step"]), float(row[name])) for row in rows] for name in ("loss", "accuracy")}
+    return {
+        name: [(int(row["step"]), float(row[name])) for row in rows]
+        for name in ("loss", "accuracy")
+    }
 
 
 def events(path: Path) -> Any:
@@ -102,7 +119,9 @@ def test_a_table_in_a_text_file(folder: Path, path: str) -> None:
     assert table(folder / path / "metrics.csv") == {"loss": LOSSES, "accuracy": ACCURACIES}
 
 
-@pytest.mark.parametrize("path", ["tensorboard/run/version_0", "lightning/tensorboard/version_0", "writer"])
+@pytest.mark.parametrize(
+    "path", ["tensorboard/run/version_0", "lightning/tensorboard/version_0", "writer"]
+)
 def test_tensorboard(folder: Path, path: str) -> None:
     found = events(folder / path)
     assert [(event.step, event.value) for event in found.Scalars("loss")] == LOSSES
@@ -113,16 +132,23 @@ def test_tensorboard(folder: Path, path: str) -> None:
 def test_a_run_of_wandb(folder: Path, path: str) -> None:
     records = of_wandb(folder / path)
     rows = [
-        {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        {
+            item.key or item.nested_key[0]: json.loads(item.value_json)
+            for item in record.history.item
+        }
         for record in records
         if record.WhichOneof("record_type") == "history"
     ]
     steps = "trainer/global_step" if path == "lightning" else "_step"
     assert [(row[steps], row["loss"]) for row in rows] == LOSSES
     assert [(row[steps], row["accuracy"]) for row in rows] == ACCURACIES
-    config = [item for record in records for item in (*record.config.update, *record.run.config.update)]
+    config = [
+        item for record in records for item in (*record.config.update, *record.run.config.update)
+    ]
     assert ("lr", "0.5") in [(item.key, item.value_json) for item in config]
-    assert [record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"] == [0]
+    assert [
+        record.exit.exit_code for record in records if record.WhichOneof("record_type") == "exit"
+    ] == [0]
 
 
 @pytest.mark.parametrize("experiment", ["lightning", "own"])
@@ -140,6 +166,10 @@ def test_a_run_that_fails_is_marked_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "ArithmeticError: on every rank" in done.stderr
     assert of_mlflow(tmp_path, "lightning")[1].info.status == "FAILED"
-    (code,) = [record.exit.exit_code for record in of_wandb(tmp_path) if record.WhichOneof("record_type") == "exit"]
+    (code,) = [
+        record.exit.exit_code
+        for record in of_wandb(tmp_path)
+        if record.WhichOneof("record_type") == "exit"
+    ]
     assert code == 1
     assert table(tmp_path / "csv/run/version_0/metrics.csv")["loss"] == LOSSES

@@ -50,7 +50,16 @@ TWO_HOSTS = {
         "-x",
         "MASTER_ADDR=host-a",
     ],
-    "mpich": [*MPICH, "-launcher-exec", "{shell}", "-hosts", "host-a:2,host-b:2", "-genv", "MASTER_ADDR", "host-a"],
+    "mpich": [
+        *MPICH,
+        "-launcher-exec",
+        "{shell}",
+        "-hosts",
+        "host-a:2,host-b:2",
+        "-genv",
+        "MASTER_ADDR",
+        "host-a",
+    ],
 }
 
 
@@ -60,4 +69,9 @@ def test_processes_of_two_hosts_connect_where_master_addr_says(
 ) -> None:
     command = [word.format(shell=remote_shell) for word in mpirun]
     hosts.run("host-a", *command, "-n", "4", sys.executable, JOB, tmp_path)
-    assert places() == [(0, 0, 0, 4, "host-a"), (1, 1, 0, 4, "host-a"), (2, 0, 1, 4, "host-b"), (3, 1, 1, 4, "host-b")]
+    assert places() == [
+        (0, 0, 0, 4, "host-a"),
+        (1, 1, 0, 4, "host-a"),
+        (2, 0, 1, 4, "host-b"),
+        (3, 1, 1, 4, "host-b"),
+    ]

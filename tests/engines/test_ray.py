@@ -34,15 +34,33 @@ def steps(path: Path) -> list[dict[str, object]]:
 
 
 def losses_alone(folder: Path) -> list[object]:
-    command = [sys.executable, EXAMPLES / "long_run.py", "--accelerator=cpu", "--devices=1", f"--steps={STEPS}"]
+    command = [
+        sys.executable,
+        EXAMPLES / "long_run.py",
+        "--accelerator=cpu",
+        "--devices=1",
+        f"--steps={STEPS}",
+    ]
     record = folder / "alone.jsonl"
-    subprocess.run([*command, f"--folder={folder / 'alone'}", f"--record={record}"], check=True, timeout=SECONDS)
+    subprocess.run(
+        [*command, f"--folder={folder / 'alone'}", f"--record={record}"],
+        check=True,
+        timeout=SECONDS,
+    )
     return [each["loss"] for each in steps(record)]
 
 
-def test_a_worker_is_killed_and_the_run_goes_on(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_worker_is_killed_and_the_run_goes_on(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
     record, output = tmp_path / "record.jsonl", tmp_path / "output"
-    command = [*LOOPBACK, sys.executable, EXAMPLES / "ray_train.py", "--accelerator=cpu", f"--steps={STEPS}"]
+    command = [
+        *LOOPBACK,
+        sys.executable,
+        EXAMPLES / "ray_train.py",
+        "--accelerator=cpu",
+        f"--steps={STEPS}",
+    ]
     command += [f"--folder={tmp_path / 'run'}", f"--record={record}", "--pause=0.1"]
     with open(output, "w") as file:
         driver = subprocess.Popen(command, env=environment, stdout=file, stderr=file, cwd=tmp_path)
@@ -58,7 +76,9 @@ def test_a_worker_is_killed_and_the_run_goes_on(tmp_path: Path, environment: dic
         workers[1].kill()
         assert driver.wait(SECONDS) == 0, output.read_text()
     finally:
-        for process in psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else ():
+        for process in (
+            psutil.Process(driver.pid).children(recursive=True) if driver.poll() is None else ()
+        ):
             process.kill()
         driver.kill()
         driver.wait()
@@ -73,4 +93,6 @@ def test_a_worker_is_killed_and_the_run_goes_on(tmp_path: Path, environment: dic
     assert int(shown[1]) == STEPS - STEPS % 3
     checkpoints = tmp_path / "run" / "checkpoints"
     latest = (checkpoints / "latest").read_text().strip()
-    assert json.loads(Path(shown[2], "checkpoint.json").read_text()) == {"path": str(checkpoints / latest)}
+    assert json.loads(Path(shown[2], "checkpoint.json").read_text()) == {
+        "path": str(checkpoints / latest)
+    }

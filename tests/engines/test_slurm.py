@@ -20,14 +20,23 @@ def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     return Cluster(hosts, tmp_path_factory.mktemp("slurm"))
 
 
-def test_tasks_on_one_host_are_the_ranks_of_one_job(slurm: Cluster, places: Places, tmp_path: Path) -> None:
+def test_tasks_on_one_host_are_the_ranks_of_one_job(
+    slurm: Cluster, places: Places, tmp_path: Path
+) -> None:
     slurm.run("srun", "--nodes=1", "--ntasks=4", sys.executable, JOB, tmp_path)
     assert places() == [(rank, rank, 0, 4, "host-a") for rank in range(4)]
 
 
-def test_hosts_may_have_different_numbers_of_tasks(slurm: Cluster, places: Places, tmp_path: Path) -> None:
+def test_hosts_may_have_different_numbers_of_tasks(
+    slurm: Cluster, places: Places, tmp_path: Path
+) -> None:
     slurm.run("srun", "--nodes=2", "--ntasks=4", sys.executable, JOB, tmp_path)
-    assert places() == [(0, 0, 0, 4, "host-a"), (1, 1, 0, 4, "host-a"), (2, 2, 0, 4, "host-a"), (3, 0, 1, 4, "host-b")]
+    assert places() == [
+        (0, 0, 0, 4, "host-a"),
+        (1, 1, 0, 4, "host-a"),
+        (2, 2, 0, 4, "host-a"),
+        (3, 0, 1, 4, "host-b"),
+    ]
 
 
 # SLURM sends a signal up to a minute early; the job has to be in its loop by then. Without one it stops a minute before
@@ -54,7 +63,9 @@ def test_a_job_that_is_stopped_saves_goes_back_into_the_queue_and_goes_on(
         jobs[folder] = slurm.run("sbatch", "--parsable", "job.sh", cwd=folder).strip()
     for folder, job in jobs.items():
         ended = f"until squeue -h -t all -j {job} -o %T | grep -E '{ENDED}'; do sleep 1; done"
-        assert slurm.run("sh", "-c", ended, seconds=180) == "COMPLETED\n", (folder / "output.txt").read_text()
+        assert slurm.run("sh", "-c", ended, seconds=180) == "COMPLETED\n", (
+            folder / "output.txt"
+        ).read_text()
         assert " Restarts=1 " in slurm.run("scontrol", "show", "job", job)
         # No step is lost, and none is done twice.
         steps = steps_of(folder)

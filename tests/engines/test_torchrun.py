@@ -34,15 +34,35 @@ def test_two_agents_of_torchrun_make_one_job(hosts: Hosts, places: Places, tmp_p
     # Which host comes first is up to the rendezvous.
     first, second = (found[rank][-1] for rank in (0, 2))
     assert {first, second} == set(ADDRESSES)
-    assert found == [(0, 0, 0, 4, first), (1, 1, 0, 4, first), (2, 0, 1, 4, second), (3, 1, 1, 4, second)]
+    assert found == [
+        (0, 0, 0, 4, first),
+        (1, 1, 0, 4, first),
+        (2, 0, 1, 4, second),
+        (3, 1, 1, 4, second),
+    ]
 
 
-def test_a_job_goes_on_with_the_host_that_is_left(hosts: Hosts, tmp_path: Path, uninterrupted: Steps) -> None:
-    elastic = ["--nnodes=1:2", "--max-restarts=3", f"--rdzv-conf={QUICK}", f"--log-dir={tmp_path}/logs"]
+def test_a_job_goes_on_with_the_host_that_is_left(
+    hosts: Hosts, tmp_path: Path, uninterrupted: Steps
+) -> None:
+    elastic = [
+        "--nnodes=1:2",
+        "--max-restarts=3",
+        f"--rdzv-conf={QUICK}",
+        f"--log-dir={tmp_path}/logs",
+    ]
     command = [*TORCHRUN, *elastic, *long_run(tmp_path, steps=150), "--pause=0.05"]
     with open(tmp_path / "output", "w+") as output:
-        agents = [hosts.start(host, *command, stdout=output, stderr=subprocess.STDOUT) for host in ADDRESSES]
-        hosts.run("host-a", "sh", "-c", f"until grep -qs '\"step\": 30,' {tmp_path}/record; do sleep 0.1; done")
+        agents = [
+            hosts.start(host, *command, stdout=output, stderr=subprocess.STDOUT)
+            for host in ADDRESSES
+        ]
+        hosts.run(
+            "host-a",
+            "sh",
+            "-c",
+            f"until grep -qs '\"step\": 30,' {tmp_path}/record; do sleep 0.1; done",
+        )
         hosts.kill("host-b")
         assert agents[0].wait(120) == 0, output.seek(0) or output.read()
     steps = steps_of(tmp_path)
@@ -52,10 +72,20 @@ def test_a_job_goes_on_with_the_host_that_is_left(hosts: Hosts, tmp_path: Path, 
     assert all((step["loss"], step["samples"]) == uninterrupted[step["step"]] for step in steps)
 
 
-def test_fabric_run_on_each_host_makes_one_job(hosts: Hosts, places: Places, tmp_path: Path) -> None:
+def test_fabric_run_on_each_host_makes_one_job(
+    hosts: Hosts, places: Places, tmp_path: Path
+) -> None:
     two = [*FABRIC_RUN, "--num-nodes=2", "--main-address=host-a"]
-    on_both(hosts, {host: [*two, f"--node-rank={node}", JOB, tmp_path] for node, host in enumerate(ADDRESSES)})
-    assert places() == [(0, 0, 0, 4, "host-a"), (1, 1, 0, 4, "host-a"), (2, 0, 1, 4, "host-b"), (3, 1, 1, 4, "host-b")]
+    on_both(
+        hosts,
+        {host: [*two, f"--node-rank={node}", JOB, tmp_path] for node, host in enumerate(ADDRESSES)},
+    )
+    assert places() == [
+        (0, 0, 0, 4, "host-a"),
+        (1, 1, 0, 4, "host-a"),
+        (2, 0, 1, 4, "host-b"),
+        (3, 1, 1, 4, "host-b"),
+    ]
 
 
 def test_a_job_on_one_host_cannot_be_reached_from_the_other(hosts: Hosts, tmp_path: Path) -> None:
@@ -70,15 +100,29 @@ def test_a_job_on_one_host_cannot_be_reached_from_the_other(hosts: Hosts, tmp_pa
 
 def doctor(hosts: Hosts, code: int, interface: str = "") -> list[str]:
     """The report of each host."""
-    run = ["env", f"GLOO_SOCKET_IFNAME={interface}", *FABRIC_RUN, "--num-nodes=2", "--main-address=host-a"]
-    each = {host: [*run, f"--node-rank={node}", "-m", "fabric", "doctor"] for node, host in enumerate(ADDRESSES)}
+    run = [
+        "env",
+        f"GLOO_SOCKET_IFNAME={interface}",
+        *FABRIC_RUN,
+        "--num-nodes=2",
+        "--main-address=host-a",
+    ]
+    each = {
+        host: [*run, f"--node-rank={node}", "-m", "fabric", "doctor"]
+        for node, host in enumerate(ADDRESSES)
+    }
     return on_both(hosts, each, code)
 
 
-def test_the_doctor_reports_the_address_from_which_each_rank_reaches_the_first(hosts: Hosts) -> None:
+def test_the_doctor_reports_the_address_from_which_each_rank_reaches_the_first(
+    hosts: Hosts,
+) -> None:
     first, _ = doctor(hosts, code=0)
     for rank, host in enumerate(["host-a", "host-a", "host-b", "host-b"]):
-        assert f"ok    rank {rank} of 4 on {host}: at {ADDRESSES[host]}, rank 0 at {ADDRESSES['host-a']}" in first
+        assert (
+            f"ok    rank {rank} of 4 on {host}: at {ADDRESSES[host]}, rank 0 at {ADDRESSES['host-a']}"
+            in first
+        )
     assert "ok    all_reduce" in first
 
 

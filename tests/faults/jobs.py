@@ -46,7 +46,11 @@ class Ended:
 def command(launcher: str, fault: str) -> list[str]:
     """What starts the job of ``train.py`` with a launcher of fabric."""
     assert launcher in LAUNCHERS
-    run = ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"] if launcher == "run" else []
+    run = (
+        ["-m", "fabric", "run", "--accelerator", "cpu", "--devices", "2"]
+        if launcher == "run"
+        else []
+    )
     return [sys.executable, *run, str(TRAIN), launcher, fault]
 
 
@@ -123,7 +127,9 @@ class Job:
         for process in [self.process, *alive]:
             process.kill()
         output, _ = self.process.communicate(timeout=DEADLINE)
-        return Ended(code, [*self.output, *output.splitlines()], self._written(), seconds, len(alive))
+        return Ended(
+            code, [*self.output, *output.splitlines()], self._written(), seconds, len(alive)
+        )
 
     def _written(self) -> str:
         self._errors.seek(0)
@@ -134,6 +140,10 @@ def nothing_left(directory: Path) -> None:
     """Raise unless this directory for temporary files is empty within seconds."""
     deadline = time.monotonic() + 5
     # torch's compiler makes its cache folder as soon as it is imported, with the first optimizer at the latest.
-    while left := [path for path in directory.iterdir() if not path.name.startswith("torchinductor")]:
-        assert time.monotonic() < deadline, f"something was left in the directory for temporary files: {left}"
+    while left := [
+        path for path in directory.iterdir() if not path.name.startswith("torchinductor")
+    ]:
+        assert time.monotonic() < deadline, (
+            f"something was left in the directory for temporary files: {left}"
+        )
         time.sleep(0.02)  # processes that end at this moment still clean up

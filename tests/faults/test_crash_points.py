@@ -53,7 +53,9 @@ def prepare(death: Death, folder: Path) -> None:
     steps = count(1)
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        counts = event == "fcntl.flock" or any(str(argument).startswith(str(folder)) for argument in arguments)
+        counts = event == "fcntl.flock" or any(
+            str(argument).startswith(str(folder)) for argument in arguments
+        )
         if counts and next(steps) == death.step:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -73,7 +75,9 @@ def save(fabric: Fabric, path: Path, value: int, columns: int, async_: bool, dea
 def gets_through(function: Callable[..., None], strategy: str, *arguments: Any) -> bool:
     """Whether two ranks came to the end of a function, rather than that one of them was killed."""
     try:
-        with Fabric(accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver") as fabric:
+        with Fabric(
+            accelerator="cpu", devices=2, strategy=strategy, launcher="forkserver"
+        ) as fabric:
             fabric.launch(function, *arguments)
     except RankFailedError as error:
         if error.exit_code not in (-signal.SIGKILL, -signal.SIGXFSZ):
@@ -114,9 +118,15 @@ def assert_no_litter(strategy: str, path: Path, columns: int) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_whole_checkpoint(strategy: str, tmp_path: Path) -> None:
+def test_a_rank_killed_while_it_saves_beside_the_loop_leaves_a_whole_checkpoint(
+    strategy: str, tmp_path: Path
+) -> None:
     path = tmp_path / "state"
-    deaths = [Death(step=4), Death(size=300_000), Death(rank=1 if strategy == "fsdp" else 0, step=3)]
+    deaths = [
+        Death(step=4),
+        Death(size=300_000),
+        Death(rank=1 if strategy == "fsdp" else 0, step=3),
+    ]
     assert survive(strategy, path, SMALL, True, deaths) == 3
     assert_no_litter(strategy, path, SMALL)
 
@@ -141,6 +151,8 @@ def test_no_checkpoint_is_lost_or_torn_at_any_point_of_a_save(
             for rank in range(writers):
                 # Of shards, which take many steps, one kind of save is killed at the odd ones, the other at the even.
                 steps = range(1 + (async_ and writers > 1), 100, writers * stride)
-                killed += survive(strategy, path, columns, async_, (Death(rank=rank, step=step) for step in steps))
+                killed += survive(
+                    strategy, path, columns, async_, (Death(rank=rank, step=step) for step in steps)
+                )
         assert_no_litter(strategy, path, columns)
     assert killed >= least, killed

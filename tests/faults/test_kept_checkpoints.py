@@ -34,7 +34,9 @@ def live(fabric: Fabric, folder: Path, async_: bool, death: Death) -> None:
 
 def check(folder: Path, least: int, ended: bool) -> int:
     """The step that the next job goes on from; what a job left is looked at before and after that has begun."""
-    pattern = re.compile(r"\.?(\d{8}-step-\d+)(?:\.[0-9a-f]{12}\.tmp)?")  # temporaries count, metrics do not
+    pattern = re.compile(
+        r"\.?(\d{8}-step-\d+)(?:\.[0-9a-f]{12}\.tmp)?"
+    )  # temporaries count, metrics do not
     names = {match[1] for name in os.listdir(folder) if (match := pattern.fullmatch(name))}
     assert len(names) <= KEEP + 2, names
     named = [folder / name for name in ("latest", "best") if (folder / name).exists()]
@@ -52,8 +54,12 @@ def check(folder: Path, least: int, ended: bool) -> int:
             f"{p.name}\n" for p in kept
         ]
     left = {name.removesuffix(".json") for name in os.listdir(folder)} - {".lock", "latest", "best"}
-    assert all(re.fullmatch(r"\d{8}-step-\d+", name) and (folder / name).exists() for name in left), left
-    assert all(not path.is_dir() or len(list(path.iterdir())) == 5 for path in folder.iterdir()), "shards and an index"
+    assert all(
+        re.fullmatch(r"\d{8}-step-\d+", name) and (folder / name).exists() for name in left
+    ), left
+    assert all(not path.is_dir() or len(list(path.iterdir())) == 5 for path in folder.iterdir()), (
+        "shards and an index"
+    )
     assert len(left) <= (KEEP + 1 if ended else KEEP + 2)
     return step
 
@@ -85,5 +91,7 @@ def survive(folder: Path, tries: list[int]) -> int:
         pytest.param(range(20, 220), id="all", marks=[pytest.mark.slow, pytest.mark.soak]),
     ],
 )
-def test_a_job_killed_at_any_moment_leaves_a_checkpoint_that_loads(tmp_path: Path, tries: range) -> None:
+def test_a_job_killed_at_any_moment_leaves_a_checkpoint_that_loads(
+    tmp_path: Path, tries: range
+) -> None:
     assert survive(tmp_path, [*tries]) >= len(tries) // 2

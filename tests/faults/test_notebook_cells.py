@@ -33,7 +33,9 @@ def launch(*call):
 class Notebook:
     """A kernel, and what a cell of it has written."""
 
-    def __init__(self, manager: KernelManager, client: BlockingKernelClient, directory: Path) -> None:
+    def __init__(
+        self, manager: KernelManager, client: BlockingKernelClient, directory: Path
+    ) -> None:
         self.manager, self.directory = manager, directory
         self._client = client
         self._request = self.written = ""
@@ -92,7 +94,8 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "killed")) for name in EXPECTED]
+    "fault",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "killed")) for name in EXPECTED],
 )
 def test_a_cell_ends_with_the_error_of_its_rank_and_the_next_one_works(notebook, fault):
     _, words, last = EXPECTED[fault]
@@ -131,10 +134,15 @@ def fails(fabric, where):
         ("fabric", ["in a collective"], "\n  booleans have no mean\n"),
     ],
 )
-def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(notebook, where, lines, end):
+def test_an_error_in_a_rank_shows_the_lines_of_the_cells_and_few_of_ours(
+    notebook, where, lines, end
+):
     assert notebook.run(FAILING)["status"] == "ok"
     shown = "\n".join(notebook.run(f"launch(fails, {where!r})  # here")["traceback"])
-    assert re.findall(r"  Cell In\[\d+\], line \d+, in .+\n    .+  # (.+)\n", shown) == ["here", *lines]
+    assert re.findall(r"  Cell In\[\d+\], line \d+, in .+\n    .+  # (.+)\n", shown) == [
+        "here",
+        *lines,
+    ]
     assert "\nfabric.errors.RankFailedError: rank " in shown
     assert end in shown
     assert f"{os.sep}fabric{os.sep}" not in shown

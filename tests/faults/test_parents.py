@@ -13,7 +13,9 @@ from tests.sampling import sampled
 
 pytestmark = pytest.mark.timeout(90)
 STATES = ("waits", "trains", "waits_in_cpp", "holds_the_lock")
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only its kernel kills a process with its parent")
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="only its kernel kills a process with its parent"
+)
 
 
 @pytest.fixture
@@ -52,7 +54,9 @@ def test_ranks_started_under_nohup_follow_too(temporary, launcher):
 
 
 @pytest.mark.parametrize(("launcher", "state", "name", "target"), SIGNALS)
-def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher, state, name, target):
+def test_a_signal_is_passed_on_with_time_for_finally_blocks(
+    temporary, launcher, state, name, target
+):
     number = signal.Signals[name]
     with Job(temporary, command(launcher, state)) as job:
         ended = job.end(job.signal(number, to_group=target == "group"))
@@ -61,7 +65,10 @@ def test_a_signal_is_passed_on_with_time_for_finally_blocks(temporary, launcher,
     # A KeyboardInterrupt that nobody catches: Python ends itself by the signal, which a shell shows as 128 + n.
     assert ended.code in (128 + number, -number)
     if state == "waits":
-        assert sorted(line for line in ended.output if "finally" in line) == ["finally 0", "finally 1"]
+        assert sorted(line for line in ended.output if "finally" in line) == [
+            "finally 0",
+            "finally 1",
+        ]
 
 
 @LINUX
@@ -101,7 +108,13 @@ def test_should_stop_is_true_everywhere_once_one_rank_has_the_signal(temporary):
 
 @pytest.mark.slow
 def test_a_script_that_asks_should_stop_has_the_time_that_torchrun_gives(temporary, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--log-dir={tmp_path / 'logs'}"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        f"--log-dir={tmp_path / 'logs'}",
+    ]
     with Job(temporary, [sys.executable, *torchrun, str(TRAIN), "run", "saves_and_leaves"]) as job:
         for _ in job.ranks:
             job.line("asked")

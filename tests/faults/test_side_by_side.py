@@ -14,7 +14,9 @@ MANY = Path(__file__).parents[1] / "scripts" / "launchers" / "many.py"
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("jobs", "launches"), [(5, 6), pytest.param(10, 20, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("jobs", "launches"), [(5, 6), pytest.param(10, 20, marks=pytest.mark.soak)]
+)
 def test_launches_beside_each_other_never_meet(tmp_path, jobs, launches):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     processes = [

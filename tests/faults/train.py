@@ -138,7 +138,13 @@ ON_ONE: tuple[Callable[[Fabric], None], ...] = (
     killed, segfaults, out_of_memory, raises_stubborn, raises_long,
 )  # fmt: skip
 # What all ranks do until a signal comes.
-ON_ALL: tuple[Callable[[Fabric], None], ...] = (waits, trains, waits_in_cpp, holds_the_lock, saves_and_leaves)
+ON_ALL: tuple[Callable[[Fabric], None], ...] = (
+    waits,
+    trains,
+    waits_in_cpp,
+    holds_the_lock,
+    saves_and_leaves,
+)
 
 
 def job(fabric: Fabric, fault: str) -> None:

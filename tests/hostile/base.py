@@ -77,7 +77,9 @@ def same(fabric: Fabric, tensor: torch.Tensor) -> None:
     assert all(torch.equal(row, rows[0]) for row in rows), "the ranks differ"
 
 
-def on_rank(fabric: Fabric, function: Callable[[Fabric, int], object], folder: str, ends: str) -> None:
+def on_rank(
+    fabric: Fabric, function: Callable[[Fabric, int], object], folder: str, ends: str
+) -> None:
     """Run a case on this rank, and note how it ended."""
     os.chdir(folder)
     kind, text = "right", ""
@@ -102,7 +104,9 @@ def judge(name: str) -> tuple[list[str], list[str]]:
     case, wrong, hung = CASES[name], list[str](), list[str]()
     options = {key: value() if callable(value) else value for key, value in case.options.items()}
     with ExitStack() as stack:
-        folder, ends, temporary = (stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3))
+        folder, ends, temporary = (
+            stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(3)
+        )
         before = {process.pid for process in psutil.Process().children(recursive=True)}
         tempfile.tempdir, kept = temporary, tempfile.tempdir
         try:
@@ -115,7 +119,11 @@ def judge(name: str) -> tuple[list[str], list[str]]:
         found = [path.read_text() for path in sorted(Path(ends).iterdir())]
         refused = any(text.startswith("refused") for text in found)
         # A rank that has lost one that was refused is no cause, as a launcher sees it.
-        wrong += [text for text in found if text.startswith("raw") and not (refused and " by peer" in text)]
+        wrong += [
+            text
+            for text in found
+            if text.startswith("raw") and not (refused and " by peer" in text)
+        ]
         if not refused and (case.refused or len(found) < case.ranks):
             wrong += ["no rank has refused it", *hung]
         wrong += [f"left behind: {path}" for path in _left(Path(folder), Path(temporary))]
@@ -124,7 +132,11 @@ def judge(name: str) -> tuple[list[str], list[str]]:
 
 
 def _left(folder: Path, temporary: Path) -> list[Path]:
-    odd = [path for path in folder.rglob("*") if path.name.endswith((".tmp", ":")) or ".tmp-" in path.name]
+    odd = [
+        path
+        for path in folder.rglob("*")
+        if path.name.endswith((".tmp", ":")) or ".tmp-" in path.name
+    ]
     return odd + list(temporary.iterdir())
 
 
@@ -154,7 +166,9 @@ def main(words: list[str]) -> int:
         start = time.monotonic()
         wrong, ends = judge(name)
         failed += bool(wrong)
-        print(f"{'WRONG' if wrong else 'fine '} {name} ({time.monotonic() - start:.1f} s)", flush=True)
+        print(
+            f"{'WRONG' if wrong else 'fine '} {name} ({time.monotonic() - start:.1f} s)", flush=True
+        )
         for text in wrong or ends:
             print("      ", text.replace("\n", "\n        "), flush=True)
     return failed

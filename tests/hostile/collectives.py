@@ -98,7 +98,9 @@ def a_set_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @case(refused=True)
 def nested_on_one_rank(fabric: Fabric, rank: int) -> None:
-    fabric.all_reduce(torch.nested.nested_tensor([ONES(2), ONES(3)], layout=torch.jagged) if rank else ONES(5))
+    fabric.all_reduce(
+        torch.nested.nested_tensor([ONES(2), ONES(3)], layout=torch.jagged) if rank else ONES(5)
+    )
 
 
 @case(refused=True)
@@ -182,7 +184,9 @@ def not_a_number_on_one_rank(fabric: Fabric, rank: int) -> None:
         for op in ("max", "min", "sum", "mean", "product"):
             for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
                 for length in (1, 3, 40_000):
-                    found = fabric.all_reduce(torch.full((length,), value[rank], dtype=dtype), reduce_op=op)
+                    found = fabric.all_reduce(
+                        torch.full((length,), value[rank], dtype=dtype), reduce_op=op
+                    )
                     assert found.isnan().all(), (op, value, dtype, length, found[:3])
     assert str(fabric.all_reduce(float("nan") if rank else 1.0, reduce_op="max")) == "nan"
 
@@ -284,7 +288,14 @@ def a_tensor_without_values(fabric: Fabric, rank: int) -> None:
 @case()
 def odd_strides(fabric: Fabric, rank: int) -> None:
     base = torch.arange(24.0).view(2, 3, 4)
-    views = [base[:, ::2], base.transpose(0, 2), base[0, 0].expand(5, 4), base.flip(0), base.mT, base[..., :0]]
+    views = [
+        base[:, ::2],
+        base.transpose(0, 2),
+        base[0, 0].expand(5, 4),
+        base.flip(0),
+        base.mT,
+        base[..., :0],
+    ]
     for view in views:
         assert torch.equal(fabric.all_reduce(view, reduce_op="sum"), view * 2)
         assert torch.equal(fabric.all_gather(view)[1], view)
@@ -310,11 +321,15 @@ def messages_of_two_threads(fabric: Fabric, rank: int) -> None:
 
     def call(number: int) -> None:
         try:
-            results.append((number, fabric.all_reduce({f"{number}": float(number)}, reduce_op="sum")))
+            results.append(
+                (number, fabric.all_reduce({f"{number}": float(number)}, reduce_op="sum"))
+            )
         except FabricError as error:
             results.append(error)
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in ([0, 1] if rank else [1, 0])]
+    threads = [
+        threading.Thread(target=call, args=(number,)) for number in ([0, 1] if rank else [1, 0])
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -85,7 +85,13 @@ def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
             self.linear = nn.Linear(4, 1)
 
         def forward(self, x: torch.Tensor) -> Any:
-            return {"loss": self.linear(x).mean(), "n": 3, "none": None, "text": "a", "pair": (x, [x])}
+            return {
+                "loss": self.linear(x).mean(),
+                "n": 3,
+                "none": None,
+                "text": "a",
+                "pair": (x, [x]),
+            }
 
     model = fabric.setup(Odd())
     found = model(torch.ones(2, 4))
@@ -97,7 +103,9 @@ def a_model_with_other_outputs(fabric: Fabric, rank: int) -> None:
 def warnings_are_errors(fabric: Fabric, rank: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model, optimizer = fabric.setup(module := net(), torch.optim.SGD(module.parameters(), lr=0.1))
+        model, optimizer = fabric.setup(
+            module := net(), torch.optim.SGD(module.parameters(), lr=0.1)
+        )
         fabric.backward(model(torch.ones(2, 4)).sum())
         optimizer.step()
         fabric.save("x", {"model": model, "optimizer": optimizer})

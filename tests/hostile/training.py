@@ -112,7 +112,9 @@ def a_model_without_values(fabric: Fabric, rank: int) -> None:
 @case()
 def a_loader_that_is_not_set_up(fabric: Fabric, rank: int) -> None:
     _, model, optimizer = trained(fabric)
-    loader = DataLoader(torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), batch_size=4)
+    loader = DataLoader(
+        torch.randn(16, 4, generator=torch.Generator().manual_seed(0)), batch_size=4
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -147,7 +149,9 @@ def a_parameter_without_a_dimension(fabric: Fabric, rank: int) -> None:
 
     plain, module = Scaled(), Scaled()
     own, model = torch.optim.AdamW(plain.parameters(), 0.1), module
-    model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), 0.1, foreach=True))
+    model, optimizer = fabric.setup(
+        module, torch.optim.AdamW(module.parameters(), 0.1, foreach=True)
+    )
     for _ in range(3):
         plain(torch.cat([batch(0), batch(1)])).square().mean().backward()
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -158,7 +162,9 @@ def a_parameter_without_a_dimension(fabric: Fabric, rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(getattr(model.scale, "full_tensor", lambda: model.scale)(), plain.scale)
+    torch.testing.assert_close(
+        getattr(model.scale, "full_tensor", lambda: model.scale)(), plain.scale
+    )
 
 
 @case(strategy="fsdp", refused=True)
@@ -216,7 +222,9 @@ def frozen_on_one_rank(fabric: Fabric, rank: int) -> None:
 
 @both(refused=True)
 def other_dtypes(fabric: Fabric, rank: int) -> None:
-    model, optimizer = fabric.setup(module := nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), sgd(module))
+    model, optimizer = fabric.setup(
+        module := nn.Linear(4, 4).to(torch.float64 if rank else torch.float32), sgd(module)
+    )
     step(fabric, model, optimizer, batch().to(module.weight.dtype))
 
 
@@ -335,7 +343,9 @@ def an_optimizer_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     before = module[0].weight.detach().clone()
     step(fabric, model, optimizer, batch(rank))
     same(fabric, module[0].weight)
-    assert not torch.equal(getattr(module[0].weight, "full_tensor", lambda: module[0].weight)(), before)
+    assert not torch.equal(
+        getattr(module[0].weight, "full_tensor", lambda: module[0].weight)(), before
+    )
 
 
 # -- data -------------------------------------------------------------------------------------------------------------
@@ -400,7 +410,9 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
     module = nn.Linear(4, 2)
     model, optimizer = fabric.setup(module, sgd(module))
     loader = fabric.setup_dataloaders(DataLoader(range(16), batch_size=2, shuffle=True))
-    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(range(16))
+    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(
+        range(16)
+    )
     step(fabric, model, optimizer, batch(rank))
     same(fabric, module.weight)
 
@@ -408,7 +420,9 @@ def seeds_of_their_own(fabric: Fabric, rank: int) -> None:
 @case()
 def a_loader_that_is_set_up_twice(fabric: Fabric, rank: int) -> None:
     loader = fabric.setup_dataloaders(fabric.setup_dataloaders(DataLoader(range(16), batch_size=2)))
-    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(range(16))
+    assert sorted(fabric.all_gather(torch.tensor(numbers(loader))).flatten().tolist()) == list(
+        range(16)
+    )
 
 
 @case(refused=True)

@@ -155,7 +155,9 @@ def in_one_process(counts: Counts, optimizer_name: str, clips: bool) -> Tensor:
     return whole(model)
 
 
-def on_ranks(fabric: Any, counts: Counts, variant: tuple[str, bool], weight: str, copies: int = 1) -> Outcome:
+def on_ranks(
+    fabric: Any, counts: Counts, variant: tuple[str, bool], weight: str, copies: int = 1
+) -> Outcome:
     """The same windows, micro-batch by micro-batch on this rank's samples.
 
     Every token counts ``copies`` times, which makes sums large and changes no update. ``weight`` is their kind, or
@@ -181,12 +183,16 @@ def on_ranks(fabric: Any, counts: Counts, variant: tuple[str, bool], weight: str
     return whole(model), skipped
 
 
-def by_recipe(fabric: Any, counts: Counts, variant: tuple[str, bool], weight: str, lengths: list[int]) -> Tensor:
+def by_recipe(
+    fabric: Any, counts: Counts, variant: tuple[str, bool], weight: str, lengths: list[int]
+) -> Tensor:
     """The same by ``accumulate`` over loaders of these lengths, by rank; the parameters."""
     model, optimizer = fabric.setup(*make(variant[0], torch.float64))
     rounds = [ranks for window in batches(counts, torch.float64) for ranks in window]
     own = [ranks[fabric.global_rank] for ranks in rounds][: lengths[fabric.global_rank]]
-    loader = fabric.setup_dataloaders(DataLoader(own, None), use_distributed_sampler=False, uneven="longest")
+    loader = fabric.setup_dataloaders(
+        DataLoader(own, None), use_distributed_sampler=False, uneven="longest"
+    )
     for batch, last in fabric.accumulate(loader, steps=len(counts[0])):
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(sum_of_losses(model, batch), weight=WEIGHTS[weight](batch[1].sum()))
@@ -227,7 +233,10 @@ def uneven_counts(draw: Draw, size: int) -> tuple[Counts, list[int]]:
     counts = draw(token_counts(size))
     rounds = [ranks for window in counts for ranks in window]
     longest = draw(st.integers(0, size - 1))
-    lengths = [len(rounds) if rank == longest else draw(st.integers(0, len(rounds))) for rank in range(size)]
+    lengths = [
+        len(rounds) if rank == longest else draw(st.integers(0, len(rounds)))
+        for rank in range(size)
+    ]
     for rank, length in enumerate(lengths):
         for ranks in rounds[length:]:
             ranks[rank] = []
@@ -241,8 +250,14 @@ def exactly(sizes: tuple[int, ...]) -> Law:
     """In float64 the parameters after three steps are those of one process to 1e-10."""
 
     def updates_are_those_of_one_process(subject: Subject, draw: Draw) -> None:
-        size, variant = draw(st.sampled_from(sizes), "size"), draw(st.sampled_from(VARIANTS), "variant")
-        counts, weight = draw(token_counts(size), "counts"), draw(st.sampled_from(list(WEIGHTS)), "weight")
+        size, variant = (
+            draw(st.sampled_from(sizes), "size"),
+            draw(st.sampled_from(VARIANTS), "variant"),
+        )
+        counts, weight = (
+            draw(token_counts(size), "counts"),
+            draw(st.sampled_from(list(WEIGHTS)), "weight"),
+        )
         expected = in_one_process(counts, *variant)
         for parameters, _ in subject.run(size, on_ranks, counts, variant, weight):
             torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
@@ -254,8 +269,14 @@ def exactly_where_ranks_run_out(sizes: tuple[int, ...]) -> Law:
     """Likewise where ranks have different numbers of batches, by the recipe of docs/exactness.md."""
 
     def updates_are_those_of_one_process(subject: Subject, draw: Draw) -> None:
-        size, variant = draw(st.sampled_from(sizes), "size"), draw(st.sampled_from(VARIANTS), "variant")
-        (counts, lengths), weight = draw(uneven_counts(size), "counts"), draw(st.sampled_from(list(WEIGHTS)), "weight")
+        size, variant = (
+            draw(st.sampled_from(sizes), "size"),
+            draw(st.sampled_from(VARIANTS), "variant"),
+        )
+        (counts, lengths), weight = (
+            draw(uneven_counts(size), "counts"),
+            draw(st.sampled_from(list(WEIGHTS)), "weight"),
+        )
         expected = in_one_process(counts, *variant)
         for parameters in subject.run(size, by_recipe, counts, variant, weight, lengths):
             torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
@@ -270,7 +291,10 @@ def to_rounding(sizes: tuple[int, ...]) -> Law:
         size = draw(st.sampled_from(sizes), "size")
         counts = draw(token_counts(size), "counts")
         variant = "SGD", draw(st.booleans(), "clips")
-        weight, copies = draw(st.sampled_from(list(WEIGHTS)), "weight"), draw(st.sampled_from([1, 64, 4096]), "copies")
+        weight, copies = (
+            draw(st.sampled_from(list(WEIGHTS)), "weight"),
+            draw(st.sampled_from([1, 64, 4096]), "copies"),
+        )
         counts[0][0][0].append(LENGTH)  # the first micro-batch says how large the weights are
         by_means = subject.run(size, on_ranks, counts, variant, "known")
         expected = in_one_process(counts, *variant)

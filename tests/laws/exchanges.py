@@ -31,7 +31,10 @@ def ragged_gathers_agree_with_their_oracle(subject: Subject, draw: Draw) -> None
 
 def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
-    src, values = draw(st.integers(0, size - 1), "src"), draw(gen.per_rank(objects(), size), "values")
+    src, values = (
+        draw(st.integers(0, size - 1), "src"),
+        draw(gen.per_rank(objects(), size), "values"),
+    )
 
     def twice(fabric: Any, x: Any) -> tuple[Any, Any]:
         once = fabric.broadcast(x, src)
@@ -73,7 +76,10 @@ def all_to_all_takes_rows_as_they_lie(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     shape = (size, *draw(gen.shapes(max_dims=2)))
     values = draw(gen.per_rank_tensors(size, gen.dtypes(), shape), "values")
-    assert_same(subject.run(size, lambda fabric, x: fabric.all_to_all(x), values), oracles.all_to_all(values.values))
+    assert_same(
+        subject.run(size, lambda fabric, x: fabric.all_to_all(x), values),
+        oracles.all_to_all(values.values),
+    )
 
 
 def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
@@ -88,7 +94,9 @@ def messages_arrive_in_their_order(subject: Subject, draw: Draw) -> None:
                 fabric.send(message, dst)
         return [fabric.recv(src) for _ in messages] if fabric.global_rank == dst else None
 
-    assert_same(subject.run(size, talk), [messages if rank == dst else None for rank in range(size)])
+    assert_same(
+        subject.run(size, talk), [messages if rank == dst else None for rank in range(size)]
+    )
 
 
 def a_message_that_goes_all_around_comes_home(subject: Subject, draw: Draw) -> None:

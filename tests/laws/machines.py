@@ -24,16 +24,22 @@ CHAINED = {
         lambda values: oracles.broadcast(values, len(values) - 1),
     ),
     "gather and broadcast": Operation(
-        lambda fabric, value, group, size: fabric.broadcast((fabric.gather(value, 0, group) or [None])[-1], 0, group),
+        lambda fabric, value, group, size: fabric.broadcast(
+            (fabric.gather(value, 0, group) or [None])[-1], 0, group
+        ),
         lambda values: oracles.broadcast(values, len(values) - 1),
     ),
-    "barrier": Operation(lambda fabric, value, group, size: (fabric.barrier(group=group), value)[1], list),
+    "barrier": Operation(
+        lambda fabric, value, group, size: (fabric.barrier(group=group), value)[1], list
+    ),
 }
 # These need a row for each rank, and so all ranks.
 CHAINED_IN_THE_WORLD = {
     "all_to_all": EVERY["all_to_all"],
     "reduce_scatter and all_gather": Operation(
-        lambda fabric, value, group, size: fabric.all_gather(fabric.reduce_scatter(value, group, "sum"), group),
+        lambda fabric, value, group, size: fabric.all_gather(
+            fabric.reduce_scatter(value, group, "sum"), group
+        ),
         lambda values: oracles.all_reduce(values, "sum"),
     ),
 }
@@ -79,12 +85,16 @@ def interleaved(subject: Subject) -> type[RuleBasedStateMachine]:
 
         @rule(target=results, data=st.data())
         def values(self, data: st.DataObject) -> int:
-            values = data.draw(gen.per_rank_tensors(self.size, torch.int64, (self.size, 2)), "values")
+            values = data.draw(
+                gen.per_rank_tensors(self.size, torch.int64, (self.size, 2)), "values"
+            )
             return self._add(Step(values), list(values.values))
 
         @rule(target=results, name=st.sampled_from(list(CHAINED)), source=results)
         def in_world(self, name: str, source: int) -> int:
-            return self._add(Step(None, CHAINED[name], source), CHAINED[name].oracle(self.expected[source]))
+            return self._add(
+                Step(None, CHAINED[name], source), CHAINED[name].oracle(self.expected[source])
+            )
 
         @rule(target=results, name=st.sampled_from(list(CHAINED_IN_THE_WORLD)), source=results)
         def by_rows(self, name: str, source: int) -> int:
@@ -158,7 +168,9 @@ def made(fabric: Fabric, call: Call, group: Any) -> None:
     actions[call.operation]()
 
 
-def outcome(fabric: Fabric, calls: list[Call], groups: list[list[int]], rank: int, at: int, how: str) -> str:
+def outcome(
+    fabric: Fabric, calls: list[Call], groups: list[list[int]], rank: int, at: int, how: str
+) -> str:
     """What this rank sees of calls of which ``rank`` makes the one at ``at`` in another way, or leaves it out."""
     own = own_group(fabric, groups)
     try:
@@ -200,14 +212,18 @@ def disagreeing(checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine
         def disagree(self, operation: str, data: st.DataObject) -> None:
             accompanied = [rank for group in self.groups if len(group) > 1 for rank in group]
             self.rank = data.draw(st.sampled_from(accompanied), "rank")
-            self.how = data.draw(st.sampled_from(["operation", "missing", *AGREED[operation]]), "how")
+            self.how = data.draw(
+                st.sampled_from(["operation", "missing", *AGREED[operation]]), "how"
+            )
             self.at = len(self.calls)
             self.calls.append(Call(operation))
 
         def teardown(self) -> None:
             if not self.calls:
                 return
-            found = checked(self.size, outcome, self.calls, self.groups, self.rank, self.at, self.how)
+            found = checked(
+                self.size, outcome, self.calls, self.groups, self.rank, self.at, self.how
+            )
             [group] = [group for group in self.groups if self.rank in group] or [[]]
             assert found == ["told" if rank in group else "fine" for rank in range(self.size)]
 

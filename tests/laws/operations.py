@@ -51,10 +51,13 @@ WHOLE = {
     "all_reduce sum": reduction("sum"),
     "all_reduce mean": reduction("mean"),
     "all_gather": Operation(
-        lambda fabric, value, group, size: fabric.all_gather(value, group, sync_grads=True), oracles.all_gather
+        lambda fabric, value, group, size: fabric.all_gather(value, group, sync_grads=True),
+        oracles.all_gather,
     ),
     "all_gather concat": Operation(
-        lambda fabric, value, group, size: fabric.all_gather(value, group, sync_grads=True, concat=True),
+        lambda fabric, value, group, size: fabric.all_gather(
+            value, group, sync_grads=True, concat=True
+        ),
         lambda values: oracles.all_gather(values, concat=True),
     ),
     "broadcast": Operation(
@@ -66,7 +69,9 @@ WHOLE = {
 ROWS = {
     "reduce_scatter sum": _row_of_reduction("sum"),
     "reduce_scatter mean": _row_of_reduction("mean"),
-    "all_to_all": Operation(lambda fabric, value, group, size: fabric.all_to_all(value, group), oracles.all_to_all),
+    "all_to_all": Operation(
+        lambda fabric, value, group, size: fabric.all_to_all(value, group), oracles.all_to_all
+    ),
 }
 # Of any object, which arrives detached.
 MESSAGES = {
@@ -78,6 +83,8 @@ MESSAGES = {
         lambda fabric, value, group, size: fabric.gather(value, size - 1, group),
         lambda values: oracles.gather(values, len(values) - 1),
     ),
-    "send and recv": Operation(around, lambda values: [values[rank - 1] for rank in range(len(values))]),
+    "send and recv": Operation(
+        around, lambda values: [values[rank - 1] for rank in range(len(values))]
+    ),
 }
 EVERY = {**WHOLE, **ROWS, **MESSAGES}

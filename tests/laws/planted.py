@@ -38,7 +38,9 @@ class IgnoresStrides(Broken):
 class TakesARowOfPadding(Broken):
     """Pads to the longest, and cuts one row too late."""
 
-    def all_gather(self, data: Any, group: Any = None, *, ragged: bool = False, concat: bool = False) -> Any:
+    def all_gather(
+        self, data: Any, group: Any = None, *, ragged: bool = False, concat: bool = False
+    ) -> Any:
         lengths = self._fabric.all_gather(len(data), group)
         missing = data.new_zeros(max(lengths) - len(data), *data.shape[1:])
         rows = self._fabric.all_gather(torch.cat([data, missing]), group)
@@ -51,7 +53,9 @@ class WorksInPlace(Broken):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         reduced = self._fabric.all_reduce(data, group, reduce_op)
-        return reduced if not isinstance(data, Tensor) or data.requires_grad else data.copy_(reduced)
+        return (
+            reduced if not isinstance(data, Tensor) or data.requires_grad else data.copy_(reduced)
+        )
 
 
 class KeepsGradientsAtHome(Broken):

@@ -35,7 +35,9 @@ def reduce_scatter_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
     assert_same(found, oracles.reduce_scatter(values.values, op))
 
 
-def products_are_exact_for_integers_and_rounded_once_a_rank_for_floats(subject: Subject, draw: Draw) -> None:
+def products_are_exact_for_integers_and_rounded_once_a_rank_for_floats(
+    subject: Subject, draw: Draw
+) -> None:
     size, dtype = draw(gen.world_sizes(), "size"), draw(gen.dtypes("product"), "dtype")
     values = draw(gen.per_rank_tensors(size, dtype), "values")
     found = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op="product"), values)
@@ -55,16 +57,28 @@ def sums_of_arbitrary_floats_are_within_the_bound(subject: Subject, draw: Draw) 
             assert_is_near_sum(actual, column, dtype, parts=size if op == "mean" else 1)
 
 
-def assert_is_near_sum(actual: float, column: tuple[float, ...], dtype: torch.dtype, parts: int) -> None:
+def assert_is_near_sum(
+    actual: float, column: tuple[float, ...], dtype: torch.dtype, parts: int
+) -> None:
     limits = torch.finfo(dtype)
     # Behind the point where numbers lose bits an error is no longer relative.
-    bound = len(column) * limits.eps * fsum(map(abs, column)) / parts + limits.smallest_normal * limits.eps
-    assert abs(actual - fsum(column) / parts) <= bound, f"{actual} of {column}, off by more than {bound}"
+    bound = (
+        len(column) * limits.eps * fsum(map(abs, column)) / parts
+        + limits.smallest_normal * limits.eps
+    )
+    assert abs(actual - fsum(column) / parts) <= bound, (
+        f"{actual} of {column}, off by more than {bound}"
+    )
 
 
 def every_rank_has_the_same_bits(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(["sum", "mean", "product"]), "reduce_op")
-    values = draw(gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values")
+    size, op = (
+        draw(gen.world_sizes(), "size"),
+        draw(st.sampled_from(["sum", "mean", "product"]), "reduce_op"),
+    )
+    values = draw(
+        gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values"
+    )
     first, *others = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
     for other in others:
         assert_same(other, first)
@@ -72,14 +86,19 @@ def every_rank_has_the_same_bits(subject: Subject, draw: Draw) -> None:
 
 def the_extremes_of_arbitrary_floats_are_exact(subject: Subject, draw: Draw) -> None:
     size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(["min", "max"]), "reduce_op")
-    values = draw(gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values")
+    values = draw(
+        gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values"
+    )
     found = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
     assert_same(found, oracles.all_reduce(values.values, op))
 
 
 def ranks_can_be_permuted(subject: Subject, draw: Draw) -> None:
     """Who holds which value changes no reduction, and the order of what is gathered accordingly."""
-    size, op = draw(gen.world_sizes(min_size=2), "size"), draw(st.sampled_from(EXACT_OPS), "reduce_op")
+    size, op = (
+        draw(gen.world_sizes(min_size=2), "size"),
+        draw(st.sampled_from(EXACT_OPS), "reduce_op"),
+    )
     values = draw(gen.per_rank_tensors(size, draw(gen.dtypes(op), "dtype")), "values")
     order = draw(st.permutations(range(size)), "order")
 
@@ -95,10 +114,16 @@ def all_gather_then_sum_is_all_reduce(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     values = draw(gen.per_rank_trees(size, "sum", with_numbers=False), "values")
     gathered, reduced = zip(
-        *subject.run(size, lambda fabric, x: (fabric.all_gather(x), fabric.all_reduce(x, reduce_op="sum")), values),
+        *subject.run(
+            size,
+            lambda fabric, x: (fabric.all_gather(x), fabric.all_reduce(x, reduce_op="sum")),
+            values,
+        ),
         strict=True,
     )
-    assert_same(list(reduced), [map_tensors(lambda x: x.sum(0, dtype=x.dtype), tree) for tree in gathered])
+    assert_same(
+        list(reduced), [map_tensors(lambda x: x.sum(0, dtype=x.dtype), tree) for tree in gathered]
+    )
 
 
 def reduce_scatter_then_all_gather_is_all_reduce(subject: Subject, draw: Draw) -> None:
@@ -106,7 +131,9 @@ def reduce_scatter_then_all_gather_is_all_reduce(subject: Subject, draw: Draw) -
     values = draw(rows(size, op), "values")
 
     def both(fabric: Any, x: Any) -> tuple[Any, Any]:
-        return fabric.all_gather(fabric.reduce_scatter(x, reduce_op=op)), fabric.all_reduce(x, reduce_op=op)
+        return fabric.all_gather(fabric.reduce_scatter(x, reduce_op=op)), fabric.all_reduce(
+            x, reduce_op=op
+        )
 
     for in_parts, whole in subject.run(size, both, values):
         assert_same(in_parts, whole)
@@ -114,7 +141,10 @@ def reduce_scatter_then_all_gather_is_all_reduce(subject: Subject, draw: Draw) -
 
 def a_collection_travels_as_its_leaves_would(subject: Subject, draw: Draw) -> None:
     """Coalesced is one by one."""
-    size, name = draw(gen.world_sizes(), "size"), draw(st.sampled_from([*WHOLE, *ROWS]), "operation")
+    size, name = (
+        draw(gen.world_sizes(), "size"),
+        draw(st.sampled_from([*WHOLE, *ROWS]), "operation"),
+    )
     values = draw(values_for(name, size), "values")
     call = {**WHOLE, **ROWS}[name].call
 

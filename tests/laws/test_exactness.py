@@ -6,10 +6,19 @@ import pytest
 
 from tests.laws import planted
 from tests.laws.base import Subject, check
-from tests.laws.exactness import MIXED, STRATEGIES, exactly, exactly_where_ranks_run_out, to_rounding
+from tests.laws.exactness import (
+    MIXED,
+    STRATEGIES,
+    exactly,
+    exactly_where_ranks_run_out,
+    to_rounding,
+)
 
 SHORT, LONG, SOAK = 4, 50, 400
-MANY = [pytest.param(LONG, marks=pytest.mark.slow), pytest.param(SOAK, marks=[pytest.mark.slow, pytest.mark.soak])]
+MANY = [
+    pytest.param(LONG, marks=pytest.mark.slow),
+    pytest.param(SOAK, marks=[pytest.mark.slow, pytest.mark.soak]),
+]
 
 
 @pytest.mark.parametrize("examples", [SHORT, *MANY])
@@ -23,12 +32,18 @@ def test_an_update_is_that_of_one_process_with_all_samples(name: str, examples: 
 @pytest.mark.parametrize("name", ["ddp", "FULL_SHARD"])
 def test_it_is_so_where_ranks_run_out_of_batches(name: str, examples: int) -> None:
     strategy = STRATEGIES[name]
-    check(exactly_where_ranks_run_out(strategy.sizes), Subject(partial(strategy.world, "64-true")), examples)
+    check(
+        exactly_where_ranks_run_out(strategy.sizes),
+        Subject(partial(strategy.world, "64-true")),
+        examples,
+    )
 
 
 @pytest.mark.parametrize("examples", MANY)
 @pytest.mark.parametrize("name", ["single", "ddp", "FULL_SHARD"])
-def test_in_float16_it_is_so_to_rounding_and_without_more_overflows(name: str, examples: int) -> None:
+def test_in_float16_it_is_so_to_rounding_and_without_more_overflows(
+    name: str, examples: int
+) -> None:
     strategy = STRATEGIES[name]
     check(to_rounding(strategy.sizes), Subject(partial(strategy.world, MIXED)), examples)
 

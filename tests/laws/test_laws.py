@@ -20,6 +20,8 @@ def test_law(rank_pool: Callable[[int], RankPool], law: Law) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("examples", [LONG, pytest.param(SOAK, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-def test_law_in_many_examples(rank_pool: Callable[[int], RankPool], law: Law, examples: int) -> None:
+def test_law_in_many_examples(
+    rank_pool: Callable[[int], RankPool], law: Law, examples: int
+) -> None:
     assert len(LAWS) * SOAK >= 2000
     check(law, Subject(rank_pool), examples)

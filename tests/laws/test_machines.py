@@ -19,10 +19,14 @@ def checked(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def check(machine: type[RuleBasedStateMachine], examples: int, steps: int) -> None:
-    run_state_machine_as_test(machine, settings=settings(profile(examples), stateful_step_count=steps))
+    run_state_machine_as_test(
+        machine, settings=settings(profile(examples), stateful_step_count=steps)
+    )
 
 
-def test_interleaved_collectives_agree_with_their_oracles(rank_pool: Callable[[int], RankPool]) -> None:
+def test_interleaved_collectives_agree_with_their_oracles(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     check(interleaved(Subject(rank_pool)), 15, steps=12)
 
 
@@ -38,7 +42,10 @@ def test_every_rank_that_arrives_is_told_of_a_call_that_differs() -> None:
     check(disagreeing(checked), 8, steps=4)
 
 
-MANY = [pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=[pytest.mark.slow, pytest.mark.soak])]
+MANY = [
+    pytest.param(1, marks=pytest.mark.slow),
+    pytest.param(4, marks=[pytest.mark.slow, pytest.mark.soak]),
+]
 
 
 @pytest.mark.parametrize("factor", MANY)

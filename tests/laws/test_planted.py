@@ -19,7 +19,9 @@ from tests.laws.universal import (
 ENOUGH = 300
 
 
-def falsified(law: Law, pool: Callable[[int], RankPool], broken: type[planted.Broken]) -> dict[str, str]:
+def falsified(
+    law: Law, pool: Callable[[int], RankPool], broken: type[planted.Broken]
+) -> dict[str, str]:
     """What hypothesis prints of its counterexample: each value by its label."""
     with pytest.raises(AssertionError) as caught:
         check(law, Subject(pool, broken), ENOUGH)
@@ -27,7 +29,9 @@ def falsified(law: Law, pool: Callable[[int], RankPool], broken: type[planted.Br
     return dict(re.findall(r"^Draw \d+ \((\w+)\): (.*)$", printed, flags=re.MULTILINE))
 
 
-def test_an_ignored_reduction_shrinks_to_one_number_that_differs(rank_pool: Callable[[int], RankPool]) -> None:
+def test_an_ignored_reduction_shrinks_to_one_number_that_differs(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     assert falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresTheReduction) == {
         "size": "2",
         "reduce_op": "'mean'",
@@ -35,15 +39,21 @@ def test_an_ignored_reduction_shrinks_to_one_number_that_differs(rank_pool: Call
     }
 
 
-def test_ignored_strides_shrink_to_two_elements_that_are_apart(rank_pool: Callable[[int], RankPool]) -> None:
+def test_ignored_strides_shrink_to_two_elements_that_are_apart(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
     found = falsified(all_reduce_agrees_with_its_oracle, rank_pool, planted.IgnoresStrides)
     assert (found["size"], found["reduce_op"]) == ("1", "'sum'")
     # hypothesis starts from constants of the modules that are loaded, and may keep a neighbour in a collection.
     assert "tensor([0., 0.]) of strides (2,)" in found["values"]
 
 
-def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(rank_pool: Callable[[int], RankPool]) -> None:
-    assert falsified(ragged_gathers_agree_with_their_oracle, rank_pool, planted.TakesARowOfPadding) == {
+def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(
+    rank_pool: Callable[[int], RankPool],
+) -> None:
+    assert falsified(
+        ragged_gathers_agree_with_their_oracle, rank_pool, planted.TakesARowOfPadding
+    ) == {
         "size": "2",
         "values": "PerRank([tensor([]), tensor([0.])])",
         "how": "'ragged'",
@@ -59,5 +69,7 @@ def test_a_ragged_gather_that_is_off_by_one_shrinks_to_one_row(rank_pool: Callab
     ],
     ids=lambda value: value.__name__,
 )
-def test_other_bugs_are_found_too(rank_pool: Callable[[int], RankPool], broken: type[planted.Broken], law: Law) -> None:
+def test_other_bugs_are_found_too(
+    rank_pool: Callable[[int], RankPool], broken: type[planted.Broken], law: Law
+) -> None:
     falsified(law, rank_pool, broken)

@@ -88,13 +88,19 @@ KINDS: dict[str, Callable[[Any, int], DataLoader[Any]]] = {
     "weighted": lambda data, size: DataLoader(
         data, size, sampler=WeightedRandomSampler((data + 1.0).tolist(), 2 * len(data))
     ),
-    "subset": lambda data, size: DataLoader(data, size, sampler=SubsetRandomSampler(range(0, len(data), 2))),
+    "subset": lambda data, size: DataLoader(
+        data, size, sampler=SubsetRandomSampler(range(0, len(data), 2))
+    ),
     "eager": lambda data, size: DataLoader(data, size, sampler=Eager(len(data))),
     "lazy": lambda data, size: DataLoader(data, size, sampler=Lazy(len(data))),
     "without a length": lambda data, size: DataLoader(data, size, sampler=Unsized(len(data))),
     "single samples": lambda data, _: DataLoader(data, None, shuffle=True),
-    "batches": lambda data, _: DataLoader(data, batch_sampler=BatchSampler(shuffled(data), 3, drop_last=False)),
-    "whole batches": lambda data, _: DataLoader(data, None, sampler=BatchSampler(Lazy(len(data)), 2, drop_last=True)),
+    "batches": lambda data, _: DataLoader(
+        data, batch_sampler=BatchSampler(shuffled(data), 3, drop_last=False)
+    ),
+    "whole batches": lambda data, _: DataLoader(
+        data, None, sampler=BatchSampler(Lazy(len(data)), 2, drop_last=True)
+    ),
     "a loader with a state": lambda data, size: Stateful(data, size, shuffle=True),
     "drop last": lambda data, size: DataLoader(data, size, shuffle=True, drop_last=True),
 }
@@ -109,14 +115,18 @@ def samples(batch: Any) -> list[int]:
     return torch.as_tensor(batch).flatten().tolist()
 
 
-def run(make: Callable[[], DataLoader[Any]], ranks: int, steps: int, saved: Any) -> tuple[list[list[int]], Any]:
+def run(
+    make: Callable[[], DataLoader[Any]], ranks: int, steps: int, saved: Any
+) -> tuple[list[list[int]], Any]:
     """The samples of each epoch in the order over all ranks, for at most so many steps, and the position after them."""
     published: dict[str, bytes] = {}
     received: list[list[tuple[int, Any]]] = [[] for _ in range(ranks)]
     states = []
     for rank, own in enumerate(received):
         seed(0 if rank == 0 else 100 + rank)  # rank 0's are agreed on
-        loader = FabricDataLoader(make(), rank=rank, num_replicas=ranks, device=None, from_rank0=published.setdefault)
+        loader = FabricDataLoader(
+            make(), rank=rank, num_replicas=ranks, device=None, from_rank0=published.setdefault
+        )
         if saved is not None:
             set_rng_state(saved["streams"])
             loader.load_state_dict(saved["loader"])
@@ -137,10 +147,14 @@ def run(make: Callable[[], DataLoader[Any]], ranks: int, steps: int, saved: Any)
     return orders, states[0]
 
 
-stages = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3)
+stages = st.lists(
+    st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(0, 7)), min_size=1, max_size=3
+)
 
 
-def check_order(kind: str, length: int, chain_of_kills: list[tuple[int, int, int]], last: tuple[int, int]) -> None:
+def check_order(
+    kind: str, length: int, chain_of_kills: list[tuple[int, int, int]], last: tuple[int, int]
+) -> None:
     data, saved = torch.arange(length), None
     seed(0)
     plain = KINDS[kind](data, 1)
@@ -153,7 +167,11 @@ def check_order(kind: str, length: int, chain_of_kills: list[tuple[int, int, int
         assert seen[: len(order)] == order[: len(seen)]
         missing, repeated = order[len(seen) :], seen[len(order) :]
         # All ranks of the last round get equally much.
-        most = max(ranks * size for ranks, size, *_ in [*chain_of_kills, last]) if kind == "drop last" else 0
+        most = (
+            max(ranks * size for ranks, size, *_ in [*chain_of_kills, last])
+            if kind == "drop last"
+            else 0
+        )
         assert len(missing) <= most
         assert repeated == (order * 12)[: len(repeated)]
         assert len(repeated) < 4 * 3
@@ -181,7 +199,9 @@ def test_the_order_of_samples_is_that_of_the_uninterrupted_run(examples: int) ->
 # -- real ranks, killed ------------------------------------------------------------------------------------------
 
 BATCH, STEPS = 12, 8  # of all ranks; two epochs
-DATA = TensorDataset(*(torch.randn(48, width, generator=generator()) for width in (3, 1)), torch.arange(48))
+DATA = TensorDataset(
+    *(torch.randn(48, width, generator=generator()) for width in (3, 1)), torch.arange(48)
+)
 
 
 def parts(batch_size: int) -> tuple[DataLoader[Any], nn.Module, torch.optim.Optimizer]:
@@ -247,12 +267,17 @@ def check_kills(strategy: str, kills: list[tuple[int, int, int, bool]], last: in
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-KILLS = [pytest.param(10, marks=pytest.mark.slow), pytest.param(200, marks=[pytest.mark.slow, pytest.mark.soak])]
+KILLS = [
+    pytest.param(10, marks=pytest.mark.slow),
+    pytest.param(200, marks=[pytest.mark.slow, pytest.mark.soak]),
+]
 
 
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("examples", KILLS)
-def test_a_run_that_is_killed_and_resumed_on_any_number_of_ranks_is_the_uninterrupted_one(examples: int) -> None:
+def test_a_run_that_is_killed_and_resumed_on_any_number_of_ranks_is_the_uninterrupted_one(
+    examples: int,
+) -> None:
     kill = st.tuples(st.integers(1, 4), st.integers(1, STEPS), st.integers(0, 3), st.booleans())
 
     @profile(examples)

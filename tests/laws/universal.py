@@ -16,7 +16,9 @@ from tests.laws.operations import EVERY, MESSAGES, ROWS, WHOLE, own_group
 from tests.laws.values import values_for
 
 
-def every_collective_agrees_with_its_oracle_and_keeps_dtypes_and_structure(subject: Subject, draw: Draw) -> None:
+def every_collective_agrees_with_its_oracle_and_keeps_dtypes_and_structure(
+    subject: Subject, draw: Draw
+) -> None:
     """The comparison is of types, keys, fields, lengths, shapes and dtypes, besides values."""
     size, name = draw(gen.world_sizes(), "size"), draw(st.sampled_from(list(EVERY)), "operation")
     values, operation = draw(values_for(name, size), "values"), EVERY[name]
@@ -40,7 +42,9 @@ def arguments_are_left_as_they_are(subject: Subject, draw: Draw) -> None:
 
     for before, after, written, shared in subject.run(size, observed, values):
         assert_same(after, before)
-        assert (written, shared) == (0, 0), f"written to {written} times, {shared} results share memory with them"
+        assert (written, shared) == (0, 0), (
+            f"written to {written} times, {shared} results share memory with them"
+        )
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -65,7 +69,10 @@ def groups_share_the_world(subject: Subject, draw: Draw) -> None:
         own.close()
         return result
 
-    assert_same(subject.run(size, in_own_group, values), oracles.in_groups(operation.oracle, values.values, groups))
+    assert_same(
+        subject.run(size, in_own_group, values),
+        oracles.in_groups(operation.oracle, values.values, groups),
+    )
 
 
 def a_group_may_be_closed_at_once(subject: Subject, draw: Draw) -> None:
@@ -82,7 +89,10 @@ def a_group_may_be_closed_at_once(subject: Subject, draw: Draw) -> None:
 
 def gradients_are_those_of_the_sum_of_all_losses(subject: Subject, draw: Draw) -> None:
     """The reference is one process that computes the loss of every rank and adds them."""
-    size, name = draw(gen.world_sizes(), "size"), draw(st.sampled_from([*WHOLE, *ROWS]), "operation")
+    size, name = (
+        draw(gen.world_sizes(), "size"),
+        draw(st.sampled_from([*WHOLE, *ROWS]), "operation"),
+    )
     operation = EVERY[name]
     shape = (size, *draw(gen.shapes(max_dims=2, min_side=1)))
     values = draw(gen.per_rank_tensors(size, torch.float64, shape), "values")
@@ -96,7 +106,10 @@ def gradients_are_those_of_the_sum_of_all_losses(subject: Subject, draw: Draw) -
 
     def losses(inputs: list[Tensor]) -> Sequence[Tensor]:
         results = operation.oracle(inputs)
-        return [(weight * own.square()).sum() for own, weight in zip(results, weights.values, strict=True)]
+        return [
+            (weight * own.square()).sum()
+            for own, weight in zip(results, weights.values, strict=True)
+        ]
 
     found = subject.run(size, gradient, values, weights)
     # A third has no exact double; whatever is a sum does.
@@ -109,7 +122,9 @@ def gradients_stay_in_their_group(subject: Subject, draw: Draw) -> None:
     groups = draw(gen.partitions(size), "groups")
     name = draw(st.sampled_from([*WHOLE]), "operation")
     operation = WHOLE[name]
-    values = draw(gen.per_rank_tensors(size, torch.float64, gen.shapes(max_dims=1, min_side=1)), "values")
+    values = draw(
+        gen.per_rank_tensors(size, torch.float64, gen.shapes(max_dims=1, min_side=1)), "values"
+    )
 
     def gradient(fabric: Any, x: Tensor) -> Tensor | None:
         x = x.requires_grad_()

@@ -33,5 +33,7 @@ def values_for(operation: str, size: int) -> st.SearchStrategy[PerRank]:
 
 def objects() -> st.SearchStrategy[Any]:
     """What a message may hold: collections of tensors, numbers, and what is neither; another on each rank."""
-    leaves = st.one_of(gen.tensors(gen.dtypes()), gen.numbers(), st.sampled_from(["text", None, b"bytes"]))
+    leaves = st.one_of(
+        gen.tensors(gen.dtypes()), gen.numbers(), st.sampled_from(["text", None, b"bytes"])
+    )
     return gen.trees(leaves, max_leaves=3)

@@ -24,5 +24,7 @@ def wait_for_the_report(fabric: Fabric) -> None:
 
 if __name__ == "__main__":
     launcher, devices, watchdog, *_ = [*sys.argv[1:], "2", "0"]
-    with Fabric(accelerator="cpu", devices=devices, launcher=launcher, watchdog=float(watchdog)) as fabric:
+    with Fabric(
+        accelerator="cpu", devices=devices, launcher=launcher, watchdog=float(watchdog)
+    ) as fabric:
         fabric.launch(main)

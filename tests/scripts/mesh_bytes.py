@@ -42,7 +42,8 @@ class BytesByGroup(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [
-                [each for each in tree_leaves(argument) if isinstance(each, Tensor)] for argument in (*args, result)
+                [each for each in tree_leaves(argument) if isinstance(each, Tensor)]
+                for argument in (*args, result)
             ]
             for name in filter(None, map(_group, args)):
                 self.totals[name] = self.totals.get(name, 0) + max(
@@ -61,9 +62,17 @@ def _group(argument: Any) -> str:
 
 
 def main(layers: int, width: int, batch: int, length: int) -> None:
-    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "GROUP_RANK": 0}
+    place = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": RANKS,
+        "LOCAL_WORLD_SIZE": RANKS,
+        "GROUP_RANK": 0,
+    }
     os.environ.update({name: str(value) for name, value in place.items()})
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # nothing listens there, and nothing connects
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500"
+    )  # nothing listens there, and nothing connects
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     strategy = ModelParallelStrategy(replicate_size=2, tensor_parallel_size=2, tp_plan=PLAN)
     fabric = Fabric(accelerator="cpu", strategy=strategy)

@@ -40,7 +40,9 @@ def main():
         fabric.backward(loss_g)
         optimizer_g.step()
 
-        losses = fabric.all_reduce({"d": loss_real.detach() + loss_fake.detach(), "g": loss_g.detach()})
+        losses = fabric.all_reduce(
+            {"d": loss_real.detach() + loss_fake.detach(), "g": loss_g.detach()}
+        )
         fabric.print(json.dumps({name: loss.item() for name, loss in losses.items()}))
 
 

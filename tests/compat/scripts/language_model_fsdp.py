@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 def main():
     strategy = FSDPStrategy(
-        auto_wrap_policy={Block}, activation_checkpointing_policy=ModuleWrapPolicy({Block}), state_dict_type="full"
+        auto_wrap_policy={Block},
+        activation_checkpointing_policy=ModuleWrapPolicy({Block}),
+        state_dict_type="full",
     )
     fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
     fabric.launch()

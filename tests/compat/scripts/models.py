@@ -123,7 +123,11 @@ class PPOAgent(Agent):
         policy = Categorical(logits=logits)
         ratio = (policy.log_prob(batch["actions"]) - batch["logprobs"]).exp()
         gain = torch.min(ratio * batch["advantages"], ratio.clamp(0.8, 1.2) * batch["advantages"])
-        return 0.5 * F.mse_loss(values, batch["returns"]) - gain.mean() - 0.01 * policy.entropy().mean()
+        return (
+            0.5 * F.mse_loss(values, batch["returns"])
+            - gain.mean()
+            - 0.01 * policy.entropy().mean()
+        )
 
     @torch.no_grad()
     def evaluate(self, rollout, next_obs):
@@ -134,7 +138,12 @@ class PPOAgent(Agent):
         advantages, latest = torch.zeros_like(errors), 0.0
         for step in reversed(range(len(errors))):
             advantages[step] = latest = errors[step] + 0.9 * 0.95 * latest
-        return {**rollout, "logprobs": logprobs, "advantages": advantages, "returns": advantages + values[:-1]}
+        return {
+            **rollout,
+            "logprobs": logprobs,
+            "advantages": advantages,
+            "returns": advantages + values[:-1],
+        }
 
 
 def make_task(number, device):
@@ -149,5 +158,7 @@ def adapt_and_evaluate(model, task):
     for _ in range(2):
         loss = F.mse_loss(functional_call(model, weights, (x,)), y)
         gradients = torch.autograd.grad(loss, tuple(weights.values()), create_graph=True)
-        weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)}
+        weights = {
+            name: w - 0.1 * g for (name, w), g in zip(weights.items(), gradients, strict=True)
+        }
     return F.mse_loss(functional_call(model, weights, (x_query,)), y_query)

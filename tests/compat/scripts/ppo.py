@@ -12,13 +12,19 @@ from torch.utils.data import BatchSampler, DistributedSampler
 def train(fabric: Fabric, agent, optimizer, data, cfg: DictConfig):
     indices = list(range(len(data["actions"])))
     sampler = DistributedSampler(
-        indices, num_replicas=fabric.world_size, rank=fabric.global_rank, shuffle=True, seed=cfg.seed
+        indices,
+        num_replicas=fabric.world_size,
+        rank=fabric.global_rank,
+        shuffle=True,
+        seed=cfg.seed,
     )
     batches = BatchSampler(sampler, batch_size=cfg.per_rank_batch_size, drop_last=False)
     for epoch in range(cfg.update_epochs):
         batches.sampler.set_epoch(epoch)
         for batch_indices in batches:
-            loss = agent.training_step({name: values[batch_indices] for name, values in data.items()})
+            loss = agent.training_step(
+                {name: values[batch_indices] for name, values in data.items()}
+            )
             optimizer.zero_grad(set_to_none=True)
             fabric.backward(loss)
             fabric.clip_gradients(agent, optimizer, max_norm=cfg.max_grad_norm)
@@ -47,8 +53,15 @@ def main(fabric: Fabric, cfg: DictConfig):
 
         metrics = {"loss": fabric.all_reduce(loss), "reward": data["rewards"].mean()}
         fabric.log_dict(metrics, step=update)
-        fabric.print(json.dumps({"update": update, **{name: value.item() for name, value in metrics.items()}}))
-    fabric.save(cfg.checkpoint, {"agent": agent, "optimizer": optimizer.optimizer.state_dict(), "update": update})
+        fabric.print(
+            json.dumps(
+                {"update": update, **{name: value.item() for name, value in metrics.items()}}
+            )
+        )
+    fabric.save(
+        cfg.checkpoint,
+        {"agent": agent, "optimizer": optimizer.optimizer.state_dict(), "update": update},
+    )
     return loss
 
 

@@ -26,9 +26,13 @@ learning_rate, warmup_iters = 0.02, 4
 
 def setup(resume: bool) -> None:
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
-    strategy = FSDPStrategy(auto_wrap_policy=policy, activation_checkpointing_policy={Block}, state_dict_type="sharded")
+    strategy = FSDPStrategy(
+        auto_wrap_policy=policy, activation_checkpointing_policy={Block}, state_dict_type="sharded"
+    )
     logger = CSVLogger(out_dir.parent, "logs", flush_logs_every_n_steps=log_interval)
-    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=[Precision()], loggers=[logger])
+    fabric = L.Fabric(
+        accelerator="cpu", devices=2, strategy=strategy, plugins=[Precision()], loggers=[logger]
+    )
     fabric.launch(main, resume)
 
 
@@ -40,12 +44,16 @@ def main(fabric: L.Fabric, resume: bool) -> None:
     with torch.device("meta"):
         meta_model = GPT()
         x = torch.randint(0, 32, (micro_batch_size, 12))
-        flops = measure_flops(meta_model, lambda: meta_model(torch.empty_like(x)), lambda y: y.sum())
+        flops = measure_flops(
+            meta_model, lambda: meta_model(torch.empty_like(x)), lambda y: y.sum()
+        )
 
     with fabric.init_module(empty_init=False):
         model = GPT()
     model = fabric.setup(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.1, foreach=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, weight_decay=0.1, foreach=True
+    )
     optimizer = fabric.setup_optimizers(optimizer)
     state = {"model": model, "optimizer": optimizer, "iter_num": 0, "step_count": 0}
     if resume:
@@ -95,7 +103,11 @@ def train(fabric: L.Fabric, state: dict, loader: DataLoader, flops: int) -> None
 def get_lr(iteration: int) -> float:
     if iteration < warmup_iters:
         return learning_rate * (iteration + 1) / warmup_iters
-    return learning_rate * 0.5 * (1 + math.cos(math.pi * (iteration - warmup_iters) / (max_iters - warmup_iters)))
+    return (
+        learning_rate
+        * 0.5
+        * (1 + math.cos(math.pi * (iteration - warmup_iters) / (max_iters - warmup_iters)))
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ def connect():
     import torch.distributed as dist
 
     world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=os.environ["FABRIC_STORE"], rank=rank(), world_size=world_size)
+    dist.init_process_group(
+        "gloo", init_method=os.environ["FABRIC_STORE"], rank=rank(), world_size=world_size
+    )
     return dist
 
 

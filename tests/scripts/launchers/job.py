@@ -12,7 +12,9 @@ def main() -> None:
     name, action, *arguments = sys.argv[1:]
     function = getattr(actions, action)
     launcher = InlineLauncher() if "FABRIC_STORE" in os.environ else LAUNCHERS[name]
-    result = launcher.launch(function, [int(text) for text in arguments], {}, LaunchSpec(num_processes=2))
+    result = launcher.launch(
+        function, [int(text) for text in arguments], {}, LaunchSpec(num_processes=2)
+    )
     if os.environ.get("RANK", "0") == "0":
         print("result", result)
 

@@ -15,7 +15,10 @@ def addresses() -> dict[str, list[tuple[str, int]]]:
     tester = int(os.environ["TESTER"])
     command = next(process for process in psutil.Process().parents() if process.ppid() == tester)
     processes = [command, *command.children(recursive=True)]
-    return {str(process.pid): [(c.laddr.ip, c.laddr.port) for c in connections(process)] for process in processes}
+    return {
+        str(process.pid): [(c.laddr.ip, c.laddr.port) for c in connections(process)]
+        for process in processes
+    }
 
 
 def connections(process: psutil.Process) -> list:
@@ -39,7 +42,9 @@ def train(fabric: Fabric) -> None:
 
 if __name__ == "__main__":
     launcher = sys.argv[1] if len(sys.argv) > 1 else None
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", launcher=launcher, check_collectives=True)
+    fabric = Fabric(
+        accelerator="cpu", devices=2, strategy="ddp", launcher=launcher, check_collectives=True
+    )
     if launcher in (None, "popen"):
         fabric.launch()
         train(fabric)
