@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fabric._fabric import Fabric
     from fabric.accelerators import EntryPoint
-    from fabric.dry_run import plan
     from fabric.module import FabricModule
     from fabric.seed import seed_everything
-    from fabric.throughput import Throughput
+    from fabric.tools.dry_run import plan
+    from fabric.tools.throughput import Throughput
 
 __all__ = [
     "EntryPoint",
@@ -30,8 +30,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = {
         "EntryPoint": "fabric.accelerators",
-        "Throughput": "fabric.throughput",
-        "plan": "fabric.dry_run",
+        "Throughput": "fabric.tools.throughput",
+        "plan": "fabric.tools.dry_run",
     }
     return getattr(import_module(homes.get(name, "fabric._fabric")), name)
 

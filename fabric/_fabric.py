@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import bare, checkpoint, collectives
+from fabric import checkpoint, collectives
 from fabric._plan import resolve
 from fabric._session import Session, loss_weights, rank_zero_first, set_up_modules
 from fabric.accelerators import Accelerator, AcceleratorName
@@ -30,25 +30,26 @@ from fabric.data import (
     gather_batch,
     without_repeats,
 )
+from fabric.data.metrics import compute_metrics
 from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
-from fabric.ema import ExponentialMovingAverage
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
 from fabric.launchers.base import refuse_while_importing_main
+from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import Loggers
-from fabric.metrics import compute_metrics
 from fabric.module import Compiled, FabricModule, Module
+from fabric.optim.ema import ExponentialMovingAverage
+from fabric.optim.parameter_lists import BARE
 from fabric.precision import Precision, PrecisionName
-from fabric.preemption import exit_preempted
 from fabric.reporting import Reporting
 from fabric.seed import seed_everything
-from fabric.sequence_parallel import sequence_parallel
 from fabric.strategies import StrategyName
 from fabric.strategies.base import uncompiled, without_sync
 from fabric.strategies.init_module import created_on
 from fabric.strategies.parallel import as_list
+from fabric.strategies.sequence_parallel import sequence_parallel
 from fabric.strategies.standalone import Group, Strategy
 from fabric.world import World
 
@@ -299,9 +300,9 @@ class Fabric(Reporting):
         self, module: M, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
     ) -> tuple[M, *Os]: ...
     @overload
-    def setup(
+    def setup(  # pyright: ignore[reportOverlappingOverload]
         self, module: M, *optimizers: *Os, scheduler: S, move_to_device: bool = ...
-    ) -> tuple[M, *Os, S]: ...  # pyright: ignore[reportOverlappingOverload]
+    ) -> tuple[M, *Os, S]: ...
     @overload
     def setup(
         self, module: Compiled, *, scheduler: None = ..., move_to_device: bool = ...
@@ -359,9 +360,9 @@ class Fabric(Reporting):
         return _without_none(*optimizers, scheduler)
 
     @overload
-    def setup_dataloaders(
+    def setup_dataloaders(  # pyright: ignore[reportOverlappingOverload]
         self, loader: DataLoader[Any], /, **options: Unpack[LoaderOptions]
-    ) -> FabricDataLoader: ...  # pyright: ignore[reportOverlappingOverload]
+    ) -> FabricDataLoader: ...
     @overload
     def setup_dataloaders(
         self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[LoaderOptions]
@@ -544,7 +545,7 @@ class Fabric(Reporting):
         if self._session is not None and self._session.scaler is not None:
             self._session.scaler.accumulates |= enabled
         prepared = [
-            model._fabric_prepared for model in models if not isinstance(model.module, bare.BARE)
+            model._fabric_prepared for model in models if not isinstance(model.module, BARE)
         ]
         return without_sync(self.strategy, prepared, enabled)
 
@@ -565,7 +566,10 @@ class Fabric(Reporting):
         *,
         buffers: bool = False,
     ) -> ExponentialMovingAverage:
-        """Averages of a set-up module's weights; see :class:`fabric.ema.ExponentialMovingAverage`. Not a collective."""
+        """Return averages of a set-up module's weights. Not a collective.
+
+        See :class:`fabric.optim.ema.ExponentialMovingAverage`.
+        """
         [model] = set_up_modules("ema", module)
         return ExponentialMovingAverage(model, decay, buffers)
 
@@ -928,7 +932,7 @@ class Fabric(Reporting):
                 raise self._not_running(call)
             self._session = Session(self._plan, world, check_training=self._check_training)
             if self._timings:
-                from fabric.timeline import Timeline  # few programs need it
+                from fabric.tools.timeline import Timeline  # few programs need it
 
                 self._session._cleanup.callback(Timeline(self._session).close)
             atexit.register(self._at_exit)

@@ -23,9 +23,9 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.base import is_interactive, notebook_start_method
+from fabric.launchers.preemption import seconds_of
 from fabric.launchers.serialize import has_cloudpickle
 from fabric.precision import Precision, parse_precision
-from fabric.preemption import seconds_of
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World

@@ -244,7 +244,7 @@ def _consolidate(options: argparse.Namespace) -> int:
 
 def _plan(options: argparse.Namespace) -> int:
     """``fabric plan``."""
-    from fabric.dry_run import plan
+    from fabric.tools.dry_run import plan
 
     sys.path.insert(0, os.getcwd())
     try:
@@ -271,7 +271,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _plot(options: argparse.Namespace) -> int:
     """``fabric plot``."""
-    from fabric.plotting import plot
+    from fabric.tools.plotting import plot
 
     plot(*options.folders, output=options.output)
     print(f"fabric plot: wrote {options.output}", file=sys.stderr)
@@ -280,7 +280,7 @@ def _plot(options: argparse.Namespace) -> int:
 
 def _doctor(options: argparse.Namespace) -> int:
     """``fabric doctor``."""
-    from fabric.doctor import doctor
+    from fabric.tools.doctor import doctor
 
     return doctor(options.devices, options.timeout)
 

@@ -22,7 +22,7 @@ from fabric.tree import flatten
 from fabric.world import World
 
 if TYPE_CHECKING:
-    from fabric.timeline import Timings
+    from fabric.tools.timeline import Timings
 
 __all__ = ["Progress", "Reporting"]
 
@@ -64,13 +64,16 @@ class Reporting:
         self, path: str | os.PathLike[str], steps: range | None = None
     ) -> AbstractContextManager[None]:
         """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
-        from fabric.timeline import profile  # few programs need it
+        from fabric.tools.timeline import profile  # few programs need it
 
         return profile(self._running("profile"), path, steps)
 
     def timings(self) -> "Timings":
-        """Where the latest steps went, and whom all wait for; see :class:`fabric.timeline.Timings`. Collective."""
-        from fabric.timeline import timings  # few programs need it
+        """Return where the time of the latest steps went, and which rank the others wait for.
+
+        Collective. See :class:`fabric.tools.timeline.Timings`.
+        """
+        from fabric.tools.timeline import timings  # few programs need it
 
         return timings(self._running("timings"))
 

@@ -180,9 +180,9 @@ class Fabric(_Fabric):
                     },
                 )
 
-    def all_gather(
+    def all_gather(  # type: ignore[override]
         self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any
-    ) -> Any:  # type: ignore[override]
+    ) -> Any:
         """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
         self._running("all_gather")  # which sets the rank that says it
         tensors = convert_to_tensors(data, self.device)
@@ -215,9 +215,9 @@ class Fabric(_Fabric):
             print(*args, **kwargs)
 
     @staticmethod
-    def seed_everything(
+    def seed_everything(  # type: ignore[override]
         seed: int | None = None, workers: bool | None = None, verbose: bool = True
-    ) -> int:  # type: ignore[override]
+    ) -> int:
         """Seed python, numpy and torch in this process, and loader workers unless ``workers=False``."""
         return seed_everything(seed, workers is not False, verbose)
 

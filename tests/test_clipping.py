@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fabric import Fabric
-from fabric.clipping import clip_gradients
 from fabric.errors import ConfigurationError, NonFiniteGradientError
+from fabric.optim.clipping import clip_gradients
 
 FIRST = {"clip_val": None, "max_norm": None, "norm_type": 2.0, "error_if_nonfinite": True}
 

@@ -23,8 +23,8 @@ import fabric
 from fabric import Fabric
 from fabric.cli import main
 from fabric.communicators import ProcessGroupCommunicator
-from fabric.dry_run import DryRun
 from fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
+from fabric.tools.dry_run import DryRun
 from fabric.tree import flatten
 from tests.ranks import outcome, run_in_ranks
 from tests.sampling import sampled

@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fabric import Fabric
 from fabric._torch import full_tensor, local_tensor
-from fabric.ema import ExponentialMovingAverage
 from fabric.errors import CheckpointError, ConfigurationError, UsageError
+from fabric.optim.ema import ExponentialMovingAverage
 from fabric.strategies import FSDPStrategy
 from tests.ranks import outcome, run_in_ranks
 

@@ -1,4 +1,4 @@
-"""A file imports only from what lies below it: between the parts of the package, and inside each of them."""
+"""A file imports only from lower layers, and inside a package only from the files before it."""
 
 import ast
 import re
@@ -7,7 +7,10 @@ from pathlib import Path
 import fabric
 
 PACKAGE = Path(fabric.__file__).parent
-# From the ground up; what stands on one line may not import each other. A file of a package may have its own place.
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# From the lowest layer to the highest. The entries of one layer do not import each other. A file of a package
+# is in the layer of its package, unless it has an entry of its own.
 LAYERS = [
     ["errors", "_torch"],
     ["tree", "seed", "world", "diagnostics.stacks", "contract"],
@@ -15,129 +18,163 @@ LAYERS = [
     ["precision", "accelerators", "environments"],
     ["communicators", "launchers"],
     ["diagnostics.recorder", "diagnostics.checker", "diagnostics.hang_report"],
-    ["collectives", "loss_scaler", "clipping"],
+    ["collectives", "optim.loss_scaler", "optim.clipping"],
     ["diagnostics"],
-    ["runtime", "data", "metrics"],
-    ["strategies", "checkpoint", "loggers", "preemption"],
-    ["_plan", "plotting", "checkpoint.rotation"],
-    ["bare", "module", "sequence_parallel", "weights"],
-    ["_session", "ema"],
-    ["timeline"],
+    ["runtime", "data"],
+    ["strategies", "checkpoint", "loggers", "launchers.preemption"],
+    ["_plan", "checkpoint.keeper"],
+    ["optim.parameter_lists", "module", "strategies.sequence_parallel", "optim.loss_weights"],
+    ["_session", "optim.ema"],
+    ["tools.timeline"],
     ["reporting"],
     ["_fabric"],
-    ["doctor", "dry_run", "throughput"],
-    ["cli", "legacy", "testing", "__init__"],
+    ["tools"],
+    ["cli", "legacy", "testing", "plotting", "__init__"],
     ["__main__"],
 ]
-# The files of each package: a file imports only from those before it. Its __init__ comes last.
+# The files of each package, from the lowest to the highest. An __init__ comes after all files of its package.
 ORDER = {
-    "checkpoint": "state storage file async_save stored sharded restore save_load rotation",
+    "checkpoint": "state storage file async_save stored sharded restore save_load keeper",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
-    "data": "state sharding copies agreed loader",
-    "diagnostics": "stacks recorder checker hang_report bypass uneven training_checks",
-    "launchers": "serialize base rank supervisor logs function script",
+    "data": "metrics position sharding copies uneven loader",
+    "diagnostics": "stacks recorder checker hang_report bypass uneven_inputs training_checks",
+    "launchers": "serialize base rank preemption supervisor logs function script",
+    "loggers": "loggers",
+    "optim": "loss_scaler clipping parameter_lists loss_weights ema",
     "strategies": (
-        "init_module fsdp_state fsdp_options base standalone parallel data_parallel ddp fsdp tp_plan model_parallel"
+        "init_module base standalone parallel data_parallel ddp fsdp.state fsdp.options fsdp.api fsdp "
+        "tp_plan model_parallel sequence_parallel"
     ),
     "testing": "oracles base generators threads pool conformance plugin",
+    "tools": "timeline throughput plotting doctor dry_run",
 }
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-POSITION = {
-    f"{package}.{name}": position
-    for package, names in ORDER.items()
-    for position, name in enumerate(names.split())
-}
-FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_numbers() -> dict[str, int]:
+    numbers = {}
+    for number, names in enumerate(LAYERS):
+        for name in names:
+            numbers[name] = number
+    return numbers
+
+
+def file_positions() -> dict[str, int]:
+    positions = {}
+    for package, names in ORDER.items():
+        for position, name in enumerate(names.split()):
+            positions[f"{package}.{name}"] = position
+    return positions
+
+
+LAYER = layer_numbers()
+POSITION = file_positions()
 
 
 def module_name(path: Path) -> str:
+    """Return the name of a file without ``fabric.``. That of an ``__init__`` is its package's."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return ".".join(part for part in parts if part != "__init__" or len(parts) == 1)
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
 
 
 def package_of(name: str) -> str:
     return name.split(".")[0]
 
 
-def level(name: str) -> int:
-    return LEVEL.get(name, LEVEL[package_of(name)])
+def layer_of(name: str) -> int:
+    if name in LAYER:
+        return LAYER[name]
+    return LAYER[package_of(name)]
 
 
-def imports(path: Path) -> set[str]:
-    """Modules of fabric that a file imports, at its top or inside a function, as ``layer`` or ``layer.part``."""
-    found = set()
+def is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split("."))
+    return path.is_dir() or path.with_suffix(".py").exists()
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of fabric that a file imports, at its top or inside a function."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module == "fabric":
-            found |= {alias.name if alias.name in LEVEL else "__init__" for alias in node.names}
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("fabric."):
+                    names.add(alias.name.removeprefix("fabric."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "fabric":
+            for alias in node.names:
+                names.add(alias.name if is_module(alias.name) else "__init__")
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fabric."):
-            package = (node.module or "").removeprefix("fabric.")
-            parts = {f"{package}.{alias.name}" for alias in node.names}
-            found |= {part if part in POSITION else package for part in parts}
-        elif isinstance(node, ast.Import):
-            found |= {
-                alias.name.removeprefix("fabric.")
-                for alias in node.names
-                if alias.name.startswith("fabric.")
-            }
-    return found
+            module = (node.module or "").removeprefix("fabric.")
+            for alias in node.names:
+                submodule = f"{module}.{alias.name}"
+                names.add(submodule if is_module(submodule) else module)
+    return names
 
 
-def above(path: Path) -> set[str]:
-    """What a file imports from its own layer, but for its own package, or from one above."""
-    own = module_name(path)
-    return {
-        name
-        for name in imports(path)
-        if package_of(name) != package_of(own) and level(name) >= level(own)
-    }
+def imports_from_above(path: Path) -> set[str]:
+    """Return what a file imports from its own layer or a higher one, its own package aside."""
+    importer = module_name(path)
+    names = set()
+    for name in imported_modules(path):
+        is_elsewhere = package_of(name) != package_of(importer)
+        if is_elsewhere and layer_of(name) >= layer_of(importer):
+            names.add(name)
+    return names
 
 
-def after(path: Path) -> set[str]:
-    """What a file imports that comes after it in its package; an __init__ comes last."""
-    own = module_name(path)
-    siblings = {
-        name for name in imports(path) if package_of(name) == package_of(own) and name != own
-    }
+def imports_from_behind(path: Path) -> set[str]:
+    """Return what a file imports of its own package that does not come before it."""
+    importer = module_name(path)
     last = len(POSITION)
-    return {name for name in siblings if POSITION.get(name, last) >= POSITION.get(own, last)}
+    names = set()
+    for name in imported_modules(path):
+        is_sibling = package_of(name) == package_of(importer) and name != importer
+        if is_sibling and POSITION.get(name, last) >= POSITION.get(importer, last):
+            names.add(name)
+    return names
 
 
 def test_a_file_imports_only_from_lower_layers() -> None:
-    assert {module_name(path): found for path in FILES if (found := above(path))} == {}
+    for path in FILES:
+        assert imports_from_above(path) == set(), module_name(path)
 
 
 def test_every_file_of_a_package_has_its_place() -> None:
-    inside = {
-        module_name(path) for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"
-    }
-    assert set(POSITION) == inside
+    names = set()
+    for path in FILES:
+        is_in_package = path.parent != PACKAGE
+        is_nested = path.parent.parent != PACKAGE
+        if is_in_package and (is_nested or path.name != "__init__.py"):
+            names.add(module_name(path))
+    assert set(POSITION) == names
 
 
 def test_a_file_imports_only_from_files_before_it_in_its_package() -> None:
-    assert {module_name(path): found for path in FILES if (found := after(path))} == {}
+    for path in FILES:
+        assert imports_from_behind(path) == set(), module_name(path)
 
 
 def test_no_file_imports_relatively() -> None:
-    relative = [
-        path
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and node.level > 0
-    ]
-    assert not relative
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            assert not (isinstance(node, ast.ImportFrom) and node.level > 0), module_name(path)
 
 
-def test_contributing_names_what_is_there_and_all_of_it() -> None:
+def test_contributing_names_only_files_that_exist() -> None:
     root = PACKAGE.parent
-    named = set(
-        re.findall(
-            r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", (root / "CONTRIBUTING.md").read_text()
-        )
-    )
-    places = (root, PACKAGE, PACKAGE / "diagnostics")
-    assert [
-        name for name in sorted(named) if not any((place / name).exists() for place in places)
-    ] == []
-    parts = {f"{part.name}/" if part.is_dir() else part.name for part in PACKAGE.glob("*")}
-    assert sorted(parts - named - {"py.typed", "__init__.py", "__pycache__/"}) == []
+    text = (root / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"`([\w./-]+(?:\.py|\.toml|\.txt|/|/run))`", text):
+        assert any(
+            (folder / name).exists() for folder in (root, PACKAGE, PACKAGE / "diagnostics")
+        ), name
+
+
+def test_contributing_names_every_part_of_the_package() -> None:
+    text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
+    for path in PACKAGE.iterdir():
+        if path.name in ("__init__.py", "__pycache__", "py.typed"):
+            continue
+        name = f"{path.name}/" if path.is_dir() else path.name
+        assert f"`{name}`" in text, name

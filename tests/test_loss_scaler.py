@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from fabric.errors import ConfigurationError, UsageError
-from fabric.loss_scaler import LossScaler
+from fabric.optim.loss_scaler import LossScaler
 from fabric.precision import LossScale
 from tests.ranks import run_in_ranks
 

@@ -17,8 +17,8 @@ import torch
 
 from fabric import Fabric
 from fabric.errors import ConfigurationError, UsageError
+from fabric.launchers.preemption import slurm_deadline
 from fabric.launchers.rank import PREEMPTED
-from fabric.preemption import slurm_deadline
 from tests.faults.jobs import Job
 from tests.ranks import run_in_ranks
 

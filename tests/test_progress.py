@@ -16,7 +16,7 @@ from fabric import Fabric
 from fabric.cli import main
 from fabric.errors import ConfigurationError, MissingDependencyError
 from fabric.loggers import CSVLogger
-from fabric.plotting import plot
+from fabric.tools.plotting import plot
 from tests.ranks import run_in_ranks
 
 

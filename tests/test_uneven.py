@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from fabric import Fabric
 from fabric.diagnostics.bypass import BypassChecks
 from fabric.diagnostics.recorder import FlightRecorder, Hooks
-from fabric.diagnostics.uneven import UnevenInputDetector
+from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import RankFailedError
 from fabric.launchers.base import node_worlds
 from fabric.store import JobStore

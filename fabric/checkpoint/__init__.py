@@ -7,7 +7,7 @@ from fabric.checkpoint.async_save import PendingSave
 
 if TYPE_CHECKING:
     from fabric.checkpoint.file import CheckpointIO, FullCheckpoint
-    from fabric.checkpoint.rotation import Checkpoints
+    from fabric.checkpoint.keeper import Checkpoints
     from fabric.checkpoint.sharded import ShardedCheckpoint
 
 __all__ = ["CheckpointIO", "Checkpoints", "FullCheckpoint", "PendingSave", "ShardedCheckpoint"]
@@ -17,7 +17,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # Imported when first used: no program needs them before its first save.
-    file = {"ShardedCheckpoint": "sharded", "Checkpoints": "rotation"}.get(name, "file")
+    file = {"ShardedCheckpoint": "sharded", "Checkpoints": "keeper"}.get(name, "file")
     return getattr(import_module(f"{__name__}.{file}"), name)
 
 

@@ -5,10 +5,10 @@ rank, ``agreed`` looks ahead and agrees on the end of a loop, ``copies`` moves b
 that the user gets.
 """
 
-from fabric.data.agreed import Agreement, Windows, check_no_window, without_repeats
 from fabric.data.loader import FabricDataLoader, LoaderOptions
+from fabric.data.position import ActiveIterator, gather_batch
 from fabric.data.sharding import Uneven
-from fabric.data.state import ActiveIterator, gather_batch
+from fabric.data.uneven import Agreement, Windows, check_no_window, without_repeats
 
 __all__ = [
     "ActiveIterator", "Agreement", "FabricDataLoader", "LoaderOptions", "Uneven", "Windows", "check_no_window",

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, get_args
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabric.data.agreed import Agreement, Upcoming, number_of_batches
 from fabric.data.copies import mover
-from fabric.data.sharding import FromRank0, Uneven
-from fabric.data.sharding import shard as _shard
-from fabric.data.state import (
+from fabric.data.position import (
     ActiveIterator,
     EpochState,
     check_saved,
@@ -20,6 +17,9 @@ from fabric.data.state import (
     saved_state,
     skipped,
 )
+from fabric.data.sharding import FromRank0, Uneven
+from fabric.data.sharding import shard as _shard
+from fabric.data.uneven import Agreement, Upcoming, number_of_batches
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from fabric.seed import Streams, WorkerSeeding
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import data
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from fabric.data.state import EpochState, LoaderSpec, State, length_of
+from fabric.data.position import EpochState, LoaderSpec, State, length_of
 from fabric.errors import ConfigurationError
 from fabric.seed import Streams
 

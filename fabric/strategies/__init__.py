@@ -10,7 +10,7 @@ from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.standalone import Strategy
 
 if TYPE_CHECKING:
-    from fabric.strategies.fsdp import FSDPStrategy
+    from fabric.strategies.fsdp.api import FSDPStrategy
     from fabric.strategies.model_parallel import ModelParallelStrategy
 
 __all__ = [

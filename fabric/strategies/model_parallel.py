@@ -24,9 +24,9 @@ from fabric.contract import GradientContract
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.runtime import Runtime
 from fabric.seed import rng_state, set_rng_state
-from fabric.strategies import fsdp_state as shards
 from fabric.strategies.base import uncompiled
-from fabric.strategies.fsdp import FSDPStrategy
+from fabric.strategies.fsdp import state as shards
+from fabric.strategies.fsdp.api import FSDPStrategy
 from fabric.strategies.tp_plan import (
     PartStreams,
     check_styles,

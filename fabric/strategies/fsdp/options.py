@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from fabric._torch import local_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, UsageError
 from fabric.precision import Precision
-from fabric.strategies.fsdp_state import SHARD, stays_whole
+from fabric.strategies.fsdp.state import SHARD, stays_whole
 from fabric.strategies.init_module import EmptyParameter
 from fabric.world import World
 

@@ -31,7 +31,7 @@ from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
-from fabric.loss_scaler import LossScaler, gradients, holds_gradients
+from fabric.optim.loss_scaler import LossScaler, gradients, holds_gradients
 from fabric.runtime import Runtime
 from fabric.strategies.parallel import as_list
 

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from fabric.collectives import broadcast
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
-from fabric.data.state import ActiveIterator, EpochState, LoaderSpec
+from fabric.data.position import ActiveIterator, EpochState, LoaderSpec
 from fabric.diagnostics.recorder import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 from fabric.seed import rng_state, set_rng_state

@@ -42,7 +42,7 @@ from fabric.strategies import (
     SingleDeviceStrategy,
     StrategyName,
 )
-from fabric.strategies.fsdp_options import find_fsdp_modules
+from fabric.strategies.fsdp.options import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
 from fabric.tree import PLAIN, flatten, parameters_of
 from fabric.world import World
@@ -134,7 +134,7 @@ def plan(
 
     ``build`` and ``step`` see a :class:`fabric.Fabric` that is rank 0 of the job, on the CPU. Nothing is computed and
     no memory is needed: tensors have no values, and where one is asked for, by ``.item()`` or an ``if``, it is 1. See
-    ``[Note: Dry run]`` in :mod:`fabric.dry_run` for what the numbers are.
+    ``[Note: Dry run]`` in :mod:`fabric.tools.dry_run` for what the numbers are.
 
     Args:
         build: ``build(fabric)`` gives the model, or a tuple of it and its optimizers, which are then set up.

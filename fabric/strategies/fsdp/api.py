@@ -35,9 +35,9 @@ from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT, Runtime
-from fabric.strategies import fsdp_options as options
-from fabric.strategies import fsdp_state as shards
 from fabric.strategies.base import uncompiled
+from fabric.strategies.fsdp import options
+from fabric.strategies.fsdp import state as shards
 from fabric.strategies.init_module import (
     EmptyParameter,
     MappedMemory,
@@ -77,7 +77,7 @@ class FSDPStrategy(ParallelStrategy):
         activation_checkpointing: a class of layers, a list of them or a function of a module: these layers recompute
             their activations in the backward pass.
         auto_wrap_policy: selects the FSDP modules: a set of classes, a number of parameters, or a function of a module;
-            None for the repeated blocks. See :func:`fabric.strategies.fsdp_options.find_fsdp_modules`.
+            None for the repeated blocks. See :func:`fabric.strategies.fsdp.options.find_fsdp_modules`.
         sharding_strategy: ``"FULL_SHARD"`` frees full parameters after the forward pass of each FSDP module,
             ``"SHARD_GRAD_OP"`` keeps them until the backward pass, ``"HYBRID_SHARD"`` does ``"FULL_SHARD"`` within each
             row of ``device_mesh`` and replicates over its columns.

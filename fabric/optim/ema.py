@@ -65,7 +65,7 @@ class ExponentialMovingAverage(nn.Module):
             part._buffers[name] = weight.detach().to(dtype, copy=True)
             self._places[path] = part._buffers, name
         if contract.is_sharded:
-            from fabric.strategies.fsdp_state import (
+            from fabric.strategies.fsdp.state import (
                 take_shards,
             )  # takes a second to import; already imported here
 

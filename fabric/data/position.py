@@ -47,7 +47,7 @@ class EpochState:
         is_repeat: whether the current batch is a repeat; see ``[Note: Uneven ranks]``.
         finished: whether the iteration has ended.
         is_final: whether the current batch is known to be the last one.
-        window: inside a window of :class:`~fabric.data.agreed.Windows`, the number of the current micro-batch, from 1,
+        window: inside a window of :class:`~fabric.data.uneven.Windows`, the number of the current micro-batch, from 1,
             and how many there are.
         ahead: the loader's or dataset's own state from before a batch was fetched ahead; None if none was.
     """
