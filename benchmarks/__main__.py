@@ -50,7 +50,8 @@ def say(text: str) -> None:
 
 def run(chosen: dict[str, tuple[str, Case]], quick: bool) -> tuple[dict[str, Any], list[str]]:
     """The records of the cases, and the names of those that failed."""
-    records, failed = {}, []
+    records = {}
+    failed = []
     for name, (module, case) in chosen.items():
         if case.cuda and not torch.cuda.is_available():
             say(f"{name}: left out, there is no GPU")

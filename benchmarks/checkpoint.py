@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def one_file(fabric: Fabric, folder: Path, megabytes: int, rounds: int) -> None:
     """``save`` and ``load`` beside ``torch.save`` with a flush, and ``torch.load`` into the module."""
-    net, own, other = model_of(megabytes), folder / "fabric.pt", folder / "torch.pt"
+    net = model_of(megabytes)
+    own = folder / "fabric.pt"
+    other = folder / "torch.pt"
     model = fabric.setup(net)
     report(
         ("fabric.save, one file", lambda: fabric.save(own, {"model": model})),
@@ -69,13 +71,17 @@ def beside(fabric: Fabric, path: Path, net: nn.Module, rounds: int, name: str) -
     model = fabric.setup(net)
     small = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
     optimizer = torch.optim.AdamW(small.parameters())
-    at_once, blocked, slow, fast = [], [], [], []
+    at_once = []
+    blocked = []
+    slow = []
+    fast = []
     for _ in range(rounds + 1):
         at_once.append(seconds(lambda: fabric.save(path, {"model": model})))
         begin = time.perf_counter()
         pending = fabric.save(path, {"model": model}, async_=True)
         blocked.append(time.perf_counter() - begin)
-        steps, begin = 0, time.perf_counter()
+        steps = 0
+        begin = time.perf_counter()
         while not pending.done():
             step(small, optimizer)
             steps += 1
@@ -97,7 +103,9 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def model_of(megabytes: int) -> nn.Module:
     """Sixteen parameters of so many megabytes together."""
-    count, model = megabytes * 1_000_000 // 4 // 16, nn.Module()  # a ParameterList is not sharded
+    # a ParameterList is not sharded
+    count = megabytes * 1_000_000 // 4 // 16
+    model = nn.Module()
     for number in range(16):
         model.register_parameter(f"weight{number}", nn.Parameter(torch.randn(count)))
     return model

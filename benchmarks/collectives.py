@@ -66,13 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Collectives of collections beside flat tensors.")
     parser.add_argument("--quick", action="store_true", help="fewer rounds; writes nothing")
     quick = parser.parse_args(arguments).quick
-    lines, missed = (
-        [
-            "| ranks | what | ms | beside | ms | ratio | quartiles | target |",
-            "|--:|---|--:|---|--:|--:|--:|--:|",
-        ],
-        0,
-    )
+    lines = [
+        "| ranks | what | ms | beside | ms | ratio | quartiles | target |",
+        "|--:|---|--:|---|--:|--:|--:|--:|",
+    ]
+    missed = 0
     for ranks in (2, 4):
         with RankPool(ranks, timeout=600) as pool:
             by_rank: list[Rounds] = pool.run(measured, 10 if quick else 40)

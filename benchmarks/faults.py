@@ -68,9 +68,13 @@ def main() -> None:
     )
     parser.add_argument("--runs", type=int, default=3, help="of which a cell is the median")
     options = parser.parse_args()
-    launchers, faults, runs = options.launchers.split(","), options.faults.split(","), options.runs
+    launchers = options.launchers.split(",")
+    faults = options.faults.split(",")
+    runs = options.runs
     if options.quick:
-        launchers, faults, runs = ["popen", "torchrun"], list(QUICK), 1
+        launchers = ["popen", "torchrun"]
+        faults = list(QUICK)
+        runs = 1
     if options.faults == "all":
         faults = list(ALL)
     began = time.monotonic()
@@ -107,7 +111,8 @@ def measure(launcher: str, name: str, runs: int) -> list[Ended]:
 
 
 def cell(ends: list[Ended], name: str) -> str:
-    worst, ended = ends[-1], ends[len(ends) // 2] if ends[-1].seconds < LIMIT else ends[-1]
+    worst = ends[-1]
+    ended = ends[len(ends) // 2] if ends[-1].seconds < LIMIT else ends[-1]
     lines = ended.errors.rstrip().splitlines()
     said = [f"code {ended.code}" if ended.code is not None else "hangs"]
     seconds = f"{ended.seconds:.1f} s" if ended.seconds < LIMIT else f"over {LIMIT:.0f} s"

@@ -35,7 +35,8 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[1]
-RAW, OURS = "raw", "fabric"
+RAW = "raw"
+OURS = "fabric"
 CONTESTANTS = (RAW, OURS, "lightning-fabric", "accelerate")
 # Seconds in which a contestant has to prepare itself, or to measure once.
 DEADLINE = 240

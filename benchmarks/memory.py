@@ -35,7 +35,10 @@ from fabric import Fabric
 __all__ = ["Job", "Peak", "main", "measure"]
 
 ROOT = Path(__file__).parents[1]
-VOCABULARY, BLOCK_SIZE, BATCH_SIZE, STEPS = 96, 32, 2, 3
+VOCABULARY = 96
+BLOCK_SIZE = 32
+BATCH_SIZE = 2
+STEPS = 3
 TARGET = 1.6
 DEADLINE = 240
 MB = 10**6
@@ -55,7 +58,9 @@ class Size(NamedTuple):
 
 
 WARM_UP = Size(2, 16)
-SIZE, LARGER, QUICK_LARGER = Size(8, 768), Size(12, 1024), Size(12, 512)
+SIZE = Size(8, 768)
+LARGER = Size(12, 1024)
+QUICK_LARGER = Size(12, 512)
 
 
 class Job(NamedTuple):

@@ -88,7 +88,8 @@ def missed(record: Record) -> list[str]:
     """A line for each budget that a case misses, with by how much and whether that is beyond the spread."""
     lines = []
     for name, row in record["rows"].items():
-        against, budget = row["against"].get(RAW), row["budget"]
+        against = row["against"].get(RAW)
+        budget = row["budget"]
         if against is None or budget is None:
             continue
         higher_is_better = row["unit"].endswith("/s")

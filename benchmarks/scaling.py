@@ -45,9 +45,12 @@ __all__ = ["Cost", "broken", "exchanged_by_a_save", "main", "measure"]
 
 ROOT = Path(__file__).parents[1]
 KINDS = ("ddp", "fsdp", "HYBRID_SHARD", "model_parallel")
-WORLDS, QUICK_WORLDS = (8, 64, 512, 4096), (8, 512)
+WORLDS = (8, 64, 512, 4096)
+QUICK_WORLDS = (8, 512)
 NODE = 8  # processes of a node
-LAYERS, QUICK_LAYERS, WIDTH = 12, 2, 64
+LAYERS = 12
+QUICK_LAYERS = 2
+WIDTH = 64
 # Beyond the second, an optimizer is no longer watched by Fabric(check_training=True).
 STEPS = 4
 ROUNDS = 3
@@ -168,7 +171,8 @@ def measure_world(world: int, layers: int, rounds: int) -> dict[str, dict[str, C
     makers: dict[str, Callable[..., Any]] = {"raw": set_up_raw, "ours": set_up_ours}
     result: dict[str, dict[str, Cost]] = {}
     for kind in KINDS:
-        steps, keys = {}, {}
+        steps = {}
+        keys = {}
         for who, make in makers.items():  # before the rest is timed: this imports, and fills caches
             with posing(world) as store, set_up(make, kind, layers) as (step, _):
                 steps[who], keys[who] = [count_step(step) for _ in range(STEPS)], store.num_keys()
@@ -334,12 +338,10 @@ class Enlarged(Communicator):
     """
 
     def __init__(self, inner: Communicator, size: int) -> None:
-        self._inner, self.rank, self.size, self.device = (
-            inner,
-            inner.rank * (size - 1),
-            size,
-            inner.device,
-        )
+        self._inner = inner
+        self.rank = inner.rank * (size - 1)
+        self.size = size
+        self.device = inner.device
         self.bytes = 0
 
     @override
@@ -381,7 +383,8 @@ def broken(results: Results) -> Iterable[str]:
     smallest = results[min(results)]
     for world, costs in results.items():
         for kind, cost in costs.items():
-            raw, ours = cost["raw"], cost["ours"]
+            raw = cost["raw"]
+            ours = cost["ours"]
             if (raw.collectives, raw.bytes) != (ours.collectives, ours.bytes):
                 yield f"{kind} in a world of {world}: a step of ours has other collectives or bytes than raw torch's"
             if beyond(cost) > beyond(smallest[kind]) + SLACK:
@@ -397,7 +400,8 @@ def beyond(cost: dict[str, Cost]) -> int:
 
 def row(world: int, kind: str, cost: dict[str, Cost]) -> str:
     """A line of the table."""
-    raw, ours = cost["raw"], cost["ours"]
+    raw = cost["raw"]
+    ours = cost["ours"]
     return (
         f"| {kind} | {world:,} | {1e3 * raw.seconds:.1f} | {1e3 * ours.seconds:.1f} "
         f"| {per_step(raw)} | {per_step(ours)} | {raw.bytes[-1]:,} | {ours.bytes[-1]:,} "

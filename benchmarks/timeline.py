@@ -63,14 +63,15 @@ def draw(trace: Path, picture: Path) -> None:
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
-    ranks, start = (
-        sorted({event["pid"] for event in events}),
-        min(e["ts"] for e in events if e["name"] in COLORS),
-    )
+    ranks = sorted({event["pid"] for event in events})
+    start = min(e["ts"] for e in events if e["name"] in COLORS)
     figure = Figure(figsize=(9, 1.2 + 1.1 * len(ranks)), layout="constrained")
-    axes, begun = figure.subplots(), dict[tuple[int, int], float]()
+    axes = figure.subplots()
+    begun = dict[tuple[int, int], float]()
     for event in events:
-        rank, name, at = event["pid"], event["name"], (event.get("ts", start) - start) / 1e3
+        rank = event["pid"]
+        name = event["name"]
+        at = (event.get("ts", start) - start) / 1e3
         if event["ph"] == "X" and name.startswith("step "):
             ends = (len(ranks) - rank - 1) / len(ranks), (len(ranks) - rank) / len(ranks)
             axes.axvline(at + event["dur"] / 1e3, *ends, color="0.5", lw=0.7)

@@ -139,8 +139,10 @@ class Fabric(Reporting):
             environment=environment, launcher=launcher, check_collectives=check_collectives, timeout=timeout,
             watchdog=watchdog, time_limit=time_limit, stop_margin=stop_margin,
         )  # fmt: skip
-        self._callbacks, self._loggers = as_list(callbacks), Loggers(as_list(loggers))
-        self._check_training, self._timings = check_training, timings
+        self._callbacks = as_list(callbacks)
+        self._loggers = Loggers(as_list(loggers))
+        self._check_training = check_training
+        self._timings = timings
         self._seed: dict[str, Any] | None = None
         self._session: Session | None = None
         self._closed = False

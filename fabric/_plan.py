@@ -210,10 +210,8 @@ def _parse_accelerator(accelerator: Any) -> Accelerator:
         return next(kind() for kind in ACCELERATORS.values() if kind().is_available())
     chosen = _parse_name("accelerator", accelerator, ACCELERATORS, Accelerator)
     if not chosen.is_available():
-        problem, expected = (
-            "there is none on this machine, or torch was built without it",
-            '"auto" or "cpu"',
-        )
+        problem = "there is none on this machine, or torch was built without it"
+        expected = '"auto" or "cpu"'
         raise ConfigurationError(f"accelerator={chosen.name!r}", problem, expected)
     return chosen
 
@@ -235,9 +233,11 @@ def _parse_name(
         return found if isinstance(found, kind) else found(**(options if key in table else {}))
     names = ["auto", *table, *plugins]
     near = [*get_close_matches(key, names, n=1), "auto"][0]
-    error, problem = ArgumentTypeError, f"this {type(value).__name__} is no {argument}"
+    error = ArgumentTypeError
+    problem = f"this {type(value).__name__} is no {argument}"
     if isinstance(value, str):
-        error, problem = ConfigurationError, f"there is no {argument} of that name"
+        error = ConfigurationError
+        problem = f"there is no {argument} of that name"
     raise error(
         f"{argument}={value!r}",
         problem,
@@ -352,7 +352,8 @@ def _parse_devices(
     own = strategy.parallel_devices
     if not found or (strategy.drives_all_devices and found[1].world_size == 1):
         return own or accelerator.parse_devices(devices)
-    world, maker = found[1], _maker(found)
+    world = found[1]
+    maker = _maker(found)
     if strategy.drives_all_devices or (
         isinstance(strategy, SingleDeviceStrategy) and world.world_size > 1
     ):
@@ -365,7 +366,8 @@ def _parse_devices(
         )
     processes = world.local_world_size
     if devices == "auto":  # and not the strategy's own
-        devices, count = processes, accelerator.device_count()
+        devices = processes
+        count = accelerator.device_count()
         if (
             accelerator.name != "cpu" and count == 1
         ):  # a scheduler that shows each process its own device only

@@ -172,10 +172,11 @@ def datasets_iterated_in_full() -> list[str]:
 
     torch exports neither the type of the iterators nor what they have. This goes through all objects of the process.
     """
-    whole, kind = (data.SequentialSampler, data.RandomSampler), dataloader._BaseDataLoaderIter
+    whole = (data.SequentialSampler, data.RandomSampler)
+    kind = dataloader._BaseDataLoaderIter
     iterators: list[Any] = [each for each in gc.get_objects() if issubclass(type(each), kind)]
     orders = (
-        (each, getattr(each, "_index_sampler", None)) for each in iterators
+        (iterator, getattr(iterator, "_index_sampler", None)) for iterator in iterators
     )  # none while it is being made
     return [
         type(each._dataset).__name__
@@ -221,7 +222,8 @@ def share_accumulation_hooks(source: Tensor, target: Tensor) -> None:
 
 def operations_behind(loss: Tensor) -> Iterator[int]:
     """The operations in the graph behind ``loss``, by their numbers in the count of :data:`operations_recorded`."""
-    seen, waiting = {None}, list[Any]([loss.grad_fn])
+    seen = {None}
+    waiting = list[Any]([loss.grad_fn])
     while waiting:
         if (node := waiting.pop()) not in seen:
             yield node._sequence_nr()
@@ -427,8 +429,10 @@ def profiled(device: torch.device, found: list[tuple[str, int, int]]) -> Iterato
         yield
     finally:
         events = [
-            each for each in torchs._disable_profiler().events() if _COLLECTIVES.match(each.name())
+            event
+            for event in torchs._disable_profiler().events()
+            if _COLLECTIVES.match(event.name())
         ]
         found += [
-            (each.name().partition("(")[0], each.start_ns(), each.end_ns()) for each in events
+            (event.name().partition("(")[0], event.start_ns(), event.end_ns()) for event in events
         ]

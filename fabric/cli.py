@@ -248,7 +248,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     sys.path.insert(0, os.getcwd())
     try:
-        build, module = resolve_name(options.build), import_module(options.build.partition(":")[0])
+        build = resolve_name(options.build)
+        module = import_module(options.build.partition(":")[0])
         step = getattr(module, options.step)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(
@@ -321,7 +322,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _late_option(options: argparse.Namespace, name: str) -> str | None:
     """An option of this command that follows the script, which has none of that name as far as its text shows."""
-    script, option = Path(options.script), f"--{name.replace('_', '[-_]')}"
+    script = Path(options.script)
+    option = f"--{name.replace('_', '[-_]')}"
     found = re.search(rf"(?m)^{option}[=\n](-?[^-\n].*)", "\n".join(options.arguments))
     text = script.read_text(errors="replace") if script.is_file() else ""
     return found[1] if found and not re.search(f"[\"']{option}[\"']", text) else None
@@ -332,8 +334,10 @@ def _worlds(options: argparse.Namespace) -> list[World]:
 
     All is checked before any process starts: the script, the nodes, and the options as the script's ``Fabric()`` will.
     """
-    script, error = options.script, options.parser.error
-    nodes, node = options.num_nodes or 1, options.node_rank
+    script = options.script
+    error = options.parser.error
+    nodes = options.num_nodes or 1
+    node = options.node_rank
     # The rest of its name is looked for by the ranks: to find that is to run its packages.
     package = script.partition(".")[0]
     if options.module and not (find_spec(package) or PathFinder.find_spec(package, [os.getcwd()])):

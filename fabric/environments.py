@@ -61,7 +61,8 @@ _RANGE = re.compile(r"\[([0-9]+)[0-9,-]*\]")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 
 # Below 32768, where Linux begins to hand out ports for outgoing connections, and above most registered services.
-_FIRST_PORT, _PORTS = 10_000, 20_000
+_FIRST_PORT = 10_000
+_PORTS = 20_000
 
 _Names = tuple[
     str, ...
@@ -88,7 +89,9 @@ class _Launcher:
         if rank is None:
             return None
         world_size = self._require(env, self._world_size)
-        local_rank, node_rank, local_world_size = 0, 0, 1
+        local_rank = 0
+        node_rank = 0
+        local_world_size = 1
         if world_size > 1:
             local_rank = self._require(env, self._local_rank)
             node_rank = self._require(env, self._node_rank) if self._node_rank else None

@@ -47,12 +47,10 @@ class FabricError(Exception):
         self, request: str, problem: str = "", expected: str = "", suggestion: str = ""
     ) -> None:
         # OSError keeps only two of its arguments, and FileNotFoundError is one: the four live in attributes of ours.
-        self.request, self.problem, self.expected, self.suggestion = (
-            request,
-            problem,
-            expected,
-            suggestion,
-        )
+        self.request = request
+        self.problem = problem
+        self.expected = expected
+        self.suggestion = suggestion
         Exception.__init__(self, request, problem, expected, suggestion)
 
     def __str__(self) -> str:
@@ -113,7 +111,9 @@ class RankFailedError(FabricError, RuntimeError):
         traceback: str = "",
         problem: str = "",
     ) -> None:
-        self.rank, self.exit_code, self.traceback = rank, exit_code, traceback
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
         FabricError.__init__(self, request, problem)
 
     def __str__(self) -> str:

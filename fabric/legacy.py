@@ -316,8 +316,10 @@ class DDPFullyShardedNativeStrategy(_OlderMethods, FSDPStrategy):
             **options,
         )
 
-    training_step, validation_step = _step("training_step"), _step("validation_step")
-    test_step, predict_step = _step("test_step"), _step("predict_step")
+    training_step = _step("training_step")
+    validation_step = _step("validation_step")
+    test_step = _step("test_step")
+    predict_step = _step("predict_step")
 
 
 def _deprecated(older: str, modern: str) -> None:

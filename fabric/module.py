@@ -190,16 +190,14 @@ class FabricModule(nn.Module):
 
     def _bind_forward(self) -> None:
         """Have the forward pass cast to the dtypes that the parameters have now."""
-        contract, precision, forward = (
-            self._fabric_contract,
-            self._fabric_precision,
-            self._fabric_prepared,
-        )
+        contract = self._fabric_contract
+        precision = self._fabric_precision
+        forward = self._fabric_prepared
         if contract is None or not contract.casts:
             dtypes = {
-                each.dtype
-                for each in self._fabric_original.parameters()
-                if each.is_floating_point()
+                parameter.dtype
+                for parameter in self._fabric_original.parameters()
+                if parameter.is_floating_point()
             }
             if precision.compute_dtype is not None:
                 forward = _mixed_forward(forward, precision, self._fabric_device.type)
@@ -227,7 +225,8 @@ def _delegate(name: str) -> Callable[..., Any]:
             self._bind_forward()
         return self if result is self._fabric_original else result
 
-    method.__name__, method.__doc__ = name, getattr(nn.Module, name).__doc__
+    method.__name__ = name
+    method.__doc__ = getattr(nn.Module, name).__doc__
     return method
 
 
@@ -248,7 +247,8 @@ def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
 
 
 def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> Forward:
-    compute_dtype, output_dtype = precision.compute_dtype, precision.output_dtype
+    compute_dtype = precision.compute_dtype
+    output_dtype = precision.output_dtype
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, dtype=compute_dtype):

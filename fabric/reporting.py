@@ -159,13 +159,17 @@ class Progress(Generic[T]):
         is_live = is_notebook or (stream.isatty() and os.environ.get("TERM") != "dumb")
         width = 100 if is_notebook else shutil.get_terminal_size().columns - 1
         start = shown = monotonic()
-        own, samples, line = 0, 0, ""
+        own = 0
+        samples = 0
+        line = ""
         try:
             for batch in self.batches:
                 yield batch
-                own, samples = own + 1, samples + _samples(batch)
+                own = own + 1
+                samples = samples + _samples(batch)
                 if monotonic() - shown > (0.2 if is_live else 30):
-                    shown, before = monotonic(), len(line)
+                    shown = monotonic()
+                    before = len(line)
                     line = self._line(own, samples, shown - start)[: width if is_live else None]
                     text, after = (f"\r{line:{before}}", "") if is_live else (line, "\n")
                     print(text, end=after, file=stream, flush=True)

@@ -108,7 +108,8 @@ class Runtime:
                 utilities.rank_zero_only.rank = self.world.rank
         if communicator is None and not self.connected:
             return
-        rank, size = self.world.rank, self.world.world_size
+        rank = self.world.rank
+        size = self.world.world_size
         with announced_wait(rank, size, self.watchdog):
             shared = store or self._connect()
         self.store = JobStore(shared, rank, size)
@@ -124,7 +125,8 @@ class Runtime:
             self.reporter = HangReporter(
                 JobStore(own, rank, size), self.watchdog, self.timeout, is_asynchronous
             )
-            reporter, self.recorder = self.reporter, self.reporter.recorder
+            reporter = self.reporter
+            self.recorder = self.reporter.recorder
             self._closers.callback(reporter.close)
             reporter.start()
         if self.check_collectives:
@@ -134,10 +136,8 @@ class Runtime:
             checker = CollectiveChecker(
                 dist.PrefixStore("checks", shared), rank, size, self.timeout
             )
-            self.recorder.checks, self.recorder.phase_checks = (
-                (checker.check,),
-                (checker.check_phase,),
-            )
+            self.recorder.checks = (checker.check,)
+            self.recorder.phase_checks = (checker.check_phase,)
             self._closers.callback(checker.close)
         self.communicator = RecordedCommunicator(self.communicator, self.recorder)
 
@@ -168,7 +168,8 @@ class Runtime:
 
     def node_communicator(self) -> Communicator:
         """All processes of this node. Collective when first called on several nodes."""
-        communicator, world = self.communicator, self.world
+        communicator = self.communicator
+        world = self.world
         if self._node_group is None and world.num_nodes > 1:
             nodes = communicator.gather_objects(world.node_rank)
             ranks = (
@@ -234,7 +235,8 @@ class Runtime:
         return owns_group and not self._users and dist.is_initialized()
 
     def _connect(self) -> dist.Store:
-        world, is_connected = self.world, dist.is_initialized()
+        world = self.world
+        is_connected = dist.is_initialized()
         if is_connected and (dist.get_rank(), dist.get_world_size()) != (
             world.rank,
             world.world_size,

@@ -29,7 +29,9 @@ class JobStore:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self.rank, self.size = store, rank, size
+        self._store = store
+        self.rank = rank
+        self.size = size
         self._present: set[str] = set()
 
     def from_rank0(self, key: str, value: bytes) -> bytes:
@@ -73,7 +75,8 @@ class JobStore:
 
     def read(self, topic: str, ranks: Iterable[int], seconds: float = 0.0) -> dict[int, Any]:
         """The values that these ranks have published, waiting up to ``seconds``; leaves out ranks without one."""
-        keys, deadline = {rank: f"{topic}/{rank}" for rank in ranks}, time.monotonic() + seconds
+        keys = {rank: f"{topic}/{rank}" for rank in ranks}
+        deadline = time.monotonic() + seconds
         while missing := {*keys.values()} - self._present:
             self._present |= {key for key in missing if self._store.check([key])}
             if time.monotonic() >= deadline:
@@ -85,7 +88,9 @@ class JobStore:
 
     def close(self) -> None:
         """Release the connection, even if others hold this object; afterwards it is the store of a single rank."""
-        self._store, self.rank, self.size = dist.HashStore(), 0, 1
+        self._store = dist.HashStore()
+        self.rank = 0
+        self.size = 1
         self._present.clear()
 
 
@@ -125,13 +130,15 @@ def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return str(store.add(f"fabric/runtime/{world.rank}", 1))
-    jobs, own = JobStore(store, world.rank, world.world_size), uuid.uuid4().hex
+    jobs = JobStore(store, world.rank, world.world_size)
+    own = uuid.uuid4().hex
     if world.rank:
         jobs.publish("fabric/name", own)
         first = store.get(own).decode()
         jobs.publish(first, own)
         return first
-    missing, deadline = {*range(1, world.world_size)}, time.monotonic() + timeout.total_seconds()
+    missing = {*range(1, world.world_size)}
+    deadline = time.monotonic() + timeout.total_seconds()
     while missing:
         for name in jobs.read("fabric/name", missing).values():
             jobs.set(name, own)

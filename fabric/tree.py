@@ -96,7 +96,8 @@ def outline(structure: Structure) -> str:
     """The keys of a structure as text, equal on all ranks with this structure; fast if all keys are strings."""
     if structure is None:
         return ""
-    keys, inner = structure.keys, structure.children
+    keys = structure.keys
+    inner = structure.children
     texts = _STRINGS.issuperset(map(type, keys))
     own = (
         ", ".join(keys)
@@ -266,25 +267,22 @@ def _copy_with(
 def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     """Raise a ConfigurationError that names the leaf, for a tensor without dense local values."""
     if tensor.is_meta:
-        problem, suggestion = (
-            "on the meta device and has no values",
-            "module.to_empty(device=fabric.device)",
-        )
+        problem = "on the meta device and has no values"
+        suggestion = "module.to_empty(device=fabric.device)"
     elif tensor.is_nested or tensor.is_quantized:
         problem = "nested" if tensor.is_nested else "quantized"
         suggestion = (
             "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
         )
     elif tensor.layout is not torch.strided:
-        problem, suggestion = f"laid out as {tensor.layout}", "x.to_dense()"
+        problem = f"laid out as {tensor.layout}"
+        suggestion = "x.to_dense()"
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
         problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
     elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
-        problem, suggestion = (
-            "sharded over ranks already (a DTensor)",
-            "x.full_tensor(), or x.to_local()",
-        )
+        problem = "sharded over ranks already (a DTensor)"
+        suggestion = "x.full_tensor(), or x.to_local()"
     else:
         return
     raise ConfigurationError(

@@ -78,7 +78,8 @@ class World:
         Raises:
             ConfigurationError: a variable is not an integer, or they contradict each other.
         """
-        rank, world_size = read_integer(env, "RANK"), read_integer(env, "WORLD_SIZE")
+        rank = read_integer(env, "RANK")
+        world_size = read_integer(env, "WORLD_SIZE")
         if rank is None or world_size is None:
             return None
         local_world_size = read_integer(env, "LOCAL_WORLD_SIZE")

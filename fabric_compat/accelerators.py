@@ -8,7 +8,8 @@ import torch
 from fabric.accelerators import Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator
 from fabric_compat.missing import missing
 
-num_cuda_devices, is_cuda_available = torch.cuda.device_count, torch.cuda.is_available
+num_cuda_devices = torch.cuda.device_count
+is_cuda_available = torch.cuda.is_available
 
 
 __getattr__ = partial(missing, __name__)

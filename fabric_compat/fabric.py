@@ -84,7 +84,8 @@ class Fabric(_Fabric):
         kind = type(self.strategy)
         self.strategy.__class__ = vars(strategies).get(kind.__name__, kind)  # that a name stood for
         self._launched = False
-        self._strategy, self._precision = self.strategy, precision_object(self.precision)
+        self._strategy = self.strategy
+        self._precision = precision_object(self.precision)
 
     @property
     def device(self) -> torch.device:
@@ -96,7 +97,8 @@ class Fabric(_Fabric):
 
     def launch(self, *function_and_args: Any, **kwargs: Any) -> Any:
         """Start the processes; a second call without a function does nothing."""
-        has_launched, self._launched = self._launched, True
+        has_launched = self._launched
+        self._launched = True
         return (
             None
             if has_launched and not function_and_args
@@ -118,7 +120,8 @@ class Fabric(_Fabric):
         )
         if model is None:
             session.check_setup(
-                module, [each for each in optimizers if each not in session.optimizers]
+                module,
+                [optimizer for optimizer in optimizers if optimizer not in session.optimizers],
             )
             model = session.setup_module(module, move_to_device)
             object.__setattr__(model, "__class__", _FabricModule)
@@ -193,7 +196,8 @@ class Fabric(_Fabric):
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce tensors in place, and return them; numbers as tensors."""
-        data, name = convert_to_tensors(data, self.device), name_of_reduction(reduce_op)
+        data = convert_to_tensors(data, self.device)
+        name = name_of_reduction(reduce_op)
         tensors = [each for each in flatten(data)[0] if isinstance(each, Tensor)]
         if name == "mean":  # that of integers is cut off
             tensors = [

@@ -15,7 +15,9 @@ from fabric import loggers as ours
 class Logger(ABC):
     """What fabric logs to, for subclasses of the user; they have ``name`` and ``version``, too."""
 
-    group_separator, root_dir, log_dir = "/", None, None
+    group_separator = "/"
+    root_dir = None
+    log_dir = None
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
@@ -51,12 +53,10 @@ class _FileLogger(Logger):
         self, root_dir: Any, name: str | None = "lightning_logs", version: Any = None, prefix: str = "",
         sub_dir: str | None = None, **_: Any,
     ) -> None:  # fmt: skip
-        self.root_dir, self.name, self._version, self._prefix = (
-            os.fspath(root_dir),
-            name or "",
-            version,
-            prefix,
-        )
+        self.root_dir = os.fspath(root_dir)
+        self.name = name or ""
+        self._version = version
+        self._prefix = prefix
         self._sub_dir = sub_dir or ""
 
     @property

@@ -190,7 +190,9 @@ class AsEnvironment:
     """A :class:`ClusterEnvironment` as an environment of ours."""
 
     def __init__(self, cluster: ClusterEnvironment, devices: int, num_nodes: int) -> None:
-        self._cluster, self._size, self._devices = cluster, devices * num_nodes, devices
+        self._cluster = cluster
+        self._size = devices * num_nodes
+        self._devices = devices
         self.name = type(cluster).__name__
 
     def detect(self, env: Mapping[str, str]) -> World | None:
@@ -199,7 +201,8 @@ class AsEnvironment:
         cluster = self._cluster
         if not cluster.creates_processes_externally:
             return None
-        local, node = cluster.local_rank(), cluster.node_rank()
+        local = cluster.local_rank()
+        node = cluster.node_rank()
         cluster.set_world_size(self._size)
         cluster.set_global_rank(node * self._devices + local)
         return World(
@@ -335,7 +338,8 @@ class Collective:
 class SingleDeviceCollective(Collective):
     """The identity, for one process."""
 
-    rank, world_size = 0, 1
+    rank = 0
+    world_size = 1
 
     def _same(self, tensor: Any = None, *_: Any, **__: Any) -> Any:
         return tensor
@@ -357,11 +361,10 @@ class SingleDeviceCollective(Collective):
 class TorchCollective(Collective):
     """``torch.distributed`` over a group; the whole job without :meth:`create_group`."""
 
-    is_available, is_initialized = (
-        staticmethod(dist.is_available),
-        staticmethod(dist.is_initialized),
-    )
-    init_group, new_group = staticmethod(dist.init_process_group), staticmethod(dist.new_group)
+    is_available = staticmethod(dist.is_available)
+    is_initialized = staticmethod(dist.is_initialized)
+    init_group = staticmethod(dist.init_process_group)
+    new_group = staticmethod(dist.new_group)
 
     @property
     def group(self) -> Any:
@@ -399,10 +402,8 @@ def _of_torch(name: str, result: int) -> Any:
             function(*given.args, **given.kwargs)
         return None if "barrier" in name else [*given.arguments.values()][result]
 
-    method.__name__, method.__doc__ = (
-        name,
-        f"``torch.distributed.{name}`` over the group; returns what it has filled.",
-    )
+    method.__name__ = name
+    method.__doc__ = f"``torch.distributed.{name}`` over the group; returns what it has filled."
     return method
 
 

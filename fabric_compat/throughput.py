@@ -31,11 +31,9 @@ class Throughput:
             raise ValueError(
                 f"world_size={world_size} is at least 1, and window_size={window_size} at least 2"
             )
-        self.available_flops, self.world_size, self.separator = (
-            available_flops,
-            world_size,
-            separator,
-        )
+        self.available_flops = available_flops
+        self.world_size = world_size
+        self.separator = separator
         self._window: dict[str, deque[float]] = {}
         self._size = window_size
 
@@ -110,7 +108,8 @@ class ThroughputMonitor(Throughput):
     def __init__(self, fabric: Any, **kwargs: Any) -> None:
         dtype = fabric.precision.compute_dtype or fabric.precision.param_dtype or torch.float32
         super().__init__(get_available_flops(fabric.device, dtype), fabric.world_size, **kwargs)
-        self._fabric, self.step = fabric, -1
+        self._fabric = fabric
+        self.step = -1
 
     def compute_and_log(self, step: int | None = None, **kwargs: Any) -> dict[str, Any]:
         """Log :meth:`compute`, at ``step`` or the next."""

@@ -55,7 +55,8 @@ _DEVICE = torch.device | str | int
 _MAP_LOCATION_TYPE = torch.device | str | Callable[..., Any] | dict[str, str] | None
 _PARAMETERS = Iterator[nn.Parameter]
 group = dist.group
-_IS_WINDOWS, _IS_INTERACTIVE = sys.platform == "win32", is_interactive()
+_IS_WINDOWS = sys.platform == "win32"
+_IS_INTERACTIVE = is_interactive()
 
 
 Optimizable = Steppable = Optimizer

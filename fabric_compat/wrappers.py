@@ -28,12 +28,12 @@ class _FabricModule(FabricModule):
 
     @property
     def device(self) -> torch.device:
-        return next((each.device for each in self.parameters()), self._fabric_device)
+        return next((parameter.device for parameter in self.parameters()), self._fabric_device)
 
     @property
     def dtype(self) -> torch.dtype:
         return next(
-            (each.dtype for each in self.parameters() if each.is_floating_point()),
+            (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point()),
             torch.get_default_dtype(),
         )
 

@@ -10,7 +10,8 @@ class ResumableStream(IterableDataset[int]):
     """An iterable dataset that knows where it is."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.at = n, 0
+        self.n = n
+        self.at = 0
 
     def __iter__(self) -> Iterator[int]:
         while self.at < self.n:

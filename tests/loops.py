@@ -102,7 +102,8 @@ def fabric_loop(fabric: Fabric, dtype: torch.dtype, accumulation: int) -> Record
     plain_model, plain_optimizer = make_model(dtype)
     model, optimizer = fabric.setup(plain_model, plain_optimizer)
     record = Record([], 0.0, [], [])
-    rank, size = fabric.global_rank, fabric.world_size
+    rank = fabric.global_rank
+    size = fabric.world_size
     for x, y in batches(dtype):
         total = 0.0
         for index, (part_x, part_y) in enumerate(

@@ -30,7 +30,8 @@ class Noisy(Dataset[Any]):
     """Counts what is loaded from it, and augments with the global stream."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.loaded = n, 0
+        self.n = n
+        self.loaded = 0
 
     def __len__(self) -> int:
         return self.n
@@ -209,7 +210,8 @@ def test_a_save_inside_a_window_is_an_error_and_fine_wherever_none_is_open(
 
 
 def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
-    rank, world = fabric.global_rank, fabric.world_size
+    rank = fabric.global_rank
+    world = fabric.world_size
     # Loaders of different kinds, whose ranks have the same number of batches.
     sampler = DistributedSampler(range(9), world, rank)
     kinds = [
@@ -218,7 +220,7 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
         DataLoader(range(9), 2, sampler=sampler),
     ]
     kinds.append(DataLoader(range(9), sampler=Unsized()))
-    lasts = [ends(fabric, each, 2) for each in kinds]
+    lasts = [ends(fabric, kind, 2) for kind in kinds]
     # Of loaders that may have different ones nothing is fetched.
     refused = [
         outcome(lambda each=each: ends(fabric, each, 2, use_distributed_sampler=False))
@@ -227,7 +229,8 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
     model = nn.Linear(1, 1)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = fabric.setup_dataloaders(DataLoader(torch.arange(9.0).reshape(9, 1)))
-    syncs, saves = [], []
+    syncs = []
+    saves = []
     for batch, last in fabric.accumulate(loader, 2):
         with fabric.no_backward_sync(model, enabled=not last):
             fabric.backward(model(batch).sum())
@@ -241,7 +244,7 @@ def in_ranks(fabric: Fabric, folder: str) -> tuple[Any, ...]:
     return (
         lasts,
         refused,
-        [all(bool((one[0] == one[1]).all()) for one in each) for each in syncs],
+        [all(bool((one[0] == one[1]).all()) for one in sync) for sync in syncs],
         [save[:15] for save in saves],
     )
 

@@ -71,7 +71,8 @@ class Rank:
     """The checks of one rank, without a communicator."""
 
     def __init__(self, store, rank, size, timeout=SHORT):
-        self.checker, self.counts = CollectiveChecker(store, rank, size, timeout), Counter()
+        self.checker = CollectiveChecker(store, rank, size, timeout)
+        self.counts = Counter()
 
     def barrier(self, group, members, name="x"):
         self.counts[group] += 1
@@ -82,7 +83,8 @@ class Rank:
 
 def errors_of_ranks(schedules):
     """Run schedules of (members, label), one for each rank, in threads; what each rank raised, or None."""
-    store, raised = dist.HashStore(), [None] * len(schedules)
+    store = dist.HashStore()
+    raised = [None] * len(schedules)
 
     def run(rank):
         own = Rank(store, rank, len(schedules))
@@ -133,7 +135,8 @@ def test_agreeing_schedules_of_random_groups_never_raise():
 
 
 def test_exactly_the_ranks_that_would_wait_forever_raise():
-    rng, found = random.Random(1), 0
+    rng = random.Random(1)
+    found = 0
     for _ in range(60):
         schedules = random_schedules(rng, size=rng.randint(2, 4), length=12)
         one = rng.choice([schedule for schedule in schedules if len(schedule) > 1])
@@ -149,7 +152,8 @@ def test_exactly_the_ranks_that_would_wait_forever_raise():
 def test_threads_of_a_rank_may_wait_in_groups_of_their_own():
     schedule = [("training", (0, 1)), ("saving", (0, 1))] * 20
     store = dist.HashStore()
-    both, one_by_one = Rank(store, 0, 2), Rank(store, 1, 2)
+    both = Rank(store, 0, 2)
+    one_by_one = Rank(store, 1, 2)
     threads = [
         threading.Thread(
             target=lambda rank=rank, calls=calls: [rank.barrier(*one) for one in calls], daemon=True
@@ -190,7 +194,8 @@ def test_a_rank_that_only_computes_is_named_at_the_timeout():
 
 def test_a_store_that_is_gone_is_an_error_and_no_wait():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port, server = listener.getsockname()[1], listener.detach()
+        port = listener.getsockname()[1]
+        server = listener.detach()
     host = dist.TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server
     )
@@ -333,7 +338,8 @@ MISMATCHES = {
 
 def each_mismatch(fabric):
     plain = fabric.strategy.runtime.communicator
-    results, text = {}, ""
+    results = {}
+    text = ""
     for name, (odd, others, _) in MISMATCHES.items():
         checker = CollectiveChecker(
             dist.PrefixStore(name, default_store()), plain.rank, plain.size, SHORT
@@ -412,7 +418,8 @@ def test_a_rank_that_returned_is_named_by_those_that_wait():
 
 def agreeing_calls(fabric, folder):
     """What programs do: collectives of the job, of groups of both kinds, checkpoints, training."""
-    rank, world = fabric.global_rank, fabric.strategy.runtime.communicator
+    rank = fabric.global_rank
+    world = fabric.strategy.runtime.communicator
     every_collective(world)
     groups = [world.new_group([0, 1]), world.new_group([1, 2])]
     for count, group in enumerate(groups):
@@ -463,7 +470,8 @@ def test_off_nothing_is_compared(checks, kinds):
     assert run_in_ranks(kinds_of_checks, check_collectives=checks) == [kinds] * 2
 
 
-OFF, ON = (None, "", "0", "false", "no", "off", "OFF "), ("1", "true", "yes", "on", "all")
+OFF = (None, "", "0", "false", "no", "off", "OFF ")
+ON = ("1", "true", "yes", "on", "all")
 
 
 @pytest.mark.parametrize(

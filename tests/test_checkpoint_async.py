@@ -182,7 +182,8 @@ def test_a_script_that_just_ends_finishes_its_save_and_tells_what_goes_wrong(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "file").touch()
-    good, bad = tmp_path / "state.pt", tmp_path / "file" / "state.pt"
+    good = tmp_path / "state.pt"
+    bad = tmp_path / "file" / "state.pt"
     for paths, code, texts in (
         ((good, good), 0, []),
         ((good, bad), 120, ["CheckpointError", "it could not be written"]),
@@ -260,7 +261,8 @@ def errors_in_ranks(fabric: Fabric, folder: Path) -> list[str]:
     texts = []
     fabric.save(folder / "s.pt", {"step": 1})
     model = fabric.setup(Net())
-    state, choice = {"model": model}, {"model": keep}
+    state = {"model": model}
+    choice = {"model": keep}
     texts.append(outcome(lambda: fabric.save(folder / "s.pt", state, filter=choice, async_=True)))
     pending = fail(fabric, folder)
     # One rank learns of it from the handle, and the other from the next call: still both of them raise there.

@@ -289,7 +289,7 @@ def fall_back(fabric: Fabric, folder: Path) -> dict[str, Any]:
     found["after"] = step_of(checkpoints.latest), step_of(checkpoints.best)
     found["file"] = (folder / "latest").read_text()
     other = {"model": fabric.setup(nn.Linear(64, 64)), "step": -1}
-    before = [each.clone() for each in other["model"].state_dict().values()]
+    before = [value.clone() for value in other["model"].state_dict().values()]
     found["misfit"] = outcome(lambda: checkpoints.restore(other))
     found["unchanged"] = other["step"] == -1 and all(
         map(torch.equal, before, other["model"].state_dict().values())
@@ -325,7 +325,8 @@ def test_a_damaged_checkpoint_is_passed_over_by_all_ranks(strategy: str, tmp_pat
 
 
 def refuse(fabric: Fabric, folder: Path) -> dict[str, str]:
-    rank, bare = fabric.global_rank, folder / "bare"
+    rank = fabric.global_rank
+    bare = folder / "bare"
     bare.write_text("a file")
     checkpoints = fabric.checkpoints(folder / "run", best=BEST)
 

@@ -203,11 +203,13 @@ def test_tied_tensors_load_into_separate_ones(tmp_path):
     class Two(nn.Module):
         def __init__(self, tied: bool) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.a = nn.Linear(2, 2)
+            self.b = nn.Linear(2, 2)
             if tied:
                 self.b.weight = self.a.weight
 
-    tied, separate = Two(True), Two(False)
+    tied = Two(True)
+    separate = Two(False)
     strategy = {
         "strategy": "single_device",
         "accelerator": "cpu",
@@ -313,7 +315,8 @@ def test_d18_two_ranks_save_and_load_without_numpy(path, tmp_path):
 def test_a_flipped_bit_anywhere_is_an_error_or_harmless(path, state):
     io.save(state, path)
     for file in path.iterdir():
-        content, noticed = file.read_bytes(), 0
+        content = file.read_bytes()
+        noticed = 0
         positions = range(0, len(content), max(1, len(content) // 60))
         for position in positions:
             changed = bytearray(content)
@@ -591,7 +594,8 @@ def test_what_another_living_process_is_writing_is_left_alone(path, state):
 @pytest.mark.parametrize("content", ["", '{"format": "torch-fa', '{"weight_map": {}}', "[1]"])
 def test_an_index_that_is_damaged_or_somebody_elses_is_not_replaced(path, state, content):
     io.save(state, path)
-    index, before = (path / "index.json").read_text(), files(path)
+    index = (path / "index.json").read_text()
+    before = files(path)
     (path / "index.json").write_text(content)
     for action in (lambda: io.save({"x": torch.ones(1)}, path), lambda: io.remove(path)):
         with pytest.raises(CheckpointError, match=r"damaged|replaced"):
@@ -802,7 +806,8 @@ class TwoPieces(Tensor):
         return Tensor._make_subclass(cls, rows)
 
     def pieces(self) -> list[tuple[list[int], Tensor]]:
-        rows, start = self.as_subclass(Tensor), 2 * torch.distributed.get_rank()
+        rows = self.as_subclass(Tensor)
+        start = 2 * torch.distributed.get_rank()
         return [([start, 0], rows[:2]), ([start + 4, 0], rows[2:])]
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -828,7 +833,8 @@ def save_pieces(fabric: Fabric, path: Path) -> bool:
         return {"table": DTensor.from_local(local, mesh, [Shard(0)], run_check=False)}
 
     io.save(state(rows), path, communicator(fabric))
-    into, stored = state(torch.zeros(4, 3)), io.open(path, communicator(fabric))
+    into = state(torch.zeros(4, 3))
+    stored = io.open(path, communicator(fabric))
     stored.prepare(into).fill()
     return torch.equal(into["table"].to_local().as_subclass(Tensor), rows)
 
@@ -845,8 +851,11 @@ class Counting(Communicator):
     """Notes what passes through another communicator on this rank: each operation, with its bytes."""
 
     def __init__(self, inner: Communicator) -> None:
-        self.inner, self.calls = inner, Counter[str]()
-        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        self.inner = inner
+        self.calls = Counter[str]()
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
 
     def run(self, collective: Collective) -> Any:
         sent = collective.buffer

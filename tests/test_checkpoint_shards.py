@@ -47,7 +47,8 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def pair(fabric: Fabric, seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    generator, first = Net(), Net()
+    generator = Net()
+    first = Net()
     critic = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
     fast = torch.optim.AdamW(generator.parameters(), lr=0.1)
     slow = torch.optim.SGD(critic.parameters(), lr=0.1, momentum=0.9)
@@ -250,7 +251,9 @@ class Stubborn:
 def refusals(fabric: Fabric, folder: Path) -> tuple[dict[str, str], bool]:
     first = fabric.global_rank == 0
     torch.manual_seed(1)
-    wide, other, model = fabric.setup(deep(6)), fabric.setup(Net()), fabric.setup(deep(4))
+    wide = fabric.setup(deep(6))
+    other = fabric.setup(Net())
+    model = fabric.setup(deep(4))
     fabric.save(folder / "wide", {"model": wide})
     fabric.save(folder / "net", {"model": other})
     fabric.save(folder / "damaged", {"model": wide, "stubborn": Stubborn()})

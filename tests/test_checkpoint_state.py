@@ -32,7 +32,8 @@ class Counter:
     """A user's object with a state of its own."""
 
     def __init__(self, value=0, broken=False):
-        self.value, self.broken = value, broken
+        self.value = value
+        self.broken = broken
 
     def state_dict(self):
         return {"value": self.value}
@@ -111,14 +112,16 @@ def assert_same(one, other):
 
 
 def test_everything_comes_back_bit_for_bit(tmp_path):
-    original, restored = trained(), fresh()
+    original = trained()
+    restored = fresh()
     rest = load(through_a_file(save(original), tmp_path), restored)
     assert rest == {}
     assert_same(save(restored), save(original))
 
 
 def test_a_restored_run_goes_on_like_the_original(tmp_path):
-    original, restored = trained(), fresh()
+    original = trained()
+    restored = fresh()
     load(through_a_file(save(original), tmp_path), restored)
     batch = torch.randn(8, 3)
     for state in (original, restored):

@@ -41,7 +41,8 @@ def clip(model, **options):
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 0.5, 3, math.inf])
 @pytest.mark.parametrize("max_norm", [1e-3, 1.0, 1e6])
 def test_clipping_by_norm_equals_torch(dtype, norm_type, max_norm):
-    ours, theirs = model_with_gradients(dtype), model_with_gradients(dtype)
+    ours = model_with_gradients(dtype)
+    theirs = model_with_gradients(dtype)
     norm = clip(ours, max_norm=max_norm, norm_type=norm_type)
     expected = nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
     assert torch.equal(norm, expected)
@@ -51,7 +52,8 @@ def test_clipping_by_norm_equals_torch(dtype, norm_type, max_norm):
 
 @pytest.mark.parametrize("clip_val", [1e-3, 0.5, 100])
 def test_clipping_by_value_equals_torch_and_returns_the_norm(clip_val):
-    ours, theirs = model_with_gradients(), model_with_gradients()
+    ours = model_with_gradients()
+    theirs = model_with_gradients()
     norm = clip(ours, clip_val=clip_val)
     nn.utils.clip_grad_value_(theirs.parameters(), clip_val)
     assert same(gradients(ours), gradients(theirs))
@@ -75,7 +77,8 @@ def test_gradients_that_are_not_finite_raise_and_stay_as_they_are(value, limit):
 
 
 def test_gradients_that_are_not_finite_can_be_clipped_as_torch_does():
-    ours, theirs = model_with_gradients(), model_with_gradients()
+    ours = model_with_gradients()
+    theirs = model_with_gradients()
     for model in (ours, theirs):
         next(model.parameters()).grad[0, 0] = math.inf
     assert clip(ours, max_norm=1.0, error_if_nonfinite=False).item() == math.inf

@@ -45,8 +45,11 @@ class Counting(Communicator):
     """Passes everything on, and notes each collective by name and dtype."""
 
     def __init__(self, inner: Communicator) -> None:
-        self.inner, self.calls = inner, []
-        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
+        self.inner = inner
+        self.calls = []
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
 
     def run(self, collective):
         tensor = collective.buffer if isinstance(collective.buffer, torch.Tensor) else None
@@ -95,12 +98,11 @@ def tensors_of(rank, dtype):
 
 def every_dtype(fabric, size):
     for dtype in DTYPES:
-        mine, everyone = (
-            tensors_of(fabric.global_rank, dtype),
-            [tensors_of(rank, dtype) for rank in range(size)],
-        )
+        mine = tensors_of(fabric.global_rank, dtype)
+        everyone = [tensors_of(rank, dtype) for rank in range(size)]
         kept = [tensor.clone() for tensor in mine]
-        gathered, sent = fabric.all_gather(mine), fabric.broadcast(mine, src=size - 1)
+        gathered = fabric.all_gather(mine)
+        sent = fabric.broadcast(mine, src=size - 1)
         for place, tensor in enumerate(mine):
             parts = [one[place].to(torch.complex128) for one in everyone]
             assert gathered[place].dtype is sent[place].dtype is dtype
@@ -376,7 +378,8 @@ def test_a_broadcast_costs_one_object_and_one_collective_per_dtype():
 def purity(fabric):
     ones = torch.ones(4)
     tree = {"a": ones, "b": torch.ones(2, 2).t(), "c": 1, "w": torch.nn.Parameter(torch.ones(2))}
-    before, versions = [ones.clone(), tree["b"].clone()], [ones._version, tree["w"]._version]
+    before = [ones.clone(), tree["b"].clone()]
+    versions = [ones._version, tree["w"]._version]
     results = [
         fabric.all_reduce(tree, reduce_op="sum"),
         fabric.all_gather(tree),
@@ -403,7 +406,8 @@ def test_results_share_nothing_with_arguments_or_each_other():
 
 
 def test_changing_one_result_leaves_the_graph_of_another_alone():
-    a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    a = torch.ones(2, requires_grad=True)
+    b = torch.ones(2, requires_grad=True)
     x, y = all_reduce(local(), [a, b], Reduce.SUM)
     loss = (x * x).sum()
     y.mul_(3)
@@ -412,7 +416,8 @@ def test_changing_one_result_leaves_the_graph_of_another_alone():
 
 
 def test_results_without_dimensions_are_apart_though_they_were_stacked():
-    w, x = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0)
+    w = torch.tensor(2.0, requires_grad=True)
+    x = torch.tensor(3.0)
     first, second = all_reduce(local(), {"a": x, "b": torch.tensor(4.0)}, Reduce.SUM).values()
     loss = w * first
     second.mul_(10)
@@ -508,7 +513,8 @@ def test_min_and_max_take_tensors_that_require_gradients_where_none_is_asked():
 
 
 def sent(fabric):
-    rank, last = fabric.global_rank, fabric.world_size - 1
+    rank = fabric.global_rank
+    last = fabric.world_size - 1
     payload = {
         "step": 3,
         "w": torch.arange(6.0).view(2, 3).t(),

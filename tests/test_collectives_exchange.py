@@ -50,7 +50,8 @@ def rows_of(rank: int, size: int) -> dict[str, Any]:
 
 
 def exchange_rows(fabric: Fabric) -> dict[str, Any]:
-    rank, size = fabric.global_rank, fabric.world_size
+    rank = fabric.global_rank
+    size = fabric.world_size
     mine = rows_of(rank, size)
     results = {op: fabric.reduce_scatter(mine, reduce_op=op) for op in ("sum",)}
     results["all_to_all"] = fabric.all_to_all(mine)
@@ -75,7 +76,8 @@ def test_rows_are_reduced_and_exchanged_exactly(size: int) -> None:
         assert result["sum"]["text"] == result["all_to_all"]["text"] == "kept"
         for name in everyone[0].keys() - {"text"}:
             stacked = torch.stack([one[name] for one in everyone])
-            total, sent = result["sum"][name], result["all_to_all"][name]
+            total = result["sum"][name]
+            sent = result["all_to_all"][name]
             assert total.dtype is sent.dtype is stacked.dtype
             assert torch.equal(total, stacked.sum(0, dtype=stacked.dtype)[rank])
             assert torch.equal(sent, stacked[:, rank])
@@ -216,7 +218,8 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 def any_object(fabric: Fabric, group: Any = None) -> Any:
     communicator = fabric.strategy.communicator(group)
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     last = size - 1
     parts = [part_for(rank) for rank in range(size)]
     mine = fabric.scatter(parts if rank == last else None, src=last, group=group)
@@ -237,7 +240,8 @@ def any_object(fabric: Fabric, group: Any = None) -> Any:
 def pass_round(fabric: Fabric, group: Any = None) -> list[Any]:
     """Every rank sends two messages to each later rank, before it receives."""
     communicator = fabric.strategy.communicator(group)
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     received = [fabric.recv(src, group) for src in range(rank) for _ in range(2)]
     for dst in range(rank + 1, size):
         fabric.send(part_for(dst), dst, group)

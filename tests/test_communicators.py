@@ -55,7 +55,8 @@ def ones_of(op, values):
 
 
 def every_collective(communicator):
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     results = {
         op.name: communicator.all_reduce(ones_of(op, torch.arange(3.0) + rank + 1), op)
         for op in Reduce
@@ -97,7 +98,10 @@ class Forwarding(Communicator):
     """Implements what a communicator has to, and nothing else."""
 
     def __init__(self, inner):
-        self.rank, self.size, self.device, self._inner = inner.rank, inner.size, inner.device, inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
+        self._inner = inner
 
     def run(self, collective):
         return self._inner.run(collective)
@@ -216,7 +220,8 @@ def test_a_wrong_rank_is_refused_on_several_processes():
 def groups(fabric):
     world = fabric.strategy.runtime.communicator
     result = {}
-    left, right = world.new_group([0, 1]), world.new_group([2, 1])
+    left = world.new_group([0, 1])
+    right = world.new_group([2, 1])
     result["member"] = (bool(left), bool(right))
     for name, group in (("left", left), ("right", right)):
         if group:
@@ -261,7 +266,8 @@ def test_groups_are_parts_of_the_job_with_ranks_of_their_own():
 
 def messages(communicator):
     """Rank 0 sends to all others and in a ring, two messages each; dtypes and shapes differ."""
-    rank, size = communicator.rank, communicator.size
+    rank = communicator.rank
+    size = communicator.size
     received = []
     if rank == 0:
         for peer in range(1, size):

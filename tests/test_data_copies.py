@@ -35,7 +35,8 @@ class Streams:
 
     @contextmanager
     def stream(self, stream: "Stream") -> Iterator[None]:
-        before, self.current = self.current, stream.name
+        before = self.current
+        self.current = stream.name
         yield
         self.current = before
 
@@ -81,7 +82,8 @@ class Watched(Tensor):
 
 def watched(streams: Streams, label: str, data: Tensor | None = None) -> Watched:
     tensor = (torch.ones(2) if data is None else data).as_subclass(Watched)
-    tensor.streams, tensor.label = streams, label
+    tensor.streams = streams
+    tensor.label = label
     return tensor
 
 

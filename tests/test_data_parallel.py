@@ -104,7 +104,8 @@ def test_one_device_is_bit_identical_to_the_plain_loop() -> None:
 
 
 def test_gradients_reach_the_input_and_what_made_it(fabric: Fabric) -> None:
-    plain, x = Net().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    plain = Net().double()
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
     model = fabric.setup(copy.deepcopy(plain))
     (expected,) = torch.autograd.grad(plain(2 * x).sum(), x)
     (actual,) = torch.autograd.grad(model(2 * x).sum(), x)
@@ -132,7 +133,8 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_and_parametrized_layers_work(fabric: Fabric) -> None:
-    plain, x = Recurrent().double(), torch.randn(5, 3, 4, dtype=torch.float64)
+    plain = Recurrent().double()
+    x = torch.randn(5, 3, 4, dtype=torch.float64)
     model = fabric.setup(copy.deepcopy(plain))
     torch.testing.assert_close(gradients(model, x), gradients(plain, x))
 
@@ -158,7 +160,8 @@ def seen_by_replicas(devices: int = 2) -> list[Seen]:
         computed = (x @ x.T).dtype
         autocast = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu")
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        grad = torch.is_grad_enabled()
+        inference = torch.is_inference_mode_enabled()
         seen.append(Seen(threading.get_ident(), grad, inference, autocast, dtype, computed))
         together.wait()  # each replica is in a thread of its own, at the same time
         return x
@@ -247,7 +250,9 @@ class Pair(NamedTuple):
 
 
 def test_nested_arguments_are_split_and_others_shared() -> None:
-    x, scale, marker = torch.arange(5), torch.tensor(3.0), object()
+    x = torch.arange(5)
+    scale = torch.tensor(3.0)
+    marker = object()
     parts = parts_of({"x": [x]}, Pair(x, "a"), scale, y=(x, 2), marker=marker, none=None)
     for (args, kwargs), part in zip(parts, x.chunk(2), strict=True):
         assert torch.equal(args[0]["x"][0], part)
@@ -330,7 +335,8 @@ def test_an_error_in_a_replica_is_raised_and_names_it() -> None:
 
 
 def test_buffers_are_those_of_replica_0(fabric: Fabric) -> None:
-    plain, x = nn.BatchNorm1d(4), torch.randn(5, 4)
+    plain = nn.BatchNorm1d(4)
+    x = torch.randn(5, 4)
     model = fabric.setup(copy.deepcopy(plain))
     model(x)
     plain(x[:3])
@@ -360,7 +366,8 @@ def test_an_assigned_buffer_is_kept_and_an_attribute_is_not(fabric: Fabric) -> N
 
 
 def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
-    model, calls = fabric.setup(Net()), []
+    model = fabric.setup(Net())
+    calls = []
     model.register_forward_pre_hook(lambda module, args: calls.append("pre"))
     model.encoder.register_forward_hook(lambda module, args, output: calls.append("forward"))
     model.head.register_full_backward_hook(lambda module, inputs, outputs: calls.append("backward"))
@@ -369,7 +376,8 @@ def test_hooks_run_once_for_each_replica(fabric: Fabric) -> None:
 
 
 def test_a_gradient_hook_runs_once_on_the_sum(fabric: Fabric) -> None:
-    model, sums = fabric.setup(Net()), []
+    model = fabric.setup(Net())
+    sums = []
     model.head.bias.register_post_accumulate_grad_hook(
         lambda parameter: sums.append(parameter.grad.item())
     )
@@ -399,7 +407,8 @@ def test_a_checkpoint_of_two_replicas_loads_on_one_device(fabric: Fabric, tmp_pa
 
 
 def test_a_copy_of_the_model_works(fabric: Fabric) -> None:
-    model, x = fabric.setup(Net()), torch.randn(5, 4)
+    model = fabric.setup(Net())
+    x = torch.randn(5, 4)
     copied = copy.deepcopy(model)
     assert torch.equal(copied(x), model(x))
     copied(x).sum().backward()
@@ -428,7 +437,8 @@ class Noting(Net):
 
 
 def test_a_marked_method_runs_in_each_replica_on_its_part(fabric: Fabric) -> None:
-    plain, x = Noting(), torch.randn(5, 4)
+    plain = Noting()
+    x = torch.randn(5, 4)
     model = fabric.setup(plain)
     model.mark_forward_method("score")
     assert torch.equal(model.score(x), model(x))
@@ -438,7 +448,8 @@ def test_a_marked_method_runs_in_each_replica_on_its_part(fabric: Fabric) -> Non
 
 
 def test_other_methods_run_on_the_root_device_and_are_exact(fabric: Fabric) -> None:
-    plain, x = Net(), torch.randn(5, 4)
+    plain = Net()
+    x = torch.randn(5, 4)
     model = fabric.setup(copy.deepcopy(plain))
     fabric.backward(model.loss(x))
     plain.loss(x).backward()
@@ -554,7 +565,8 @@ def test_a_compiled_module_is_refused_on_several_devices(fabric: Fabric, compile
 
 
 def test_several_nodes_and_devices_named_twice_are_refused() -> None:
-    strategy, gpu = DataParallelStrategy(), torch.device("cuda", 0)
+    strategy = DataParallelStrategy()
+    gpu = torch.device("cuda", 0)
     strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=1)
     with pytest.raises(ConfigurationError, match="2 nodes"):
         strategy.check(accelerator=CPUAccelerator(), devices=(CPU, CPU), num_nodes=2)

@@ -31,7 +31,8 @@ class Counted(Dataset[int]):
     """Counts what is loaded from it."""
 
     def __init__(self, n: int = 23) -> None:
-        self.n, self.loaded = n, 0
+        self.n = n
+        self.loaded = 0
 
     def __len__(self) -> int:
         return self.n
@@ -190,9 +191,11 @@ def test_resuming_loads_no_sample_that_was_received_and_leaves_the_streams_alone
     loader = prepare(LOADERS[kind](Counted()))
     iterator = iter(loader)
     list(itertools.islice(iterator, received))
-    saved, streams = stored(loader.state_dict()), torch.get_rng_state()
+    saved = stored(loader.state_dict())
+    streams = torch.get_rng_state()
     expected = [plain(batch) for batch in iterator]
-    after, data = torch.get_rng_state(), Counted()
+    after = torch.get_rng_state()
+    data = Counted()
     resumed = prepare(LOADERS[kind](data))
     resumed.load_state_dict(saved)
     torch.set_rng_state(streams)
@@ -258,14 +261,16 @@ def test_breaking_out_keeps_the_position_until_the_next_epoch_begins() -> None:
 
 def test_nested_iterations_draw_orders_of_their_own_and_the_last_batch_counts() -> None:
     loader = prepare(LOADERS["shuffled"](Counted()))
-    outer, inner = iter(loader), iter(loader)
+    outer = iter(loader)
+    inner = iter(loader)
     orders = [
         list(itertools.chain.from_iterable(batch.tolist() for batch in each))
         for each in (inner, outer)
     ]
     assert orders[0] != orders[1]
     assert all(sorted(order) == list(range(23)) for order in orders)
-    outer, inner = iter(loader), iter(loader)
+    outer = iter(loader)
+    inner = iter(loader)
     next(outer), next(inner), next(inner), next(outer)
     assert (loader.state_dict()["epoch"], loader.state_dict()["cursor"]) == (2, 8)
 
@@ -347,7 +352,8 @@ class Epochs(Counted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.epoch, self.told = 0, []
+        self.epoch = 0
+        self.told = []
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -381,7 +387,8 @@ class Augmented(Epochs):
 
 def augmented(ranks: int, workers: int, stop: int = 0, saved: Any = None) -> tuple[list[Any], Any]:
     """The samples of all ranks in two epochs, in their order; and the position after ``stop`` batches."""
-    steps, state = [], None
+    steps = []
+    state = None
     for rank in range(ranks):
         data = Augmented()
         order = RandomSampler(data, generator=torch.Generator().manual_seed(5))

@@ -106,7 +106,8 @@ def ranks_of(
     make: Callable[[], DataLoader[Any]], num_replicas: int, diverged: bool, **options: Any
 ) -> list[Any]:
     """All epochs' batches of every rank: ``[rank][epoch][batch]``; with streams that moved apart if ``diverged``."""
-    agree, all_ranks = Rank0(), []
+    agree = Rank0()
+    all_ranks = []
     for rank in range(num_replicas):
         seed(100 + rank if diverged else 100)
         loader = prepare(make(), rank, num_replicas, from_rank0=agree, **options)
@@ -188,7 +189,8 @@ def test_every_rank_gets_len_of_the_loader_many_batches(
 def test_random_streams_end_where_the_plain_loop_leaves_them(
     kind: str, batch_size: int | None, num_replicas: int
 ) -> None:
-    agree, ends = Rank0(), []
+    agree = Rank0()
+    ends = []
     for rank in [*range(num_replicas), None]:
         seed(7)
         loader = make_loader(kind, 12, batch_size, generator=torch.Generator().manual_seed(1))
@@ -221,7 +223,8 @@ def test_one_replica_interleaves_its_drawing_with_the_loop_as_the_plain_loop_doe
 def test_batches_of_a_batch_sampler_are_sharded_whole(
     make: Callable[[int], Any], uneven: str
 ) -> None:
-    agree, ranks = Rank0(), []
+    agree = Rank0()
+    ranks = []
     for rank in range(3):
         seed(rank)
         loader = prepare(
@@ -248,7 +251,8 @@ def test_diverged_rank_keeps_its_own_stream() -> None:
 
 
 def test_ranks_adopt_the_generator_of_rank_0() -> None:
-    agree, generators = Rank0(), [torch.Generator().manual_seed(rank) for rank in range(2)]
+    agree = Rank0()
+    generators = [torch.Generator().manual_seed(rank) for rank in range(2)]
     for rank, generator in enumerate(generators):
         list(
             prepare(
@@ -260,7 +264,8 @@ def test_ranks_adopt_the_generator_of_rank_0() -> None:
 
 @pytest.mark.parametrize("agreeing", [True, False])
 def test_endless_samplers_are_sharded_lazily(agreeing: bool) -> None:
-    agree, ranks = Rank0(), []
+    agree = Rank0()
+    ranks = []
     for rank in range(3):
         seed(rank if agreeing else 0)
         loader = prepare(
@@ -328,7 +333,8 @@ def test_unsharded_loader_gives_every_rank_everything() -> None:
 
 class Numbers(IterableDataset[int]):
     def __init__(self, n: int) -> None:
-        self.start, self.stop = 0, n
+        self.start = 0
+        self.stop = n
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.start, self.stop))
@@ -394,7 +400,8 @@ class Shuffled(IterableDataset[int]):
 
 
 def test_ranks_agree_on_what_an_iterable_dataset_draws_when_asked_for_its_iterator() -> None:
-    agree, ranks = Rank0(), []
+    agree = Rank0()
+    ranks = []
     for rank in range(2):
         seed(rank)
         loader = prepare(DataLoader(Shuffled(), None), rank, 2, from_rank0=agree)
@@ -408,7 +415,8 @@ def test_ranks_agree_on_what_an_iterable_dataset_draws_when_asked_for_its_iterat
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_workers_of_all_ranks_shuffle_an_iterable_dataset_alike(context: str) -> None:
-    agree, ranks = Rank0(), []
+    agree = Rank0()
+    ranks = []
     for rank in range(2):
         seed(rank)
         loader = DataLoader(Shuffled(), 5, num_workers=1, multiprocessing_context=context)

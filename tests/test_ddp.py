@@ -90,7 +90,8 @@ def test_every_door_synchronises_or_raises() -> None:
 def sync_states(fabric: Fabric) -> list[bool]:
     net = Net()
     model = fabric.setup(net)
-    strategy, prepared = fabric.strategy, model._fabric_prepared
+    strategy = fabric.strategy
+    prepared = model._fabric_prepared
     synchronizes = strategy.gradient_contract(prepared).synchronizes
     seen = []
     with fabric.no_backward_sync(model):
@@ -127,7 +128,8 @@ def test_a_module_without_trainable_parameters_is_broadcast_and_not_wrapped() ->
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.left_out = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.used = nn.Linear(4, 1)
+        self.left_out = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
@@ -265,7 +267,8 @@ def test_a_step_that_overflows_averages_nothing() -> None:
 def overflow_on_one_rank(fabric: Fabric) -> tuple[list[float], list[float]]:
     net = OneWeight()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    weights, scales = [], []
+    weights = []
+    scales = []
     for step in range(2):
         bad = step == 0 and fabric.global_rank == 1
         fabric.backward(model(torch.full((4,), float("inf") if bad else 1.0)))
@@ -329,7 +332,8 @@ def test_the_contract_of_every_strategy_on_three_ranks() -> None:
 
 def test_a_batch_norm_stays_the_same_object_and_gets_its_class_back() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    layer, calls = net[1], []
+    layer = net[1]
+    calls = []
     layer.register_forward_hook(lambda *call: calls.append(call))
     strategy = DDPStrategy(sync_batchnorm=True)
     strategy.setup_environment()

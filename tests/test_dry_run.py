@@ -36,7 +36,8 @@ class Residual(nn.Module):
     def __init__(self, width: int, bias: bool = True) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width, bias), nn.Linear(4 * width, width, bias)
+        self.up = nn.Linear(width, 4 * width, bias)
+        self.down = nn.Linear(4 * width, width, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -47,8 +48,11 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
-        self.norm, self.mlp = nn.LayerNorm(width), Residual(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.heads = heads
+        self.norm = nn.LayerNorm(width)
+        self.mlp = Residual(width)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (
@@ -64,7 +68,8 @@ class GPT(nn.Module):
 
     def __init__(self, width: int = 32, depth: int = 3, tied: bool = False) -> None:
         super().__init__()
-        self.embedding, self.position = nn.Embedding(96, width), nn.Embedding(16, width)
+        self.embedding = nn.Embedding(96, width)
+        self.position = nn.Embedding(16, width)
         self.blocks = nn.ModuleList(Attention(width, 4) for _ in range(depth))
         self.head = nn.Linear(width, 96, bias=False)
         if tied:
@@ -87,7 +92,8 @@ class Convolutions(nn.Module):
             nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU())
             for _ in range(3)
         ]
-        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(16, 10)
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(16, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -101,8 +107,10 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.gate = nn.Embedding(96, 32), nn.Linear(32, 3)
-        self.experts, self.head = nn.ModuleList(Residual(32) for _ in range(3)), nn.Linear(32, 96)
+        self.embedding = nn.Embedding(96, 32)
+        self.gate = nn.Linear(32, 3)
+        self.experts = nn.ModuleList(Residual(32) for _ in range(3))
+        self.head = nn.Linear(32, 96)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embedding(x)
@@ -195,7 +203,9 @@ MESHES: dict[str, dict[str, Any]] = {
 
 def build(fabric: Fabric, name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = MODELS[name][0]()
-    return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    return model, torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad]
+    )
 
 
 def step(fabric: Fabric, name: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
@@ -248,10 +258,10 @@ class Measured(TorchDispatchMode):
 
 def axis_of(args: tuple[Any, ...]) -> str:
     """The dimension of the mesh whose group is among the arguments of a collective."""
-    for each in args:
-        if isinstance(each, torch.ScriptObject):
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
             with suppress(RuntimeError):  # another object, such as the reduction
-                return axis_name(dist.ProcessGroup.unbox(each))
+                return axis_name(dist.ProcessGroup.unbox(argument))
     return axis_name(
         dist.distributed_c10d._resolve_process_group(
             next(x for x in args[::-1] if isinstance(x, str))
@@ -384,7 +394,7 @@ def test_a_mesh_stays_where_other_options_are_tried():
 def test_memory_is_told_by_kind_and_traffic_by_axis():
     found = planned(strategy=FSDPStrategy(sharding_strategy="HYBRID_SHARD"), ranks=64, num_nodes=8)
     assert {each.axis: each.ranks for each in found.traffic} == {"shards": 8, "replicas": 8}
-    parameters = sum(each.numel() for each in GPT().parameters()) * 4
+    parameters = sum(parameter.numel() for parameter in GPT().parameters()) * 4
     assert found.peak["parameters"] == pytest.approx(parameters / 8, rel=0.05)
     assert found.peak["optimizer state"] == pytest.approx(2 * found.peak["parameters"], rel=0.01)
     assert sum(found.peak.values()) == found.peak_bytes

@@ -21,7 +21,10 @@ from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
-DECAY, STEPS, BATCH = 0.9, 10, 12  # a batch that divides by 1 to 4 ranks
+# a batch that divides by 1 to 4 ranks
+DECAY = 0.9
+STEPS = 10
+BATCH = 12
 Fsdp = partial(FSDPStrategy, start_method="forkserver")
 
 
@@ -30,7 +33,8 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 5), nn.LayerNorm(5)
+        self.first = nn.Linear(4, 5)
+        self.norm = nn.LayerNorm(5)
         self.blocks = nn.ModuleList([nn.Linear(5, 5, bias=False), nn.Linear(5, 5)])
         self.blocks[1].weight = self.blocks[0].weight
         self.decay = nn.Parameter(torch.tensor(0.5))  # a name that the average has, too
@@ -148,12 +152,14 @@ def test_averages_load_into_any_strategy_and_number_of_processes(
 
 
 def held(model: nn.Module) -> list[Tensor]:
-    return [local_tensor(each).detach().clone() for each in model.parameters()]
+    return [local_tensor(parameter).detach().clone() for parameter in model.parameters()]
 
 
 def swapped(fabric: Fabric) -> dict[str, Any]:
     model, optimizer, ema = train(fabric)
-    batch, reference, before = next(batches()), make()[0], held(model)
+    batch = next(batches())
+    reference = make()[0]
+    before = held(model)
     reference.load_state_dict(whole(ema.state_dict()), strict=False)
     reference.blocks[1].weight = reference.blocks[0].weight
 
@@ -189,12 +195,13 @@ def swapped(fabric: Fabric) -> dict[str, Any]:
         ends.append(held(one))
     return {
         "averages": all(
-            torch.allclose(each, reference(batch), rtol=1e-12, atol=1e-12) for each in averages
+            torch.allclose(average, reference(batch), rtol=1e-12, atol=1e-12)
+            for average in averages
         ),
         "own": all(torch.equal(each, own) for each in owns),
         "differ": not torch.allclose(own, averages[0], rtol=1e-3),
-        "failures": all(each.startswith("ZeroDivisionError") for each in failures),
-        "gradients": not any(each.requires_grad for each in averages),
+        "failures": all(failure.startswith("ZeroDivisionError") for failure in failures),
+        "gradients": not any(average.requires_grad for average in averages),
         "kept": kept,
         "the next step": all(torch.equal(one, other) for one, other in zip(*ends, strict=True)),
     }
@@ -215,7 +222,8 @@ def test_the_averages_are_applied_and_the_weights_put_back_bit_for_bit(
 
 def counted(fabric: Fabric) -> tuple[list[int], list[str]]:
     model, _, ema = train(fabric)
-    batch, counts = next(batches()), []
+    batch = next(batches())
+    counts = []
 
     def swap() -> None:
         with ema.applied():
@@ -297,7 +305,8 @@ def test_a_decay_may_depend_on_the_number_of_updates(fabric: Fabric) -> None:
 
 def test_buffers_are_averaged_where_that_is_chosen(fabric: Fabric) -> None:
     model = fabric.setup(nn.BatchNorm1d(2))
-    without, ema = fabric.ema(model), fabric.ema(model, 0.5, buffers=True)
+    without = fabric.ema(model)
+    ema = fabric.ema(model, 0.5, buffers=True)
     for value in (1.0, 3.0):
         fill(model, value)
         ema.update()

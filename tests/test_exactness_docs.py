@@ -31,7 +31,9 @@ def loops(line: str = RIGHT) -> SimpleNamespace:
 
 
 def whole(model: nn.Module) -> Tensor:
-    return torch.cat([full_tensor(each.detach()).flatten() for each in model.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).flatten() for parameter in model.parameters()]
+    )
 
 
 def trained(fabric: Fabric, exact: Any) -> Tensor:
@@ -50,7 +52,8 @@ def test_the_loop_ends_with_the_parameters_of_the_plain_one(ranks: int, strategy
 
 def test_the_wrong_loops_are_off_by_what_the_page_says() -> None:
     page = loops()
-    expected, start = whole(page.plain()), whole(page.make()[0])
+    expected = whole(page.plain())
+    start = whole(page.make()[0])
     assert len(WRONG) == 3
     for line, share in WRONG:
         found = run_in_ranks(trained, loops(line).exact, precision="64-true")[0]

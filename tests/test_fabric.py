@@ -288,7 +288,8 @@ def test_one_device_needs_no_launch() -> None:
 
 def test_setup_returns_what_it_was_given_in_order() -> None:
     with single() as fabric:
-        net, loaders = Net(), [DataLoader([1]), DataLoader([2])]
+        net = Net()
+        loaders = [DataLoader([1]), DataLoader([2])]
         optimizers = [sgd(net), sgd(net)]
         scheduler = StepLR(optimizers[1], 1)
         model, *rest = fabric.setup(net, *optimizers, scheduler=scheduler)
@@ -397,7 +398,8 @@ def test_a_strategy_object_serves_one_fabric_at_a_time() -> None:
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_what_the_user_drops_is_freed(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
-        net, data = Net(), Net()
+        net = Net()
+        data = Net()
         model, optimizer = fabric.setup(net, sgd(net))
         loader = fabric.setup_dataloaders(DataLoader([1, 2], collate_fn=data))
         fabric.backward(model(torch.ones(1, 4)).sum())
@@ -410,7 +412,8 @@ def test_what_the_user_drops_is_freed(strategy: str) -> None:
 
 def test_is_wrapped_and_unwrap() -> None:
     with single() as fabric:
-        net, plain = Net(), DataLoader([1])
+        net = Net()
+        plain = DataLoader([1])
         model, optimizer = fabric.setup(net, sgd(net))
         loader = fabric.setup_dataloaders(plain)
         compiled = torch.compile(model, backend="eager")
@@ -463,7 +466,8 @@ def test_describe_tells_what_was_resolved_and_set_up_in_order() -> None:
 
 
 def test_callbacks_are_called_in_order_and_those_without_the_hook_are_passed_over() -> None:
-    first, second = Recorder(), Recorder()
+    first = Recorder()
+    second = Recorder()
     single(callbacks=[first, object(), second]).call("on_step", 3, loss=0.5)
     assert first.seen == second.seen == [(3, 0.5)]
 
@@ -604,7 +608,8 @@ def test_ddp_under_torchrun_with_one_process(monkeypatch: pytest.MonkeyPatch) ->
 def test_ddp_refuses_a_second_backward_pass_that_would_not_synchronise(strategy: str) -> None:
     with single(strategy=strategy) as fabric:
         model = fabric.setup(Net())
-        first, second = model(torch.ones(1, 4)).sum(), model(torch.ones(2, 4)).sum()
+        first = model(torch.ones(1, 4)).sum()
+        second = model(torch.ones(2, 4)).sum()
         fabric.backward(first)
         with pytest.raises(UsageError) as caught:
             fabric.backward(second)
@@ -641,7 +646,8 @@ def test_ddp_refuses_each_forward_pass_without_synchronisation_whose_backward_pa
 
 def test_a_backward_pass_of_another_model_uses_nothing_up() -> None:
     with single(strategy="ddp") as fabric:
-        generator, critic = fabric.setup(Net()), fabric.setup(nn.Linear(1, 1))
+        generator = fabric.setup(Net())
+        critic = fabric.setup(nn.Linear(1, 1))
         fake = generator(torch.ones(2, 4)) + generator.encoder(torch.ones(2, 4)).sum()
         fabric.backward(critic(fake.detach()).sum())
         fabric.backward(critic(fake).sum())
@@ -659,18 +665,17 @@ def test_a_penalty_may_have_a_backward_pass_of_its_own() -> None:
 def test_a_penalty_may_be_made_between_forward_passes() -> None:
     with single(strategy="ddp") as fabric:
         model = fabric.setup(nn.Linear(2, 1))
-        first, penalty, second = (
-            model(torch.ones(1, 2)),
-            model.module.weight.pow(2).sum(),
-            model(torch.ones(1, 2)),
-        )
+        first = model(torch.ones(1, 2))
+        penalty = model.module.weight.pow(2).sum()
+        second = model(torch.ones(1, 2))
         fabric.backward(first.sum() + second.sum())
         fabric.backward(penalty)
 
 
 def test_a_backward_pass_outside_of_fabric_says_nothing_about_later_ones() -> None:
     with single(strategy="ddp") as fabric:
-        model, inputs = fabric.setup(nn.Linear(2, 1)), torch.ones(1, 2, requires_grad=True)
+        model = fabric.setup(nn.Linear(2, 1))
+        inputs = torch.ones(1, 2, requires_grad=True)
         model.module.weight.pow(2).sum().backward()
         loss = model(inputs).sum()
         fabric.backward(loss, retain_graph=True)

@@ -21,10 +21,9 @@ from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
-STEPS, SAVED_AT = (
-    13,
-    6,
-)  # 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
+# 8 batches an epoch on one rank, 4 on two: both are in the middle of an epoch
+STEPS = 13
+SAVED_AT = 6
 
 
 @dataclass
@@ -60,7 +59,8 @@ def train(fabric: Fabric, path: Path, resume: bool) -> Run:
     state = parts(fabric, seed=9 if resume else 1)
     if resume:
         fabric.load(path, state)
-    model, optimizer = state["model"], state["optimizer"]
+    model = state["model"]
+    optimizer = state["optimizer"]
     losses = []
     while state["step"] < STEPS:
         for (x,) in state["loader"]:
@@ -199,7 +199,8 @@ def failures_between_modules(fabric: Fabric, path: Path) -> tuple[list[str], boo
             raise LookupError("no such prefix")
         return True
 
-    first, last = fabric.setup(Net()), fabric.setup(Net())
+    first = fabric.setup(Net())
+    last = fabric.setup(Net())
     state = {"first": first, "between": Fickle(fabric), "last": last}
     fabric.save(path, state)
     with torch.no_grad():
@@ -264,7 +265,8 @@ def test_a_filter_keeps_entries_and_strict_off_loads_what_there_is(tmp_path: Pat
     with single() as fabric:
         net = Net()
         model = fabric.setup(net)
-        head, encoder = net.head.bias.item(), net.encoder.weight.detach().clone()
+        head = net.head.bias.item()
+        encoder = net.encoder.weight.detach().clone()
         fabric.save(
             tmp_path / "s.pt",
             {"model": model},

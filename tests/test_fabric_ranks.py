@@ -104,7 +104,8 @@ class OneNodeEach:
     name = "one node each"
 
     def detect(self, env: Mapping[str, str]) -> World | None:
-        rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
+        rank = int(env["RANK"])
+        size = int(env["WORLD_SIZE"])
         return World(
             rank=rank,
             node_rank=rank,
@@ -231,7 +232,8 @@ def test_a_second_backward_pass_is_refused_on_every_rank() -> None:
 
 def slurm(fabric: Fabric) -> tuple[int, int, str]:
     """In ranks of a running job, the same job seen through the variables of SLURM."""
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    rank = os.environ["RANK"]
+    size = os.environ["WORLD_SIZE"]
     step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
     tasks = {"SLURM_STEP_NUM_TASKS": size, "SLURM_STEP_TASKS_PER_NODE": size, "SLURM_JOB_ID": "7"}
     os.environ.update(step | tasks)

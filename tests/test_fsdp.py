@@ -50,7 +50,8 @@ def orders(fabric: Fabric) -> dict[str, str]:
         fabric.setup_optimizers(optimizer)
 
     def partly_stale() -> None:
-        first, second = Net(), Net()
+        first = Net()
+        second = Net()
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         fabric.setup_module(first)
         fabric.setup(second, optimizer)
@@ -125,7 +126,8 @@ def test_groups_of_an_optimizer_without_state_point_at_the_shards() -> None:
 
 def sync_states(fabric: Fabric) -> list[bool]:
     model = fabric.setup(Net())
-    strategy, prepared = fabric.strategy, model._fabric_prepared
+    strategy = fabric.strategy
+    prepared = model._fabric_prepared
     synchronizes = strategy.gradient_contract(prepared).synchronizes
     seen = []
     with fabric.no_backward_sync(model):
@@ -196,7 +198,8 @@ def test_the_norm_is_that_of_the_whole_gradient(norm_type: float) -> None:
 def doors(fabric: Fabric) -> dict[str, str]:
     net = Transformer()
     model, _ = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    x, h = torch.ones(2, 5, 4), torch.ones(2, 5, 8)
+    x = torch.ones(2, 5, 4)
+    h = torch.ones(2, 5, 8)
     results = {
         "front": outcome(lambda: fabric.backward(model(x).sum())),
         "part": outcome(lambda: model.embedding(x)),
@@ -223,7 +226,8 @@ def test_a_part_called_on_its_own_is_refused_at_the_call() -> None:
 
 
 def after_an_error(fabric: Fabric) -> list[bool]:
-    model, x = fabric.setup(Transformer()), torch.ones(2, 5, 4)
+    model = fabric.setup(Transformer())
+    x = torch.ones(2, 5, 4)
 
     def gradients(fail: bool) -> Tensor:
         with fabric.no_backward_sync(model):
@@ -279,7 +283,8 @@ def test_a_pass_whose_loss_is_dropped_before_a_step_leaves_no_old_weights(
 
 def after_other_ends(fabric: Fabric) -> list[bool]:
     """Gradients after a backward pass that failed half way, and after a forward pass that Ctrl-C ended."""
-    model, x = fabric.setup(Transformer()), torch.ones(2, 5, 4)
+    model = fabric.setup(Transformer())
+    x = torch.ones(2, 5, 4)
 
     def gradients() -> Tensor:
         fabric.backward(model(3 * x).sum())

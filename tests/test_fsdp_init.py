@@ -34,7 +34,8 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Linear(8, 2100, bias=False), nn.Linear(2100, 8)
+        self.embedding = nn.Linear(8, 2100, bias=False)
+        self.head = nn.Linear(2100, 8)
         self.head.weight = nn.Parameter(torch.randn(8, 2100) * 0.02)
         self.tied = self.embedding.weight
         block = nn.Sequential(nn.Linear(8, 2100), nn.GELU(), nn.Linear(2100, 8))
@@ -68,7 +69,8 @@ def plain(
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     torch.manual_seed(7)
-    model, state = build(), torch.get_rng_state()
+    model = build()
+    state = torch.get_rng_state()
     torch.set_default_dtype(before)
     return values_of(model.to(dtype)), state
 
@@ -361,14 +363,16 @@ def test_every_rank_has_the_values_of_rank_0() -> None:
 def two_models(fabric: Fabric) -> list[dict[str, Tensor]]:
     torch.manual_seed(7)
     with fabric.init_module():
-        first, second = Transformer(), Wide()
+        first = Transformer()
+        second = Wide()
     torch.randn(3)
     return [values_of(fabric.setup(model)) for model in (second, first)]
 
 
 def test_models_of_one_context_are_set_up_in_any_order() -> None:
     torch.manual_seed(7)
-    first, second = values_of(Transformer()), values_of(Wide())
+    first = values_of(Transformer())
+    second = values_of(Wide())
     for found in in_ranks(two_models):
         torch.testing.assert_close(found, [second, first], rtol=0, atol=0)
 
@@ -426,7 +430,8 @@ def in_older_contexts(fabric: Fabric) -> list[bool]:
         torch.manual_seed(7)
         with context():
             module = nn.Linear(130, 130)
-        mapped, model = in_a_file(module.weight), fabric.setup(module)
+        mapped = in_a_file(module.weight)
+        model = fabric.setup(module)
         found += [mapped, full_tensor(model.weight.detach()).equal(plain_weight())]
     return found
 

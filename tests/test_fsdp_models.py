@@ -44,7 +44,8 @@ class Frozen(Stack):
 class Tied(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
         self.blocks[1].mlp[0].weight = self.blocks[0].mlp[0].weight
 

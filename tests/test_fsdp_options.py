@@ -115,7 +115,10 @@ def dtypes(fabric: Fabric) -> list[torch.dtype]:
     return [*model.seen, *(output.dtype for output in outputs), gradient.dtype, model.scale.dtype]
 
 
-F32, BF16, F16, INT = torch.float32, torch.bfloat16, torch.float16, torch.int64
+F32 = torch.float32
+BF16 = torch.bfloat16
+F16 = torch.float16
+INT = torch.int64
 
 
 @pytest.mark.parametrize(

@@ -28,13 +28,16 @@ class Layers(nn.Module):
 class Attributes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.head = Block(), Block(), nn.Linear(8, 1)
+        self.first = Block()
+        self.second = Block()
+        self.head = nn.Linear(8, 1)
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.embedding = nn.Embedding(8, 8)
+        self.head = nn.Linear(8, 8, bias=False)
         self.blocks = nn.ModuleList([Block(), Block(), Block()])
         self.head.weight = self.embedding.weight
         self.blocks[2].mlp[0].weight = self.blocks[1].mlp[0].weight

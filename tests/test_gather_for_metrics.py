@@ -134,7 +134,9 @@ def test_an_order_without_a_length_does_not_say_what_it_repeated() -> None:
 def evaluate(fabric: Fabric) -> Any:
     loader = fabric.setup_dataloaders(DataLoader(torch.arange(7.0), batch_size=2))
     inner = fabric.setup_dataloaders(DataLoader(torch.arange(100, 103), batch_size=1))
-    values, nested, resumed = [], [], []
+    values = []
+    nested = []
+    resumed = []
     for batch in loader:
         result = fabric.gather_for_metrics({"x": batch, "y": batch[:, None] * 2, "text": "kept"})
         assert (result["y"][:, 0] == result["x"] * 2).all()

@@ -169,7 +169,8 @@ def test_overlapped_copies_change_no_value_and_continue_exactly(workers: int) ->
     def sums(fabric: Fabric, overlap: bool) -> tuple[list[float], list[float]]:
         torch.manual_seed(0)
         loader = fabric.setup_dataloaders(plain, overlap_copies=overlap)
-        found, state = [], {}
+        found = []
+        state = {}
         for [batch] in loader:
             assert batch.device == fabric.device
             for _ in range(20):  # so that the CPU runs ahead
@@ -229,17 +230,19 @@ def test_weights_kept_on_the_cpu_are_swapped_once_they_have_been_copied() -> Non
     with Fabric(accelerator="cuda", devices=1, strategy="fsdp_cpu_offload") as fabric:
         net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
         model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
-        ema, x = fabric.ema(model), torch.ones(1, 1024, device=fabric.device)
+        ema = fabric.ema(model)
+        x = torch.ones(1, 1024, device=fabric.device)
         fabric.backward(model(x).sum())
         optimizer.step()
-        owns, averages = [], []
+        owns = []
+        averages = []
         for _ in range(10):  # without a wait for the device
             with torch.no_grad():
                 owns.append(model(x))
             with ema.applied():
                 averages.append(model(x))
-        assert all(torch.equal(each, owns[0]) for each in owns)
-        assert all(torch.equal(each, averages[0]) for each in averages)
+        assert all(torch.equal(own, owns[0]) for own in owns)
+        assert all(torch.equal(average, averages[0]) for average in averages)
         assert not torch.equal(owns[0], averages[0])
 
 
@@ -276,8 +279,10 @@ def test_a_step_with_weights_is_that_of_the_mean_and_does_not_wait_for_the_devic
 
 def test_throughput_waits_for_the_device_at_the_end_of_a_window_only() -> None:
     with Fabric(accelerator="cuda", devices=1) as fabric:
-        model, x = fabric.setup(nn.Linear(8, 8)), torch.ones(4, 8, device="cuda")
-        throughput, found = Throughput(fabric, warmup=2, every=3, peak_flops=1e15), []
+        model = fabric.setup(nn.Linear(8, 8))
+        x = torch.ones(4, 8, device="cuda")
+        throughput = Throughput(fabric, warmup=2, every=3, peak_flops=1e15)
+        found = []
         for step in range(1, 9):
             torch.cuda.set_sync_debug_mode("default" if step in (1, 2, 5, 8) else "error")
             try:

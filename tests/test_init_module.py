@@ -48,12 +48,14 @@ def in_a_file(tensor):
 
 def assert_equal_to_the_plain_build(fabric, build, seed=3):
     torch.manual_seed(seed)
-    plain, state = build(), torch.get_rng_state()
+    plain = build()
+    state = torch.get_rng_state()
     torch.manual_seed(seed)
     with fabric.init_module():
         module = build()
     assert torch.equal(torch.get_rng_state(), state)
-    expected, found = tensors(plain), tensors(module)
+    expected = tensors(plain)
+    found = tensors(module)
     assert list(found) == list(expected)
     for name, tensor in expected.items():
         assert kind(found[name]) == kind(tensor), name
@@ -205,7 +207,8 @@ def test_each_way_to_fill_a_weight_gives_the_values_of_the_plain_build(fsdp, cas
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(150, LARGE), nn.Linear(LARGE, 150, bias=False)
+        self.embedding = nn.Embedding(150, LARGE)
+        self.head = nn.Linear(LARGE, 150, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("position", torch.arange(20_000), persistent=False)
         self.register_buffer("mask", torch.ones(300, 300).tril() == 0)

@@ -223,7 +223,8 @@ class Garbage:
     """Reaches itself, and tells where it was collected."""
 
     def __init__(self, path):
-        self.path, self.itself = path, self
+        self.path = path
+        self.itself = self
 
     def __del__(self):
         self.path.write_text(str(os.getpid()))

@@ -103,7 +103,8 @@ class Model:
 
 def test_with_one_device_a_trainer_takes_the_step_of_the_plain_loop_in_this_process() -> None:
     torch.manual_seed(0)
-    strategy, trainer = plugin(ranks=1), trainer_of(Net())
+    strategy = plugin(ranks=1)
+    trainer = trainer_of(Net())
     result = strategy.spawn(Model(strategy).fit, trainer, 1, scale=10)
     assert torch.allclose(result["step"], expected_step(ranks=1), atol=1e-6)
     assert (result["sum"].item(), result["mine"].item(), result["mine"].requires_grad) == (
@@ -194,7 +195,9 @@ def sync_states(fabric: Fabric) -> dict[str, list[bool]]:
 
 @pytest.mark.parametrize("make", [DDPSpawnPlugin, sharded])
 def test_without_a_module_the_sync_of_every_module_is_blocked(make: Callable[[], Any]) -> None:
-    both, none, second = [True, True], [False, False], [True, False]
+    both = [True, True]
+    none = [False, False]
+    second = [True, False]
     for seen in run_in_ranks(sync_states, strategy=make()):
         assert seen == {
             "before": both,

@@ -204,7 +204,8 @@ class MetricsOnly:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_logger_needs_log_metrics_and_hears_the_rest_where_it_can(fails):
-    full, small = LightningLike(), MetricsOnly()
+    full = LightningLike()
+    small = MetricsOnly()
     with (
         nullcontext() if not fails else pytest.raises(KeyError),
         Fabric(accelerator="cpu", loggers=full) as fabric,
@@ -238,7 +239,8 @@ class Run:
     __module__ = "wandb.sdk.wandb_run"
 
     def __init__(self):
-        self.seen, self.config = [], self
+        self.seen = []
+        self.config = self
 
     def log(self, metrics, step=None):
         self.seen.append((metrics, step))

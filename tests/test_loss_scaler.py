@@ -56,7 +56,8 @@ def loss_of(model, batch):
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_scale_and_parameters_follow_torchs_scaler_step_by_step(kind, overflow_at):
     (ours, optimizer), (theirs, reference) = twins(kind)
-    scaler, torchs = scaler_of(optimizer), GradScaler("cpu", **OPTIONS)
+    scaler = scaler_of(optimizer)
+    torchs = GradScaler("cpu", **OPTIONS)
     for batch in batches(12, overflow_at):
         for one in (optimizer, reference):
             one.zero_grad()
@@ -85,10 +86,8 @@ def test_every_dtype_that_can_be_unscaled_equals_the_plain_loop(dtype):
 
 def test_accumulation_uses_one_scale_and_equals_torchs():
     (ours, optimizer), (theirs, reference) = twins()
-    scaler, torchs = (
-        scaler_of(optimizer, growth_interval=1),
-        GradScaler("cpu", init_scale=2.0**10, growth_interval=1),
-    )
+    scaler = scaler_of(optimizer, growth_interval=1)
+    torchs = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
     for step, batch in enumerate(batches(9, overflow_at=(4,))):
         scaler.scale_loss(loss_of(ours, batch)).backward()
         torchs.scale(loss_of(theirs, batch)).backward()
@@ -104,7 +103,8 @@ def test_accumulation_uses_one_scale_and_equals_torchs():
 
 def test_unscaling_and_clipping_before_the_step_equals_torchs():
     (ours, optimizer), (theirs, reference) = twins(torch.optim.SGD)
-    scaler, torchs = scaler_of(optimizer), GradScaler("cpu", **OPTIONS)
+    scaler = scaler_of(optimizer)
+    torchs = GradScaler("cpu", **OPTIONS)
     for batch in batches(6, overflow_at=(2,)):
         optimizer.zero_grad()
         reference.zero_grad()
@@ -141,10 +141,8 @@ def test_second_optimizer_sees_the_same_loss_scale():
 
 def test_one_growth_for_two_optimizers_that_share_a_backward():
     (first, a), (second, b) = twins()
-    scaler, torchs = (
-        scaler_of(a, b, growth_interval=2),
-        GradScaler("cpu", init_scale=2.0**10, growth_interval=2),
-    )
+    scaler = scaler_of(a, b, growth_interval=2)
+    torchs = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     (third, c), (fourth, d) = twins()
     for batch in batches(7, overflow_at=(3,)):
         scaler.scale_loss(loss_of(first, batch) + loss_of(second, batch)).backward()
@@ -182,7 +180,8 @@ def test_scale_waits_while_another_optimizer_still_accumulates():
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_alternating_optimizers_that_clear_their_gradients_do_not_hold_the_scale(set_to_none):
-    weight, other = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    weight = nn.Parameter(torch.ones(1))
+    other = nn.Parameter(torch.ones(1))
     optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([other], lr=0.1)]
     scaler = scaler_of(*optimizers, growth_interval=1)
     scales = []
@@ -255,7 +254,8 @@ def test_an_overflow_skips_the_step_and_leaves_gradients_and_state():
     good, bad = batches(2, overflow_at=(1,))
     scaler.scale_loss(loss_of(model, good)).backward()
     optimizer.step()
-    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(model)
+    state = copy.deepcopy(optimizer.state_dict())
     optimizer.zero_grad()
     scaler.scale_loss(loss_of(model, bad)).backward()
     grads = [parameter.grad for parameter in model.parameters()]
@@ -316,7 +316,8 @@ def zero_part_on_one_rank(fabric):
     from fabric.communicators import Reduce
 
     communicator = fabric.strategy.runtime.communicator
-    stepping, waiting = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    stepping = nn.Parameter(torch.ones(1))
+    waiting = nn.Parameter(torch.ones(1))
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in (stepping, waiting)]
     scaler = LossScaler(
         CPU,
@@ -409,7 +410,8 @@ def test_a_closure_is_refused(call):
 
 
 def test_float16_parameters_are_refused_before_anything_is_unscaled():
-    half, full = nn.Parameter(torch.ones(1).half()), nn.Parameter(torch.ones(1))
+    half = nn.Parameter(torch.ones(1).half())
+    full = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([full, half], lr=1.0)
     scaler = scaler_of(optimizer, init_scale=4.0)
     scaler.scale_loss(half.float().sum() + full.sum()).backward()
@@ -424,7 +426,8 @@ def test_optimizers_are_not_kept_alive():
     import weakref
 
     model, optimizer = twins()[0]
-    scaler, reference = scaler_of(optimizer), weakref.ref(optimizer)
+    scaler = scaler_of(optimizer)
+    reference = weakref.ref(optimizer)
     del optimizer
     gc.collect()
     assert reference() is None
@@ -437,14 +440,16 @@ def test_optimizers_are_not_kept_alive():
 @pytest.mark.parametrize("stop_after", [1, 2, 4, 5])
 def test_a_run_goes_on_exactly_from_a_state_dict(stop_after):
     (whole, optimizer), (parts, resumed) = twins()
-    scaler, before = scaler_of(optimizer), scaler_of(resumed)
+    scaler = scaler_of(optimizer)
+    before = scaler_of(resumed)
     for step, batch in enumerate(batches(8, overflow_at=(3,))):
         if step == stop_after:
             fresh = torch.optim.AdamW(parts.parameters(), lr=0.05)
             fresh.load_state_dict(resumed.state_dict())
             after = scaler_of(fresh, init_scale=1.0)
             after.load_state_dict(before.state_dict())
-            before, resumed = after, fresh
+            before = after
+            resumed = fresh
         for model, one, own in ((whole, optimizer, scaler), (parts, resumed, before)):
             one.zero_grad()
             own.scale_loss(loss_of(model, batch)).backward()

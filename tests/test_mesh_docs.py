@@ -32,7 +32,9 @@ def page() -> SimpleNamespace:
 
 
 def whole(model: nn.Module) -> Tensor:
-    return torch.cat([full_tensor(each.detach()).flatten() for each in model.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).flatten() for parameter in model.parameters()]
+    )
 
 
 def trained(fabric: Fabric, loop: str = "on_mesh") -> Tensor:
@@ -58,7 +60,10 @@ def test_the_loop_over_sequences_in_parts_is_that_of_one_process() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_step_hands_as_many_bytes_to_collectives_as_the_table_says() -> None:
-    layers, width, batch, length = 2, 16, 4, 8
+    layers = 2
+    width = 16
+    batch = 4
+    length = 8
     command = [
         sys.executable,
         "-m",
@@ -69,7 +74,10 @@ def test_a_step_hands_as_many_bytes_to_collectives_as_the_table_says() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True
     )
 
-    vocabulary, positions, number, x = 96, 32, 4, batch * length * width
+    vocabulary = 96
+    positions = 32
+    number = 4
+    x = batch * length * width
     split = (4 * width * width + 4 * width * width + 4 * width + 4 * width * width) // 2
     blocks = layers * (split + width + 4 * width)
     rest = vocabulary * width + positions * width + 2 * width + vocabulary * width // 2

@@ -26,7 +26,10 @@ PLAN = {
 }
 COLUMNS = ("attention.query", "attention.key", "attention.value", "up")
 SPLIT = {"up": "colwise", "down": "rowwise"}
-WIDTH, BATCH, STEPS, MICRO = 8, 8, 3, 2
+WIDTH = 8
+BATCH = 8
+STEPS = 3
+MICRO = 2
 
 
 class Attention(nn.Module):
@@ -50,8 +53,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), Attention()
-        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.up = nn.Linear(WIDTH, 12)
+        self.down = nn.Linear(12, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm(x))
@@ -61,8 +66,10 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.embedding, self.blocks = nn.Linear(4, WIDTH), nn.ModuleList([Block(), Block()])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.embedding = nn.Linear(4, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
         self.scale = nn.Parameter(torch.full(shape, 1.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +100,9 @@ def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
     model, optimizer = fabric.setup(*make(*shape))
     place = fabric.strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
     own = slice(place["rank"], None, place["num_replicas"])
-    losses, norms, gradients = [], [], []
+    losses = []
+    norms = []
+    gradients = []
     for number, (x, y) in enumerate(batches()):
         last = number % MICRO == MICRO - 1
         with fabric.no_backward_sync(model, enabled=not last):
@@ -102,10 +111,10 @@ def train(fabric: Fabric, *shape: int) -> dict[str, Any]:
         losses.append(fabric.all_reduce(loss.detach()))
         if last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
-            gradients = [full_tensor(grad(each)).clone() for each in model.parameters()]
+            gradients = [full_tensor(grad(parameter)).clone() for parameter in model.parameters()]
             optimizer.step()
             optimizer.zero_grad()
-    parameters = [full_tensor(each.detach()).clone() for each in model.parameters()]
+    parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     return {
         "losses": losses,
         "norms": norms,
@@ -210,11 +219,9 @@ def step(
 
 
 def test_a_checkpoint_of_any_mesh_loads_into_any_other(tmp_path: Path) -> None:
-    both, four, whole = (
-        {"tensor_parallel_size": 2},
-        {"tensor_parallel_size": 4},
-        {"state_dict_type": "full"},
-    )
+    both = {"tensor_parallel_size": 2}
+    four = {"tensor_parallel_size": 4}
+    whole = {"state_dict_type": "full"}
     first = on(both, step, None, f"{tmp_path}/a", True)[0]
     [single] = run_in_ranks(step, f"{tmp_path}/a", f"{tmp_path}/b", False, ranks=1, strategy="auto")
     results = [
@@ -236,7 +243,8 @@ class Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, 32)
+        self.up = nn.Linear(WIDTH, 64)
+        self.down = nn.Linear(64, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = dropout(torch.ones_like(hidden := self.up(x)), training=self.training)
@@ -253,7 +261,8 @@ def data_and_masks(fabric: Fabric) -> dict[str, Any]:
         torch.utils.data.DataLoader(samples, batch_size=2, shuffle=True)
     )
     torch.manual_seed(fabric.global_rank + 10)
-    seen, batches = [], []
+    seen = []
+    batches = []
     for batch in loader:
         batches += batch.tolist()
         seen += fabric.gather_for_metrics(batch).tolist()
@@ -299,11 +308,9 @@ class PerHead(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.scale, self.down = (
-            nn.Linear(WIDTH, 8),
-            nn.Parameter(torch.ones(2)),
-            nn.Linear(8, 2),
-        )
+        self.up = nn.Linear(WIDTH, 8)
+        self.scale = nn.Parameter(torch.ones(2))
+        self.down = nn.Linear(8, 2)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down((self.up(x).unflatten(-1, (-1, 2)) * self.scale).flatten(-2))
@@ -378,7 +385,8 @@ def test_auto_is_the_processes_of_a_node_and_what_is_left(
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.embedding = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -388,7 +396,9 @@ class Tied(nn.Module):
 class Packed(nn.Module):
     def __init__(self, heads: int = 2) -> None:
         super().__init__()
-        self.num_heads, self.qkv, self.out = heads, nn.Linear(8, 24), nn.Linear(24, 8)
+        self.num_heads = heads
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(24, 8)
 
 
 class Gated(nn.Module):
@@ -396,7 +406,8 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 16), nn.Linear(8, 4)
+        self.up = nn.Linear(4, 16)
+        self.down = nn.Linear(8, 4)
 
 
 def refused(fabric: Fabric) -> dict[str, str]:
@@ -466,7 +477,7 @@ def tied_and_own(fabric: Fabric) -> list[float]:
         model._tp_plan = {"embedding": "colwise", "head": "rowwise"}  # pyright: ignore[reportArgumentType]
         tokens = torch.arange(6).view(2, 3)
         model(tokens).square().sum().backward()
-        [expected] = [grad(each) for each in model.parameters()]
+        [expected] = [grad(parameter) for parameter in model.parameters()]
         model.zero_grad()
         fabric.strategy.tp_plan = plan  # pyright: ignore[reportAttributeAccessIssue]
         prepared = fabric.setup(model)
@@ -500,7 +511,7 @@ def built(fabric: Fabric, source: str, empty: bool) -> list[Tensor]:
     torch.manual_seed(7 + fabric.global_rank * (source == "rank0"))
     with fabric.init_module(empty_init=empty, source=source):
         model = Wide()
-    return [full_tensor(each.detach()) for each in fabric.setup(model).parameters()]
+    return [full_tensor(parameter.detach()) for parameter in fabric.setup(model).parameters()]
 
 
 def parts_together(fabric: Fabric) -> dict[str, Any]:
@@ -511,7 +522,7 @@ def parts_together(fabric: Fabric) -> dict[str, Any]:
     }
     torch.manual_seed(7)
     plain = Wide()
-    expected = [each.detach() for each in plain.parameters()]
+    expected = [parameter.detach() for parameter in plain.parameters()]
     values = {source: built(fabric, source, False) for source in ("every_rank", "rank0")}
     values["nan"] = [
         each.isnan().all() for each in built(fabric, "every_rank", True) if each.numel() >= 1 << 14
@@ -526,7 +537,9 @@ def parts_together(fabric: Fabric) -> dict[str, Any]:
         torch.set_rng_state(state)
         loss = model(torch.ones(3, WIDTH)).square().sum()
         fabric.backward(loss)
-        runs.append([loss.detach(), *(full_tensor(grad(each)) for each in model.parameters())])
+        runs.append(
+            [loss.detach(), *(full_tensor(grad(parameter)) for parameter in model.parameters())]
+        )
     strategy.activation_checkpointing = None
     ema = fabric.ema(model, 0.5)
     ema.update()
@@ -557,23 +570,21 @@ def weighted(fabric: Fabric) -> list[float]:
     strategy: Any = fabric.strategy
     strategy.tp_plan = {**SPLIT, "head": "colwise_rep"}
     torch.manual_seed(4)
-    plain, x, counts = (
-        Classifier().double(),
-        torch.randn(4, 3, WIDTH, dtype=torch.float64),
-        [1, 3, 2, 3],
-    )
+    plain = Classifier().double()
+    x = torch.randn(4, 3, WIDTH, dtype=torch.float64)
+    counts = [1, 3, 2, 3]
     total = sum(
         plain(x[number, :count]).square().sum() for number, count in enumerate(counts)
     ) / sum(counts)
     torch.as_tensor(total).backward()
-    expected = [grad(each) for each in plain.parameters()]
+    expected = [grad(parameter) for parameter in plain.parameters()]
     plain.zero_grad()
     model, optimizer = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
     place = strategy.distributed_sampler_kwargs
     for number in range(place["rank"], 4, place["num_replicas"]):
         fabric.backward(model(x[number, : counts[number]]).square().sum(), weight=counts[number])
     fabric.clip_gradients(model, optimizer, max_norm=1e9)
-    actual = [full_tensor(grad(each)) for each in model.parameters()]
+    actual = [full_tensor(grad(parameter)) for parameter in model.parameters()]
     return [(one - other).abs().max().item() for one, other in zip(actual, expected, strict=True)]
 
 
@@ -601,7 +612,9 @@ def at_the_end(fabric: Fabric) -> dict[str, list[Any]]:
             optimizer.step()
             optimizer.zero_grad()
             found[uneven] += [fabric.all_reduce(loss.detach(), reduce_op="sum"), loader.is_repeat]
-        found[uneven] += [full_tensor(each.detach()).clone() for each in model.parameters()]
+        found[uneven] += [
+            full_tensor(parameter.detach()).clone() for parameter in model.parameters()
+        ]
     return found
 
 
@@ -621,11 +634,9 @@ def test_ranks_of_one_batch_run_out_of_batches_together() -> None:
 class Classifier(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.head = (
-            nn.Linear(WIDTH, 8),
-            nn.Linear(8, WIDTH),
-            nn.Linear(WIDTH, 6),
-        )
+        self.up = nn.Linear(WIDTH, 8)
+        self.down = nn.Linear(8, WIDTH)
+        self.head = nn.Linear(WIDTH, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.down(self.up(x)))
@@ -642,7 +653,8 @@ def loss_of_parts(fabric: Fabric) -> tuple[float, float]:
     }
     torch.manual_seed(5)
     plain = Classifier().double()
-    x, y = torch.randn(4, WIDTH, dtype=torch.float64), torch.tensor([0, 5, 2, 3])
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    y = torch.tensor([0, 5, 2, 3])
     expected = nn.functional.cross_entropy(plain(x), y)
     expected.backward()
     gradient = grad(plain.up.weight)

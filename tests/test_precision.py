@@ -116,7 +116,8 @@ def test_only_16_mixed_scales_the_loss():
 
 
 def test_inputs_of_the_right_dtype_pass_without_a_copy():
-    args, kwargs = (torch.ones(2), torch.ones(2).long(), torch.ones(1).bool()), {}
+    args = (torch.ones(2), torch.ones(2).long(), torch.ones(1).bool())
+    kwargs = {}
     cast_args, cast_kwargs = cast_inputs(torch.float32, args, kwargs)
     assert cast_args is args
     assert cast_kwargs is kwargs
@@ -152,7 +153,8 @@ def test_other_dtypes_are_never_cast(dtype):
 
 
 def test_a_container_that_a_forward_pass_fills_stays_the_callers():
-    cache, hidden = {"keys": [torch.ones(1)]}, []
+    cache = {"keys": [torch.ones(1)]}
+    hidden = []
     (_, cast), kwargs = cast_inputs(
         torch.float32, (torch.ones(1).double(), cache), {"hidden": hidden}
     )

@@ -48,7 +48,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR2"])
 def test_a_signal_is_noted_from_the_first_question_to_teardown(name: str, alone: None) -> None:
-    number, heard = signal.Signals[name], []
+    number = signal.Signals[name]
+    heard = []
     before = signal.signal(number, lambda *_: heard.append(name))
     try:
         with Fabric(accelerator="cpu", devices=1) as fabric:
@@ -187,7 +188,8 @@ def test_variables_of_slurm_that_cannot_be_true_are_one_error(
 @pytest.fixture
 def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: None) -> Path:
     """A ``scontrol`` that notes how it was called, in the file that this is, and answers from ANSWER or fails."""
-    fake, notes = tmp_path / "bin" / "scontrol", tmp_path / "calls"
+    fake = tmp_path / "bin" / "scontrol"
+    notes = tmp_path / "calls"
     fake.parent.mkdir()
     fake.write_text(
         f'#!/bin/sh\necho "$@" >> {notes}\n[ -n "$ANSWER" ] || {{ echo "no job" >&2; exit 1; }}\necho "$ANSWER"\n'
@@ -245,7 +247,8 @@ def test_a_preempted_job_is_put_back_into_the_queue_when_asked_to(
 
 
 def stop_together(fabric: Fabric, number: int | None, thread: bool) -> int:
-    calls, delays = 0, random.Random(fabric.global_rank)
+    calls = 0
+    delays = random.Random(fabric.global_rank)
 
     def loop() -> None:
         nonlocal calls
@@ -298,7 +301,9 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
 
 
 def one_never_asks(fabric: Fabric) -> str:
-    store, until, error = fabric.strategy.runtime.store, time.monotonic() + 60, ""
+    store = fabric.strategy.runtime.store
+    until = time.monotonic() + 60
+    error = ""
     if fabric.global_rank == 1:
         while store.get_nowait("done") is None and time.monotonic() < until:
             time.sleep(0.01)
@@ -359,7 +364,9 @@ def test_a_launcher_passes_a_signal_on_and_ends_as_its_ranks(
 def save_when_asked_to(
     fabric: Fabric, path: str, source: str, target: int, seed: int
 ) -> tuple[int, int]:
-    step, model, delays = 0, torch.zeros(1), random.Random(seed + fabric.global_rank)
+    step = 0
+    model = torch.zeros(1)
+    delays = random.Random(seed + fabric.global_rank)
     while not fabric.should_stop:
         step += 1
         if step % 3 == 0:
@@ -375,14 +382,14 @@ def save_when_asked_to(
 @pytest.mark.parametrize("tries", [10, pytest.param(100, marks=pytest.mark.soak)])
 @pytest.mark.timeout(1500)
 def test_all_ranks_save_the_same_step_under_load(tries: int, tmp_path: Path) -> None:
-    choose, busy = random.Random(tries), [sys.executable, "-c", "while True: pass"]
+    choose = random.Random(tries)
+    busy = [sys.executable, "-c", "while True: pass"]
     load = [psutil.Popen(busy) for _ in range(2)]
     try:
         for seed in range(tries):
-            source, target = (
-                ["SIGTERM", "SIGUSR2", "time"][seed % 3],
-                choose.randrange(3),
-            )  # one rank, or both
+            # one rank, or both
+            source = ["SIGTERM", "SIGUSR2", "time"][seed % 3]
+            target = choose.randrange(3)
             limit = choose.random() + 0.1 if source == "time" else None
             first, second = run_in_ranks(
                 save_when_asked_to, str(tmp_path / "last"), source, target, seed, time_limit=limit

@@ -60,7 +60,8 @@ class Pair(nn.Module):
 
     def __init__(self, fabric: Fabric) -> None:
         super().__init__()
-        self.one, self.two = fabric.setup(Blocks(True)), fabric.setup(nn.Linear(4, 4))
+        self.one = fabric.setup(Blocks(True))
+        self.two = fabric.setup(nn.Linear(4, 4))
 
 
 def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
@@ -91,7 +92,8 @@ def compiled_or_not(fabric: Fabric, folder: Path) -> dict[str, bool]:
     kept: dict[str, Any] = {"model": None}
     fabric.load(folder / "True", kept)
     found["names"] = list(kept["model"]) == list(Blocks(False).state_dict())
-    pair, other = Pair(fabric), Pair(fabric)
+    pair = Pair(fabric)
+    other = Pair(fabric)
     fabric.save(folder / "pair", {"pair": pair})
     fabric.load(folder / "pair", {"pair": other})
     for key, one in values(fabric, pair).items():
@@ -116,7 +118,8 @@ class Picky(nn.Module):
 
     def __init__(self, refuses: bool) -> None:
         super().__init__()
-        self.linear, self.refuses = nn.Linear(2, 2), refuses
+        self.linear = nn.Linear(2, 2)
+        self.refuses = refuses
         self.register_buffer("seen", torch.zeros(()))
 
     def get_extra_state(self) -> Any:
@@ -311,7 +314,8 @@ def test_c13_a_checkpoint_in_memory_is_replaced_as_a_whole(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    url, files = f"memory://c13-{form}/run", fsspec.filesystem("memory")
+    url = f"memory://c13-{form}/run"
+    files = fsspec.filesystem("memory")
     with single(FORMATS[form]) as fabric:
         fabric.launch()
         model = fabric.setup(Net())
@@ -361,7 +365,8 @@ class Objects(LocalFileSystem):
 
 def schemes(fabric: Fabric, folder: Path) -> dict[str, Any]:
     fsspec.register_implementation("objects", Objects, clobber=True)
-    model, found = fabric.setup(Net()), {}
+    model = fabric.setup(Net())
+    found = {}
     for scheme in ("file", "local", "objects"):
         url = f"{scheme}://{folder}/{scheme}"
         for step in range(2):
@@ -409,7 +414,8 @@ def test_c13_schemes_on_two_ranks(strategy: str, tmp_path: Path) -> None:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
         self.head.weight = self.embedding.weight
         self.register_buffer("count", torch.tensor(3))
 

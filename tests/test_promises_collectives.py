@@ -38,7 +38,8 @@ def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def mismatches(fabric: Fabric) -> dict[str, Callable[[], Any]]:
     """Calls that differ on rank 0."""
     first = fabric.global_rank == 0
-    reduce, gather = partial(fabric.all_reduce, reduce_op="sum"), fabric.all_gather
+    reduce = partial(fabric.all_reduce, reduce_op="sum")
+    gather = fabric.all_gather
     return {
         "an int beside a float": lambda: reduce({"acc": 0 if first else 0.5}),
         "a number beside a tensor": lambda: reduce(
@@ -114,7 +115,8 @@ def test_a1_a_mismatch_is_an_error_on_every_rank_and_the_next_call_is_right(rank
 
 def agreeing(fabric: Fabric) -> dict[str, Any]:
     """Calls that are the same, though they may not look it."""
-    rank, size = fabric.global_rank, fabric.world_size
+    rank = fabric.global_rank
+    size = fabric.world_size
     keys = ["b", "a"] if rank else ["a", "b"]
     numbers = [float(rank), torch.tensor(float(rank)).double().item()]
     return {
@@ -222,7 +224,8 @@ def agreed(sent: list[Collective]) -> bool:
         len({(each.operation, each.reduce, each.buffer.dtype, each.buffer.shape) for each in sent})
         == 1
     )
-    rows, op = [each.buffer for each in sent], sent[0].reduce
+    rows = [each.buffer for each in sent]
+    op = sent[0].reduce
     return agree(torch.stack(rows)[:, 0] if op is None else fold(op, rows))
 
 
@@ -243,7 +246,8 @@ def test_a1_of_ten_thousand_mismatches_none_is_missed() -> None:
     for number in range(10_000):
         calls = generator.choice([REDUCTIONS, REDUCTIONS, GATHERS])
         size = generator.randint(2, 8) if number % 50 else generator.randint(9, 64)
-        usual, odd = generator.choice(calls), generator.choice(calls)
+        usual = generator.choice(calls)
+        odd = generator.choice(calls)
         texts = [str(generator.random()), str(generator.random())]
         strays = set(generator.sample(range(size), generator.randint(1, size - 1)))
         sent = [
@@ -258,7 +262,8 @@ class Many(LocalCommunicator):
 
     def __init__(self) -> None:
         super().__init__(CPU)
-        self.size, self.heard = 20, list[tuple[Operation, list[float]]]()
+        self.size = 20
+        self.heard = list[tuple[Operation, list[float]]]()
 
     def run(self, collective: Collective) -> Any:
         self.heard.append((collective.operation, collective.buffer.tolist()))
@@ -281,12 +286,10 @@ class Elsewhere(Communicator):
     """As on a device that is not waited for at every call."""
 
     def __init__(self, inner: Communicator) -> None:
-        self._inner, self.rank, self.size, self.device = (
-            inner,
-            inner.rank,
-            inner.size,
-            torch.device("cpu", 0),
-        )
+        self._inner = inner
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = torch.device("cpu", 0)
 
     def run(self, collective: Collective) -> Any:
         group = self._inner.run(collective)
@@ -294,7 +297,8 @@ class Elsewhere(Communicator):
 
 
 def late(fabric: Fabric) -> list[str]:
-    first, recorder = fabric.global_rank == 0, FlightRecorder()
+    first = fabric.global_rank == 0
+    recorder = FlightRecorder()
     communicator = RecordedCommunicator(Elsewhere(ProcessGroupCommunicator(None, CPU)), recorder)
     found = [outcome(lambda: all_reduce(communicator, ones(2 + first), Reduce.SUM))]
     found += [outcome(lambda: all_gather(communicator, ones(2)))]
@@ -437,7 +441,8 @@ def not_sent(fabric: Fabric) -> dict[str, list[str]]:
 
 
 def received(fabric: Fabric) -> list[str]:
-    first, mine = fabric.is_global_zero, Unreadable()
+    first = fabric.is_global_zero
+    mine = Unreadable()
     calls: list[Callable[[], Any]] = [
         lambda: fabric.broadcast(mine if first else None),
         lambda: fabric.scatter([1, mine] if first else None),

@@ -168,11 +168,12 @@ def statistics(fabric: Fabric, **ddp: Any) -> list[Any]:
     seen: list[Any] = []
 
     def note() -> None:
-        seen.append([each.clone() for each in model.buffers()])
+        seen.append([buffer.clone() for buffer in model.buffers()])
 
     for number, batch in enumerate(batches(fabric, 6)):
         with fabric.no_backward_sync(model, enabled=number % 3 > 0):
-            (loss, _) = model(batch).sum(), note()
+            loss = model(batch).sum()
+            _ = note()
             # A second forward pass before the backward pass.
             loss = loss + model(batch + 1).sum() if number == 0 else loss
             fabric.backward(loss)
@@ -281,9 +282,9 @@ def refused(fabric: Fabric) -> list[str]:
         whole[1],
         other,
     ]
-    before = [[each.stride() for each in case.parameters()] for case in cases]
+    before = [[parameter.stride() for parameter in case.parameters()] for case in cases]
     found = [outcome(partial(fabric.setup_module, case)) for case in cases]
-    assert before == [[each.stride() for each in case.parameters()] for case in cases]
+    assert before == [[parameter.stride() for parameter in case.parameters()] for case in cases]
     return found
 
 

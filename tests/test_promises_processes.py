@@ -103,7 +103,8 @@ PHASES = {
 
 def call_beside_a_phase(fabric: Fabric, phase: str, folder: str) -> tuple[str, float]:
     model = fabric.setup_module(nn.Linear(2, 1))
-    loss, start = model(torch.ones(4, 2)).mean(), time.monotonic()
+    loss = model(torch.ones(4, 2)).mean()
+    start = time.monotonic()
     if fabric.global_rank == 0:
         text = outcome(lambda: fabric.all_reduce(1.0))
     elif phase == "backward":
@@ -236,7 +237,9 @@ def test_d19_a_closed_terminal_leaves_the_finally_blocks_their_time() -> None:
 
 def report(fabric: Fabric, pattern: str, after: int = 0) -> tuple[int, str]:
     """Wait for a report in which a pattern is found, with Python code and no collective; its number and itself."""
-    until, store, number = time.monotonic() + 30, fabric.strategy.runtime.store, after + 1
+    until = time.monotonic() + 30
+    store = fabric.strategy.runtime.store
+    number = after + 1
     while (text := store.get_nowait(f"watchdog/report/{number}")) is None or not re.search(
         pattern, text.decode()
     ):

@@ -96,8 +96,8 @@ def with_penalty(fabric: Fabric) -> tuple[list[Tensor], list[Tensor | None]]:
     for net, backward in ((plain, Tensor.backward), (model, fabric.backward)):
         extra = penalty(net)
         backward(net(X).sum() + extra)
-    return [each.grad.full_tensor() for each in model.parameters()], [
-        each.grad for each in plain.parameters()
+    return [parameter.grad.full_tensor() for parameter in model.parameters()], [
+        parameter.grad for parameter in plain.parameters()
     ]
 
 
@@ -197,8 +197,8 @@ def early_state(fabric: Fabric) -> tuple[list[Tensor], list[Tensor]]:
         optimizer.zero_grad()
         fabric.backward(model(X).sum())
         optimizer.step()
-    return [each.full_tensor().detach() for each in model.parameters()], [
-        each.detach() for each in plain.parameters()
+    return [parameter.full_tensor().detach() for parameter in model.parameters()], [
+        parameter.detach() for parameter in plain.parameters()
     ]
 
 
@@ -232,8 +232,8 @@ def after_a_failure(fabric: Fabric) -> tuple[str, list[Tensor], list[Tensor | No
         fabric.backward(model(X).sum())
     return (
         failure,
-        [each.grad.full_tensor() for each in model.parameters()],
-        [each.grad for each in plain.parameters()],
+        [parameter.grad.full_tensor() for parameter in model.parameters()],
+        [parameter.grad for parameter in plain.parameters()],
     )
 
 
@@ -282,7 +282,8 @@ def test_b12_a_dtype_that_changes_after_setup_is_that_of_the_next_forward_pass_o
 def test_b12_a_container_that_was_set_up_is_one() -> None:
     with Fabric(accelerator="cpu", devices=1) as fabric:
         layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)]
-        model, net = fabric.setup(nn.Sequential(*layers)), fabric.setup(Tower())
+        model = fabric.setup(nn.Sequential(*layers))
+        net = fabric.setup(Tower())
         assert (len(model), model[0], list(model), model[-1] in model) == (
             3,
             layers[0],
@@ -307,7 +308,7 @@ def close_one(fabric: Fabric, kept: str) -> tuple[float, list[Tensor], bool]:
     left.teardown()
     return (
         total,
-        [local_tensor(each.grad) for each in model.parameters()],
+        [local_tensor(parameter.grad) for parameter in model.parameters()],
         torch.distributed.is_initialized(),
     )
 
@@ -327,7 +328,8 @@ class TwoTowers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tower, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(1))
+        self.tower = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.tower(x), self.scale
@@ -414,8 +416,8 @@ def ends_in_a_view(fabric: Fabric) -> tuple[list[str], list[Tensor], list[Tensor
     texts = [str(each.message) for each in caught if "view" in str(each.message)]
     return (
         texts,
-        [each.grad.full_tensor() for each in model.parameters()],
-        [each.grad for each in plain.parameters()],
+        [parameter.grad.full_tensor() for parameter in model.parameters()],
+        [parameter.grad for parameter in plain.parameters()],
     )
 
 

@@ -35,7 +35,8 @@ class Unsized(Sampler[int]):
 class Stateful(DataLoader[Any]):
     """Knows how many batches it has yielded and goes past them when resumed, as torchdata's StatefulDataLoader."""
 
-    yielded = behind = 0
+    yielded = 0
+    behind = 0
 
     def __iter__(self) -> Any:
         behind, self.behind, self.yielded = self.behind, 0, self.behind
@@ -172,7 +173,8 @@ def interrupted(fabric: Fabric) -> dict[str, bool]:
     for kind, make in kinds.items():
         loader = fabric.setup_dataloaders(make())
         taken(loader, N)
-        whole, state = [], None
+        whole = []
+        state = None
         for batch in loader:
             whole.append(batch.tolist())
             if len(whole) == 2:
@@ -189,15 +191,18 @@ class Files(IterableDataset[str]):
     """The files of one rank, of different lengths; its position names the file."""
 
     def __init__(self, rank: int, shards_itself: bool) -> None:
-        self.rank, self.shards_itself = rank, shards_itself
-        self.file, self.line = 0, 0
+        self.rank = rank
+        self.shards_itself = shards_itself
+        self.file = 0
+        self.line = 0
 
     def __iter__(self) -> Iterator[str]:
         while self.file < 4:
             while self.line < 2 + self.rank:
                 self.line += 1
                 yield f"{self.rank}/{self.file}/{self.line}"
-            self.file, self.line = self.file + 1, 0
+            self.file = self.file + 1
+            self.line = 0
         self.file = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,7 +226,8 @@ def own_data(fabric: Fabric, kind: str) -> Any:
 def resumed_data(fabric: Fabric, folder: Path) -> dict[str, bool]:
     found = {}
     for kind in ("shards itself", "sharded by the user", "lists"):
-        loader, again = own_data(fabric, kind), own_data(fabric, kind)
+        loader = own_data(fabric, kind)
+        again = own_data(fabric, kind)
         batches = iter(loader)
         for _ in range(3 + fabric.global_rank):
             next(batches)
@@ -240,9 +246,9 @@ def load_own_data(fabric: Fabric, folder: Path) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_c16_each_rank_goes_on_in_data_of_its_own(strategy: str, tmp_path: Path) -> None:
     assert [
-        each
+        value
         for found in run_in_ranks(resumed_data, tmp_path, strategy=strategy)
-        for each in found.values()
+        for value in found.values()
     ] == [True] * 6
     for text in run_in_ranks(load_own_data, tmp_path, ranks=1):
         assert "Files, which shards itself" in text
@@ -268,7 +274,8 @@ def test_c16_a_state_of_fabrics_is_refused_by_a_loader_that_keeps_its_own() -> N
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.out = nn.BatchNorm1d(3), nn.Linear(3, 2)
+        self.norm = nn.BatchNorm1d(3)
+        self.out = nn.Linear(3, 2)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.out(self.norm(inputs))
@@ -298,7 +305,8 @@ def test_c16_a_bare_state_dict_is_saved_as_one(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_c16_a_folder_of_another_toolkit_names_a_way_that_loses_nothing(tmp_path: Path) -> None:
     """Lightning's: the shards in torch's format, and what is no tensor in a file beside them."""
-    net, folder = Net(), tmp_path / "other"
+    net = Net()
+    folder = tmp_path / "other"
     dcp.save({"model": net.state_dict(), "epoch": 3}, checkpoint_id=folder)
     torch.save({"step": 7}, folder / "meta.pt")
     with Fabric(accelerator="cpu", devices=1) as fabric:

@@ -42,9 +42,9 @@ def outcomes(fabric: Fabric, cases: list[Callable[[Fabric], Any]]) -> dict[str, 
 
 
 def assert_said(results: list[dict[str, str]], cases: dict[Any, str]) -> None:
-    for each in results:
+    for result in results:
         for case, text in cases.items():
-            assert text in each[case.__name__], (case.__name__, each[case.__name__])
+            assert text in result[case.__name__], (case.__name__, result[case.__name__])
 
 
 # -- B7: parameters that were added after the setup -------------------------------------------------------------------
@@ -176,7 +176,8 @@ def before_the_head_was_replaced(fabric: Fabric) -> None:
 
 def before_the_head_was_replaced_and_not_set_up(fabric: Fabric) -> None:
     net = Net()
-    head, net.head = net.head, nn.Linear(8, 2)
+    head = net.head
+    net.head = nn.Linear(8, 2)
     step(fabric, fabric.setup(net), sgd(head.parameters()))
 
 
@@ -262,7 +263,8 @@ def test_b9_where_a_module_was_set_up_nobody_is_told_to_set_one_up() -> None:
 
 def loaders(fabric: Fabric, kind: str) -> tuple[list[str], str]:
     torch.manual_seed(0)
-    net, data = Net(), TensorDataset(torch.ones(8, 4))
+    net = Net()
+    data = TensorDataset(torch.ones(8, 4))
     model, optimizer = fabric.setup(net, sgd(net.parameters()))
     loader: Any = DataLoader(data, batch_size=2, shuffle=kind == "plain")
     if kind == "sampler":
@@ -302,11 +304,9 @@ def test_b9_a_loader_that_is_not_set_up_is_a_warning_on_the_first_rank() -> None
 class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.last = (
-            nn.Linear(4, 5000),
-            nn.LayerNorm(5000),
-            nn.Linear(5000, 1),
-        )
+        self.first = nn.Linear(4, 5000)
+        self.norm = nn.LayerNorm(5000)
+        self.last = nn.Linear(5000, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.norm(self.first(x)))
@@ -354,7 +354,8 @@ def bare(fabric: Fabric, path: str) -> tuple[list[float], list[float], Any]:
     alpha, optimizer = fabric.setup(nn.ParameterList([log_alpha]), sgd([log_alpha], lr=1.0))
     actor, critic = (fabric.setup(Net()) for _ in range(2))
     both = fabric.setup_optimizers(sgd([*actor.parameters(), *critic.parameters()]))
-    values, norms = [], []
+    values = []
+    norms = []
     for number in range(3):
         fabric.backward(log_alpha * (fabric.global_rank + 1))  # 1.5 on average
         with fabric.no_backward_sync([alpha, actor]):
@@ -387,7 +388,8 @@ def test_b9_bare_parameters_are_set_up_in_a_list_and_synchronized(
 
 
 def bare_after_its_optimizer(fabric: Fabric) -> float:
-    net, weight = Net(), nn.Parameter(torch.tensor(1.0))
+    net = Net()
+    weight = nn.Parameter(torch.tensor(1.0))
     _, optimizer = fabric.setup(net, sgd([*net.parameters(), weight], lr=1.0))
     fabric.setup(nn.ParameterList([weight]))
     fabric.backward(weight * fabric.global_rank)
@@ -469,7 +471,8 @@ def test_b8_steps_that_one_rank_makes_alone_or_otherwise_are_an_error(strategy: 
 
 
 def other_loaders(fabric: Fabric) -> list[str]:
-    first, data = fabric.is_global_zero, TensorDataset(torch.ones(16, 4))
+    first = fabric.is_global_zero
+    data = TensorDataset(torch.ones(16, 4))
     shuffled = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=first))
     peeked = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
     if first:
@@ -496,7 +499,8 @@ def scale_of(fabric: Fabric) -> str:
 
 
 def accumulating(fabric: Fabric) -> list[str]:
-    first, second = (OneWeight(), OneWeight())
+    first = OneWeight()
+    second = OneWeight()
     model, optimizer = fabric.setup(first, sgd(first.parameters()))
     other, waiting = fabric.setup(second, sgd(second.parameters()))
     scales = []

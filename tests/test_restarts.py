@@ -131,7 +131,8 @@ class Run:
     """The example in a folder, under one command after another; what lives in the end is killed."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.log = folder, folder / "log.jsonl"
+        self.folder = folder
+        self.log = folder / "log.jsonl"
         self.commands: list[subprocess.Popen[str]] = []
 
     def start(self, *command: object, pause: float = 0.0) -> subprocess.Popen[str]:
@@ -247,7 +248,8 @@ def test_a_run_that_was_killed_goes_on_with_fewer_or_more_processes(
     run: Run, seed: int, uninterrupted: Steps
 ) -> None:
     draw = random.Random(seed)
-    command, processes = run.fabric_run(2), (1, 3)[seed % 2]
+    command = run.fabric_run(2)
+    processes = (1, 3)[seed % 2]
     run.wait_for(draw.randrange(2, 60), processes=2)
     run.kill_rank(command, draw.randrange(2))
     assert command.wait(DEADLINE) == 137, run.errors()

@@ -134,9 +134,10 @@ def test_the_stream_of_a_sample_depends_on_seed_epoch_and_index_alone() -> None:
         for epoch in range(5)
         for index in (-1, 0, 1, 11, 10**18)
     ]
-    assert len({first(*each) for each in numbers}) == len(numbers)
+    assert len({first(*number) for number in numbers}) == len(numbers)
     seed_everything(1)
-    drawn, shared = first(3, 1, 4), draw()
+    drawn = first(3, 1, 4)
+    shared = draw()
     seed_everything(1)
     assert draw() == shared
     assert first(numpy.int64(3), torch.tensor(1), 4) == drawn

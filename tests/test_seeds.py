@@ -133,11 +133,9 @@ SEEDS: Mapping[Any, Seed] = {
     ),
 }
 # A value for each argument of a constructor, and what the strategy's attribute of that name then is.
-POLICY, HOOK, SLURM = (
-    MixedPrecisionPolicy(torch.bfloat16),
-    SimpleNamespace(start_localSGD_iter=1),
-    SlurmEnvironment(),
-)
+POLICY = MixedPrecisionPolicy(torch.bfloat16)
+HOOK = SimpleNamespace(start_localSGD_iter=1)
+SLURM = SlurmEnvironment()
 VALUES: Mapping[str, tuple[Any, Any]] = {
     "accelerator": ("cpu", "cpu"),
     "parallel_devices": ([CPU, CPU], (CPU, CPU)),
@@ -198,9 +196,11 @@ def test_e_a_constructor_takes_the_arguments_of_its_text_by_position_and_by_keyw
 def test_e_a_strategy_has_each_member_of_its_text_with_its_arguments(kind: Any) -> None:
     assert issubclass(kind, ParallelStrategy)
     for name, text in SEEDS[kind].members.items():
-        ours, defaults = inspect.signature(getattr(kind, name)), named(text)
+        ours = inspect.signature(getattr(kind, name))
+        defaults = named(text)
         values = {argument: object() for argument in defaults}
-        by_position, by_keyword = ours.bind(None, *values.values()), ours.bind(None, **values)
+        by_position = ours.bind(None, *values.values())
+        by_keyword = ours.bind(None, **values)
         for argument in values.keys() & ours.parameters.keys():
             assert (
                 by_position.arguments[argument]
@@ -331,7 +331,8 @@ SHARED_RESULTS = {
 
 def ddp_members(fabric: Fabric) -> dict[str, Any]:
     strategy: Any = fabric.strategy
-    net, seen = seeded(), shared_members(fabric.strategy)
+    net = seeded()
+    seen = shared_members(fabric.strategy)
     trainer = trainer_of(net)
     strategy.setup(trainer)
     [optimizer] = trainer.optimizers
@@ -424,7 +425,8 @@ class Steps(Net):
 
 def native_members(fabric: Fabric) -> dict[str, Any]:
     strategy: Any = fabric.strategy
-    x, seen = batch_of(fabric.global_rank), shared_members(fabric.strategy)
+    x = batch_of(fabric.global_rank)
+    seen = shared_members(fabric.strategy)
     none = outcome(lambda: strategy.training_step(x))
     with strategy.model_sharded_context():
         torch.manual_seed(0)
@@ -477,7 +479,8 @@ OLDER = {
 
 def step_and_warnings(**options: Any) -> tuple[list[str], SimpleNamespace, Any]:
     """What a strategy of its own warns of, and a trainer after one step with it."""
-    strategy, trainer = DDPFullyShardedNativeStrategy(**options), trainer_of(seeded_steps())
+    strategy = DDPFullyShardedNativeStrategy(**options)
+    trainer = trainer_of(seeded_steps())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy.setup_environment()
@@ -543,7 +546,8 @@ def fit(strategy: DDPSpawnPlugin, trainer: Any, epoch: int) -> dict[str, Any]:
 
 
 def test_e_spawn_does_what_its_text_says_on_two_processes() -> None:
-    strategy, trainer = DDPSpawnPlugin([CPU, CPU]), trainer_of(seeded())
+    strategy = DDPSpawnPlugin([CPU, CPU])
+    trainer = trainer_of(seeded())
     result = strategy.spawn(Loop(strategy).fit, trainer, epoch=3)
     assert (result["mine"].tolist(), result.pop("mine").requires_grad) == ([1.0, 1.0], False)
     assert result == SHARED_RESULTS
@@ -597,7 +601,8 @@ def test_e_dp_reduces_what_overflows_or_is_trained_and_refuses_what_has_no_rows(
 
 
 def test_e_dp_does_what_its_text_says() -> None:
-    strategy, net = DataParallelStrategy("cpu", [CPU, CPU]), seeded()
+    strategy = DataParallelStrategy("cpu", [CPU, CPU])
+    net = seeded()
     strategy.setup_environment()
     try:
         prepared = strategy.setup_module(net)

@@ -14,7 +14,10 @@ from tests.ranks import outcome, run_in_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
-WIDTH, BATCH, STEPS, MICRO = 12, 4, 3, 2
+WIDTH = 12
+BATCH = 4
+STEPS = 3
+MICRO = 2
 PLAN = {
     "blocks.*.query": "colwise",
     "blocks.*.key": "colwise",
@@ -26,13 +29,12 @@ PLAN = {
 class Block(nn.Module):
     def __init__(self, heads: int, is_causal: bool) -> None:
         super().__init__()
-        self.heads, self.is_causal = heads, is_causal
+        self.heads = heads
+        self.is_causal = is_causal
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
-        self.out, self.up, self.down = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(WIDTH, 16),
-            nn.Linear(16, WIDTH),
-        )
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.up = nn.Linear(WIDTH, 16)
+        self.down = nn.Linear(16, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
@@ -47,7 +49,8 @@ class Block(nn.Module):
 class Model(nn.Module):
     def __init__(self, heads: int, is_causal: bool) -> None:
         super().__init__()
-        self.embedding, self.places = nn.Linear(4, WIDTH), nn.Embedding(9, WIDTH)
+        self.embedding = nn.Linear(4, WIDTH)
+        self.places = nn.Embedding(9, WIDTH)
         self.blocks = nn.ModuleList([Block(heads, is_causal), Block(heads, is_causal)])
         self.head = nn.Linear(WIDTH, 4)
 
@@ -81,7 +84,9 @@ def train(
     """Three steps with clipping and accumulation; what is recorded is over all ranks."""
     model, optimizer = fabric.setup(*make(heads, is_causal))
     place = fabric.strategy.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-    losses, norms, gradients = [], [], []
+    losses = []
+    norms = []
+    gradients = []
     for number, batch in enumerate(batches(tokens)):
         batch = {name: each[place["rank"] :: place["num_replicas"]] for name, each in batch.items()}
         last = number % MICRO == MICRO - 1
@@ -101,10 +106,10 @@ def train(
         if last:
             norms.append(fabric.clip_gradients(model, optimizer, max_norm=0.1))
             parameters: list[Any] = list(model.parameters())
-            gradients = [full_tensor(each.grad).clone() for each in parameters]
+            gradients = [full_tensor(parameter.grad).clone() for parameter in parameters]
             optimizer.step()
             optimizer.zero_grad()
-    parameters = [full_tensor(each.detach()).clone() for each in model.parameters()]
+    parameters = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
 
 
@@ -116,7 +121,7 @@ def on(function: Any, *args: Any, ranks: int = 2, **options: Any) -> list[Any]:
 
 
 def train_each(fabric: Fabric, settings: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    return [train(fabric, *each) for each in settings]
+    return [train(fabric, *setting) for setting in settings]
 
 
 # Heads, whether attention is causal, tokens, whether losses have weights. Two ranks divide 4 heads, but not 3.
@@ -213,7 +218,8 @@ class Dropping(nn.Module):
 
 
 def block(fabric: Fabric) -> dict[str, Any]:
-    model, x = Dropping(), torch.ones(1, 8, 4)
+    model = Dropping()
+    x = torch.ones(1, 8, 4)
     torch.manual_seed(5)
     with fabric.sequence_parallel([x, torch.ones(3), "name"]) as (part, *rest):
         model(part)
@@ -290,7 +296,7 @@ def recomputed(fabric: Fabric, compiles: bool) -> float:
     plain, _ = make(4, True)
     batch = batches(5)[0]
     (plain(batch["x"], batch["positions"]) - batch["y"]).square().sum().backward()
-    expected: list[Any] = [each.grad for each in plain.parameters()]
+    expected: list[Any] = [parameter.grad for parameter in plain.parameters()]
     fabric.strategy.activation_checkpointing = None if compiles else (Block,)  # pyright: ignore[reportAttributeAccessIssue]
     again: Any = make(4, True)[0]
     if compiles:

@@ -69,7 +69,8 @@ def test_our_strategies_conform(strategy: str, size: int) -> None:
 
 def step(fabric: Fabric, wrong: bool) -> Any:
     torch.manual_seed(0)
-    model, data = nn.Linear(3, 2), torch.randn(4, 3)
+    model = nn.Linear(3, 2)
+    data = torch.randn(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fabric.setup(model, optimizer)
     loss = model(data.chunk(fabric.world_size)[fabric.global_rank]).square().mean()

@@ -25,7 +25,8 @@ NAMES = {"samples_per_second", "tokens_per_second", "flops_per_second", "mfu"}
 class Blocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
         self.recompute = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,7 +95,8 @@ def test_parts_of_layers_count_each_batch_once_and_all_flops():
 
 
 def count_messages(fabric: Fabric) -> list[int]:
-    throughput, counts = Throughput(fabric, warmup=1, every=3), []
+    throughput = Throughput(fabric, warmup=1, every=3)
+    counts = []
     for _ in range(7):
         throughput.update(1)
         counts.append(sum(fabric._session.runtime.recorder.counts.values()))  # type: ignore[union-attr]
@@ -147,7 +149,8 @@ def test_flops_of_a_first_step_without_samples_are_of_no_use_to_later_ones(alone
 
 
 def test_time_before_the_warmup_and_in_a_pause_does_not_count(alone):
-    throughput, began = Throughput(alone, warmup=1, every=2), time.perf_counter()
+    throughput = Throughput(alone, warmup=1, every=2)
+    began = time.perf_counter()
 
     def busy(seconds: float) -> None:
         until = time.perf_counter() + seconds

@@ -35,7 +35,8 @@ class Slow:
 
 class Batches(Dataset[Tensor]):
     def __init__(self, slow: Slow, length: int) -> None:
-        self.slow, self.length = slow, length
+        self.slow = slow
+        self.length = length
 
     def __len__(self) -> int:
         return self.length
@@ -48,12 +49,10 @@ class Batches(Dataset[Tensor]):
 class Model(nn.Module):
     def __init__(self, slow: Slow) -> None:
         super().__init__()
-        self.slow, self.first, self.norm, self.last = (
-            slow,
-            nn.Linear(4, 8),
-            nn.BatchNorm1d(8),
-            nn.Linear(8, 1),
-        )
+        self.slow = slow
+        self.first = nn.Linear(4, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         self.slow("forward")
@@ -309,7 +308,9 @@ def test_one_process_is_measured_too(strategy: str, devices: int, tmp_path: Path
 def test_steps_are_those_of_the_optimizer_that_stepped_first() -> None:
     with Fabric(accelerator="cpu", devices=1, timings=True) as fabric:
         modules = [nn.Linear(1, 1) for _ in range(2)]
-        pairs = [fabric.setup(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in modules]
+        pairs = [
+            fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1)) for module in modules
+        ]
         for _ in range(5):
             for _, (model, optimizer) in zip(range(3), 2 * pairs[:1] + pairs[1:], strict=True):
                 fabric.backward(model(torch.ones(1, 1)).sum())

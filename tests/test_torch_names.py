@@ -65,7 +65,8 @@ def test_loaders_that_are_iterated_over_are_found_while_they_are():
 
 
 def test_changes_in_place_are_counted():
-    x, seen = torch.ones(2), []
+    x = torch.ones(2)
+    seen = []
     for change in (x.clone, x.zero_, lambda: x[0].add_(1)):
         change()
         seen.append(_torch.version(x))
@@ -74,7 +75,8 @@ def test_changes_in_place_are_counted():
 
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
     seen = []
-    x, y = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    x = torch.ones(1, requires_grad=True)
+    y = torch.ones(1, requires_grad=True)
     made = y * 2
     made.register_hook(
         lambda grad: _torch.at_end_of_backward(lambda: seen.append((x.grad, y.grad)))
@@ -84,7 +86,9 @@ def test_a_function_is_called_at_the_end_of_a_backward_pass():
 
 
 def test_hooks_of_a_parameter_are_shared_with_another():
-    one, other, seen = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1)), []
+    one = nn.Parameter(torch.ones(1))
+    other = nn.Parameter(torch.ones(1))
+    seen = []
     one.register_hook(lambda grad: grad * 2)
     one.register_post_accumulate_grad_hook(lambda each: seen.append(each))
     _torch.share_gradient_hooks(one, other)
@@ -161,12 +165,10 @@ def test_unscaling_does_not_clear_an_earlier_finding():
 
 
 def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
-    scale, tracker, good, bad = (
-        torch.tensor([8.0]),
-        torch.zeros(1, dtype=torch.int32),
-        torch.zeros(1),
-        torch.ones(1),
-    )
+    scale = torch.tensor([8.0])
+    tracker = torch.zeros(1, dtype=torch.int32)
+    good = torch.zeros(1)
+    bad = torch.ones(1)
     seen = []
     for found in (good, good, good, bad, good):
         _torch.backoff_or_grow(scale, tracker, found, 2.0, 0.5, 2)
@@ -175,7 +177,8 @@ def test_the_scale_grows_after_the_interval_and_backs_off_at_once():
 
 
 def test_the_scale_does_not_grow_to_infinity():
-    scale, tracker = torch.tensor([2.0**127]), torch.zeros(1, dtype=torch.int32)
+    scale = torch.tensor([2.0**127])
+    tracker = torch.zeros(1, dtype=torch.int32)
     _torch.backoff_or_grow(scale, tracker, torch.zeros(1), 2.0, 0.5, 1)
     assert scale.item() == 2.0**127
 
@@ -254,7 +257,8 @@ def test_a_graph_knows_the_operations_behind_it():
 
 
 def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
-    module, called = nn.Identity(), []
+    module = nn.Identity()
+    called = []
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
     handle = module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True)
     hooks, number, hook = hook_place(handle)
@@ -287,8 +291,8 @@ def test_a_whole_gradient_that_was_not_reduced_is_known(group):
     assert _torch.unreduced_parameters(model) == []
     model.set_requires_gradient_sync(False)
     model(torch.ones(1, 4)).sum().backward()
-    assert {id(each) for each in _torch.unreduced_parameters(model)} == {
-        id(each) for each in model.parameters()
+    assert {id(parameter) for parameter in _torch.unreduced_parameters(model)} == {
+        id(parameter) for parameter in model.parameters()
     }
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
@@ -402,7 +406,10 @@ def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
     for ranks, rows in ((3, 2), (1000, 1)):
         with _torch.fake_ranks(ranks), Counted(), _torch.Rank0Chunks():
             layer = fully_shard(nn.Linear(2, 5))
-            assert [each.to_local().shape[0] for each in layer.parameters()] == [rows, rows]
+            assert [parameter.to_local().shape[0] for parameter in layer.parameters()] == [
+                rows,
+                rows,
+            ]
             assert len(torch.ones(3).chunk(5)) == len(torch.chunk(torch.ones(3), 5)) == 3
     assert made.count("aten.new_empty.default") <= 2 * 2 * 2
 

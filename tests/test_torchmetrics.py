@@ -40,7 +40,8 @@ class Averaged(Metric):
         self.last = torch.tensor(0.0)
 
     def update(self, value: Tensor) -> None:
-        self.mean, self.last = self.mean + value, value
+        self.mean = self.mean + value
+        self.last = value
 
     def compute(self) -> Tensor:
         return self.mean + self.last
@@ -148,7 +149,9 @@ def test_twenty_states_are_sent_together() -> None:
 
 def refused(fabric: Fabric) -> list[str]:
     is_first = fabric.global_rank == 0
-    synced, running, other = SumMetric(), RunningSum(2), SumMetric()
+    synced = SumMetric()
+    running = RunningSum(2)
+    other = SumMetric()
     running.update(1.0)
     other.process_group = object() if is_first else None
     if is_first:
@@ -187,7 +190,10 @@ def parts() -> dict[str, Any]:
         "model": nn.ModuleDict({"net": nn.Linear(1, 1), "max": MaxMetric()}),
     }
     for each in (
-        each for value in state.values() for each in value.modules() if isinstance(each, Metric)
+        module
+        for value in state.values()
+        for module in value.modules()
+        if isinstance(module, Metric)
     ):
         each.distributed_available_fn = bool
     return state
@@ -237,13 +243,15 @@ def test_each_process_goes_on_with_its_own_states(
 
 
 def saved(fabric: Fabric, path: str) -> None:
-    filled_one, empty = SumMetric(), SumMetric()
+    filled_one = SumMetric()
+    empty = SumMetric()
     filled_one.update(float(fabric.global_rank + 1))
     fabric.save(path, {"filled": filled_one, "empty": empty})
 
 
 def loaded(fabric: Fabric, path: str) -> Any:
-    before, empty = SumMetric(), SumMetric()
+    before = SumMetric()
+    empty = SumMetric()
     before.update(5.0)
     empty.update(7.0)
     fabric.load(path, {"empty": empty})
@@ -292,7 +300,8 @@ def test_files_without_states_of_metrics_leave_them(tmp_path: Path) -> None:
 
 
 def test_a_model_without_the_metrics_that_were_in_it_loads(tmp_path: Path) -> None:
-    saved, net = nn.Linear(2, 1), nn.Linear(2, 1)
+    saved = nn.Linear(2, 1)
+    net = nn.Linear(2, 1)
     saved.metric = SumMetric()
     with Fabric(accelerator="cpu", devices=1) as fabric:
         fabric.save(tmp_path / "file.pt", {"model": saved})
@@ -301,13 +310,14 @@ def test_a_model_without_the_metrics_that_were_in_it_loads(tmp_path: Path) -> No
 
 
 def recipe(fabric: Fabric, code: str, folder: str) -> Any:
-    model, loader = nn.Identity(), batches(fabric.global_rank, fabric.world_size)
+    model = nn.Identity()
+    loader = batches(fabric.global_rank, fabric.world_size)
     names = {**globals(), "fabric": fabric, "model": model, "loader": loader}
     exec(
         code.replace("checkpoint.pt", f"{folder}/checkpoint.pt").replace('"loader": loader, ', ""),
         names,
     )
-    assert not any(each.update_called for each in names["metrics"].values())
+    assert not any(value.update_called for value in names["metrics"].values())
     fabric.load(f"{folder}/checkpoint.pt", {"metrics": names["metrics"]}, strict=True)
     return names["values"], fabric.compute_metrics(names["metrics"])
 

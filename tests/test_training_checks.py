@@ -21,7 +21,8 @@ X = torch.ones(2, 4)
 class TwoParts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.used, self.left_out = nn.Linear(4, 1), nn.Linear(4, 1)
+        self.used = nn.Linear(4, 1)
+        self.left_out = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
@@ -85,7 +86,8 @@ def step_on_local_gradients(fabric: Fabric) -> None:
 
 
 def foreign_parameter(fabric: Fabric) -> None:
-    net, temperature = OneWeight(), nn.Parameter(torch.ones(3))
+    net = OneWeight()
+    temperature = nn.Parameter(torch.ones(3))
     model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
     fabric.backward(model(X[0]) + (fabric.global_rank + 1) * temperature.sum())
     step_and_look_again(fabric, optimizer)
@@ -229,7 +231,8 @@ def step_in_backward(fabric: Fabric) -> None:
 
 
 def reduced_by_the_user(fabric: Fabric) -> None:
-    net, temperature = OneWeight(), nn.Parameter(torch.ones(3))
+    net = OneWeight()
+    temperature = nn.Parameter(torch.ones(3))
     model, optimizer = fabric.setup(net, torch.optim.SGD([*net.parameters(), temperature], lr=0.1))
     for _ in range(3):
         optimizer.zero_grad()

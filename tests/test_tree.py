@@ -55,7 +55,8 @@ pytree.register_pytree_node(
 
 
 def collections() -> list[Any]:
-    x, y = torch.ones(2), torch.zeros(())
+    x = torch.ones(2)
+    y = torch.zeros(())
     return [
         x, 1.5, None, "text", (), [], {},
         [x, (y, {"k": x})],
@@ -99,7 +100,8 @@ def test_tensors_of_a_collection_are_mapped_and_nothing_else(index):
     tree = collections()[index]
     mapped = map_tensors(lambda tensor: tensor + 1, tree)
     assert type(mapped) is type(tree)
-    before, after = flatten(tree)[0], flatten(mapped)[0]
+    before = flatten(tree)[0]
+    after = flatten(mapped)[0]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new, old + 1) if isinstance(old, torch.Tensor) else new is old
 
@@ -129,7 +131,8 @@ def test_a_registered_mapping_decides_what_its_children_are():
     assert unflatten(structure, [5]) == {"only": 5, "built": True}
 
 
-IDENTITY_A, IDENTITY_B = object(), object()
+IDENTITY_A = object()
+IDENTITY_B = object()
 
 
 @pytest.mark.parametrize(
@@ -181,7 +184,8 @@ def test_sets_classes_and_modules_are_leaves():
 
 class Movable:
     def __init__(self, result: Any) -> None:
-        self.result, self.asked = result, None
+        self.result = result
+        self.asked = None
 
     def to(self, device: torch.device) -> Any:
         self.asked = device
@@ -189,7 +193,8 @@ class Movable:
 
 
 def test_objects_that_can_move_are_asked_to():
-    moved, in_place = Movable("moved"), Movable(None)
+    moved = Movable("moved")
+    in_place = Movable(None)
     result = to_device({"a": moved, "b": [in_place]}, CPU)
     assert result["a"] == "moved"
     assert result["b"][0] is in_place

@@ -106,11 +106,9 @@ def check(folder: Path) -> dict[str, list[Remark]]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
     found: dict[str, list[Remark]] = {}
     for each in json.loads(done.stdout)["generalDiagnostics"]:
-        start, end, name = (
-            each["range"]["start"],
-            each["range"]["end"],
-            str(Path(each["file"]).relative_to(folder)),
-        )
+        start = each["range"]["start"]
+        end = each["range"]["end"]
+        name = str(Path(each["file"]).relative_to(folder))
         columns = (
             start["character"],
             end["character"] if end["line"] == start["line"] else sys.maxsize,
@@ -185,9 +183,10 @@ def test_the_examples_have_no_errors(said) -> None:
 def test_what_is_set_up_and_reduced_in_examples_and_on_pages_has_a_type_where_what_is_given_has_one(
     said,
 ) -> None:
-    count, untyped = 0, []
+    count = 0
+    untyped = []
     for name, remarks in said.items():
-        types = [each for each in remarks if each.severity == "information"]
+        types = [remark for remark in remarks if remark.severity == "information"]
         for call in (
             each
             for each in types

@@ -138,7 +138,8 @@ def test_under_fsdp_too_a_rank_that_runs_out_of_batches_is_named(
         run_in_ranks(sharded_loops, loops, known, models, then, strategy="fsdp")
     number = next(number for number, (_, batches) in enumerate(loops) if len({*batches}) > 1)
     batches = loops[number][1]
-    early, steps = batches.index(min(batches)), models * (2 * number + min(batches))
+    early = batches.index(min(batches))
+    steps = models * (2 * number + min(batches))
     text = str(caught.value)
     assert f"rank {early} ran out of batches: its loader ended after {min(batches)}" in text
     assert f"step {steps + 1}, for which rank {1 - early} has a batch" in text
@@ -372,7 +373,8 @@ def test_join_does_nothing_in_one_process_and_fsdp_says_what_is_possible() -> No
 
 class Progress:
     def __init__(self) -> None:
-        self.received, self.finished = 0, False
+        self.received = 0
+        self.finished = False
 
 
 def detectors(number: int) -> list[UnevenInputDetector]:
@@ -401,7 +403,8 @@ def test_the_second_of_two_ranks_raises(first: str) -> None:
     for detector, own in zip((early, late), progress, strict=True):
         own.received = 1
         take_step(detector)
-    progress[0].finished, progress[1].received = True, 2
+    progress[0].finished = True
+    progress[1].received = 2
     actions = [early.finish, partial(take_step, late)]
     actions = actions if first == "the one that finishes" else actions[::-1]
     assert outcome(actions[0]) == "fine"

@@ -36,7 +36,9 @@ class Own(IterableDataset[Any]):
     shards_itself = True
 
     def __init__(self, rank: int, n: int, width: int = 0) -> None:
-        self.first, self.n, self.width = rank * SPAN, n, width
+        self.first = rank * SPAN
+        self.n = n
+        self.width = width
 
     def __iter__(self) -> Iterator[Any]:
         for sample in range(self.first, self.first + self.n):
@@ -60,7 +62,8 @@ class Contiguous(Sampler[int]):
     """Shards by itself, a part of another length for each rank."""
 
     def __init__(self, rank: int, num_replicas: int) -> None:
-        self.rank, self.num_replicas = rank, num_replicas
+        self.rank = rank
+        self.num_replicas = num_replicas
 
     def __len__(self) -> int:
         return self.rank + 1
@@ -78,15 +81,14 @@ def own(fabric: Fabric, counts: Any, uneven: Any, known: bool, **options: Any) -
 
 
 def in_passes(fabric: Fabric, counts: Any, uneven: str, known: bool, steps: int) -> list[Any]:
-    loader, found = own(fabric, counts, uneven, known), []
+    loader = own(fabric, counts, uneven, known)
+    found = []
     for _ in range(2):
         found.append([])
         for item in fabric.accumulate(loader, steps) if steps else loader:
             batch, last = item if steps else (item, None)
-            cursor, gathered = (
-                loader.state_dict()["cursor"],
-                fabric.gather_for_metrics(batch).tolist(),
-            )
+            cursor = loader.state_dict()["cursor"]
+            gathered = fabric.gather_for_metrics(batch).tolist()
             found[-1].append((batch.item(), loader.is_repeat, last, cursor, gathered))
         assert not loader.is_repeat
         assert loader.state_dict()["cursor"] == 0  # of the next epoch
@@ -190,7 +192,8 @@ def test_the_last_round_of_a_common_stream_counts_under_longest_alone() -> None:
 def test_samplers_that_shard_by_themselves() -> None:
     def loop(fabric: Fabric, kind: str, uneven: Any) -> Any:
         place = fabric.world_size, fabric.global_rank
-        data, ours = range(7), Contiguous(place[1], place[0])
+        data = range(7)
+        ours = Contiguous(place[1], place[0])
         sampler: Any = (
             DistributedSampler(data, *place, shuffle=False) if kind == "torch's" else ours
         )
@@ -227,7 +230,8 @@ def test_a_repeat_is_not_in_a_position(known: bool) -> None:
             seen += [] if loader.is_repeat else [batch.item()]
             if number == stop:
                 break
-        state, resumed = loader.state_dict(), own(fabric, (2, 5), "longest", known)
+        state = loader.state_dict()
+        resumed = own(fabric, (2, 5), "longest", known)
         if not known:
             return seen
         resumed.load_state_dict(state)
@@ -261,7 +265,8 @@ class Counting(Own):
 
 
 def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
-    rank, found = fabric.global_rank, []
+    rank = fabric.global_rank
+    found = []
 
     def make(known: bool, count: int) -> Any:
         data: Any = range(rank * SPAN, rank * SPAN + count) if known else Counting(rank, count)
@@ -270,7 +275,8 @@ def saved_and_resumed(fabric: Fabric, folder: str) -> list[Any]:
         )
 
     for known, counts, stop in itertools.product((False, True), ((2, 5), (5, 2)), (1, 4)):
-        loader, seen = make(known, counts[rank]), []
+        loader = make(known, counts[rank])
+        seen = []
         for number, batch in enumerate(loader, 1):
             seen += [] if loader.is_repeat else [batch.item()]
             if number == stop:
@@ -302,7 +308,8 @@ def test_a_checkpoint_has_the_positions_of_all_ranks_also_where_one_has_run_out(
 
 
 def broken_off(fabric: Fabric, at: int | tuple[int, int]) -> list[int]:
-    loader, found = own(fabric, (4, 6), "longest", known=False), []
+    loader = own(fabric, (4, 6), "longest", known=False)
+    found = []
     stop = at if isinstance(at, int) else at[fabric.global_rank]
     for _ in range(3):
         for number, batch in enumerate(loader, 1):
@@ -368,7 +375,8 @@ def train_and_validate(fabric: Fabric, every: Any) -> list[Any]:
     for counts, uneven in every:
         model, optimizer = net(fabric)
         loader = rows(fabric, counts, uneven)
-        trained, seen = 0, []
+        trained = 0
+        seen = []
         for _ in range(2):
             for x in loader:
                 fabric.backward(model(x.double()).sum(), weight=len(x))
@@ -408,7 +416,8 @@ def test_training_and_validation_end_on_all_ranks(strategy: str, checked: bool) 
 
 def with_repeats(fabric: Fabric, workers: int) -> list[Any]:
     model, _ = net(fabric)
-    loader, states = rows(fabric, (1, 4), "longest", workers), []
+    loader = rows(fabric, (1, 4), "longest", workers)
+    states = []
     for x in loader:
         model(x.double())
         torch.rand(3)
@@ -501,9 +510,10 @@ def exactly(fabric: Fabric, job: Job) -> tuple[Any, ...]:
             optimizer.step()
             optimizer.zero_grad()
     weights = torch.cat(
-        [each.flatten() for each in fabric.get_state_dict(model).values()] or [torch.zeros(0)]
+        [value.flatten() for value in fabric.get_state_dict(model).values()] or [torch.zeros(0)]
     )
-    count, gathered = 0, []
+    count = 0
+    gathered = []
     with torch.no_grad():
         for batch in loader:
             model(features(batch))
@@ -525,7 +535,7 @@ def in_one_process(job: Job) -> torch.Tensor:
         model(features(samples)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return torch.cat([each.detach().flatten() for each in model.parameters()])
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def check(job: Job, strategy: str) -> None:
@@ -588,7 +598,8 @@ def test_a_loss_without_a_weight_is_refused_under_longest(ranks: int) -> None:
 
 def with_a_bad_repeat(fabric: Fabric) -> tuple[bool, list[bool]]:
     model, optimizer = fabric.setup(*small())
-    loader, flags = rows(fabric, (1, 3), "longest"), []
+    loader = rows(fabric, (1, 3), "longest")
+    flags = []
     for x in loader:
         loss = model(x.double()).sum() + (float("inf") if loader.is_repeat else 0)
         # On a repeat any weight counts as zero, of the same kind.
@@ -599,7 +610,9 @@ def with_a_bad_repeat(fabric: Fabric) -> tuple[bool, list[bool]]:
             break
         flags.append(loader.is_repeat)
     flags.append(loader.is_repeat)
-    return all(bool(each.isfinite().all()) for each in fabric.get_state_dict(model).values()), flags
+    return all(
+        bool(value.isfinite().all()) for value in fabric.get_state_dict(model).values()
+    ), flags
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

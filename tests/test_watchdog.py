@@ -51,7 +51,8 @@ def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the
 
 
 def test_a_step_that_was_left_by_an_error_is_over_with_the_next_phase():
-    record, optimizer = FlightRecorder(), torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    record = FlightRecorder()
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
     optimizer.register_step_pre_hook(record.enter_step)
     optimizer.register_step_post_hook(record.exit_step)
     phases = []
@@ -212,7 +213,8 @@ def test_a_report_that_was_printed_is_in_the_error_of_the_timeout_by_its_first_l
     [text, _] = run_in_ranks(
         error_of_the_timeout, False, launcher="forkserver", watchdog=0.3, timeout=1.5
     )
-    printed, summary = capfd.readouterr().err, text[text.index("fabric: ") : text.index(HEADING)]
+    printed = capfd.readouterr().err
+    summary = text[text.index("fabric: ") : text.index(HEADING)]
     assert "not reached by: rank 1" in summary
     assert f"{summary}{HEADING}\n" in printed
     assert "in error_of_the_timeout" in printed

@@ -55,13 +55,13 @@ def plain(kind: str, clip: bool) -> list[Tensor]:
     model = make()
     optimizer = KINDS[kind](model.parameters())
     for step, parts in enumerate(TOKENS):
-        tokens = torch.cat([each for part in parts for each in samples(step, part)])
+        tokens = torch.cat([sample for part in parts for sample in samples(step, part)])
         optimizer.zero_grad()
         (summed(model, tokens) / len(tokens)).backward()
         for _ in range(2 * clip):
             nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         optimizer.step()
-    return [each.detach() for each in model.parameters()]
+    return [parameter.detach() for parameter in model.parameters()]
 
 
 def train(
@@ -84,7 +84,7 @@ def train(
         for _ in range(2 * clip):
             fabric.clip_gradients(model, optimizer, max_norm=0.2)
         optimizer.step()
-    return [full_tensor(each.detach()) for each in model.parameters()]
+    return [full_tensor(parameter.detach()) for parameter in model.parameters()]
 
 
 CASES = [("SGD", False, False), ("SGD", True, True), ("AdamW", True, False), ("AdamW", False, True)]
@@ -429,7 +429,8 @@ def messages(fabric: Fabric) -> Any:
     model, optimizer = linear(fabric)
     latents = fabric.setup(nn.ParameterList([nn.Parameter(torch.zeros(1))]))
     other = fabric.setup_optimizers(torch.optim.SGD(latents.parameters(), lr=1.0))
-    counts, steps = [], []
+    counts = []
+    steps = []
     for _ in range(3):
         loss = model(torch.full((1, 1), 4.0)).sum() + latents[0].sum() * (
             6 if fabric.global_rank else 0
@@ -483,7 +484,11 @@ def in_low_precision(fabric: Fabric, is_sum: bool, overflow: bool = False) -> An
         optimizer.step()
         skipped.append(fabric.step_was_skipped(optimizer))
     scale = [] if fabric._session.scaler is None else [fabric._session.scaler.scale]
-    return [full_tensor(each.detach()).float() for each in model.parameters()], skipped, scale
+    return (
+        [full_tensor(parameter.detach()).float() for parameter in model.parameters()],
+        skipped,
+        scale,
+    )
 
 
 def both(fabric: Fabric, *args: Any) -> Any:

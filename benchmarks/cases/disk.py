@@ -17,7 +17,9 @@ from torch import nn
 from benchmarks.framework import Case, Measure, Row
 
 # 16 matrices of 64 MB; 64 times less with --quick.
-LAYERS, WIDTH, QUICK_WIDTH = 16, 4000, 500
+LAYERS = 16
+WIDTH = 4000
+QUICK_WIDTH = 500
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,9 @@ from benchmarks.memory import gpt, peak, reset_peak
 from benchmarks.timing import seconds
 
 RANKS = 2
-VOCABULARY, LENGTH, BATCH = 96, 64, 8
+VOCABULARY = 96
+LENGTH = 64
+BATCH = 8
 
 Prepared = tuple[Callable[[Tensor], Tensor], Any, Callable[[Tensor], Any]]
 

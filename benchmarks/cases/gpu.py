@@ -13,7 +13,11 @@ from benchmarks.framework import Case, Measure, Row
 from benchmarks.memory import gpt
 from benchmarks.timing import count_calls, seconds
 
-VOCABULARY, LENGTH, BATCH, LAYERS, WIDTH = 96, 512, 32, 8, 1024
+VOCABULARY = 96
+LENGTH = 512
+BATCH = 32
+LAYERS = 8
+WIDTH = 1024
 # Dense bf16 operations per second, by what the device is called, for MFU.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "4090": 165e12}
 

@@ -47,11 +47,13 @@ def ours() -> SetUp:
 
 def preparing(contestant: Callable[[], SetUp]) -> Callable[[bool], Measure]:
     def prepare(quick: bool) -> Measure:
-        set_up, model = contestant(), gpt()
+        set_up = contestant()
+        model = gpt()
 
         def once(size: Size) -> dict[str, float]:
             gc.collect()
-            before, began = reset_peak(), time.perf_counter()
+            before = reset_peak()
+            began = time.perf_counter()
             torch.manual_seed(0)
             sharded = set_up(
                 lambda: model(VOCABULARY, BLOCK_SIZE, layers=size.layers, width=size.width)

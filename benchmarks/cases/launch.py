@@ -118,7 +118,8 @@ def script(contestant: str) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-        when, first = arrived(), dist.get_rank() == 0
+        when = arrived()
+        first = dist.get_rank() == 0
         dist.destroy_process_group()
     elif contestant == "accelerate":
         import torch
@@ -126,7 +127,8 @@ def script(contestant: str) -> None:
 
         accelerator = Accelerator(cpu=True)
         accelerator.reduce(torch.ones(1))
-        when, first = time.monotonic(), accelerator.process_index == 0
+        when = time.monotonic()
+        first = accelerator.process_index == 0
         accelerator.end_training()
     else:
         if contestant == "fabric":
@@ -140,7 +142,8 @@ def script(contestant: str) -> None:
         fabric: Any = Fabric(accelerator="cpu", devices=RANKS, strategy="ddp", **options)
         fabric.launch()
         fabric.all_reduce(torch.ones(1))
-        when, first = time.monotonic(), fabric.global_rank == 0
+        when = time.monotonic()
+        first = fabric.global_rank == 0
     if first:
         print(json.dumps([when]), flush=True)
 

@@ -12,7 +12,8 @@ from benchmarks.cases.gpt import Prepared, adamw
 from benchmarks.framework import Case, Row
 from benchmarks.memory import example
 
-RANKS, PARTS = 4, 2
+RANKS = 4
+PARTS = 2
 
 
 def build(quick: bool) -> nn.Module:

@@ -52,7 +52,8 @@ def raw(ranks: int) -> Actions:
         return action
 
     def gather(leaves: int) -> Callable[[], Any]:
-        flat, parts = torch.ones(leaves), [torch.empty(leaves) for _ in range(ranks)]
+        flat = torch.ones(leaves)
+        parts = [torch.empty(leaves) for _ in range(ranks)]
         return lambda: dist.all_gather(parts, flat)
 
     return {

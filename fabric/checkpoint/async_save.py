@@ -104,7 +104,8 @@ class StagingBuffers:
         storage = local.untyped_storage()
         key = (storage.device, storage.data_ptr(), storage.nbytes())
         if key not in self._used:
-            size, pinned = storage.nbytes(), local.is_cuda
+            size = storage.nbytes()
+            pinned = local.is_cuda
             free = self._free[size, pinned]
             buffer = free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             # As 64-bit words where possible: torch takes a third longer to copy bytes.
@@ -145,7 +146,8 @@ class AsyncSaver:
         Raises:
             CheckpointError: the save that was running failed, and nothing has raised its error on this rank yet.
         """
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         if (
             pending is not None
             and not pending.is_raised

@@ -73,12 +73,13 @@ class Checkpoints:
         self, session: Callable[[str], Any], folder: str | os.PathLike[str], keep: int, best: _Best
     ) -> None:
         self._request = f"fabric.checkpoints({str(folder)!r}, keep={keep!r}, best={best!r})"
-        self._session, self._keep, self._best = session, keep, best
+        self._session = session
+        self._keep = keep
+        self._best = best
         self._pending: PendingSave | None = None
-        self._written, self._stale = (
-            dict[str, str](),
-            list[str](),
-        )  # text files by name; checkpoints to remove
+        # text files by name; checkpoints to remove
+        self._written = dict[str, str]()
+        self._stale = list[str]()
 
         def check() -> Location:
             is_metric = best is None or (
@@ -92,11 +93,9 @@ class Checkpoints:
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
             checkpoints.join_pending()  # it may write to this folder
-            self._communicator, self._io, files = (
-                checkpoints.communicator,
-                checkpoints.io,
-                checkpoints.saver.files,
-            )
+            self._communicator = checkpoints.communicator
+            self._io = checkpoints.io
+            files = checkpoints.saver.files
         self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
         self._folder = agreed(self._communicator, self._request, check)
         is_first = self._communicator.rank == 0
@@ -156,7 +155,8 @@ class Checkpoints:
             checkpoints.check()
             if own[:2] != first[:2]:
                 problem = f"the step and {best!r} are {own[:2]} here, and {first[:2]} on rank 0"
-                expected, suggestion = "the same on all ranks", "metrics=fabric.all_reduce(metrics)"
+                expected = "the same on all ranks"
+                suggestion = "metrics=fabric.all_reduce(metrics)"
                 raise ConfigurationError(request, problem, expected, suggestion)
 
         with self._session("save").checkpoints("save") as checkpoints:

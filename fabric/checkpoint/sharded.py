@@ -303,7 +303,7 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
     models = []
     for name, entry in content.items():
         kinds = (
-            {type(each) for each in entry.values()} if isinstance(entry, Mapping) else set[type]()
+            {type(value) for value in entry.values()} if isinstance(entry, Mapping) else set[type]()
         )
         if Tensor in kinds and not any(issubclass(kind, Mapping | list | tuple) for kind in kinds):
             models.append(name)

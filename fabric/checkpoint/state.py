@@ -110,10 +110,9 @@ class Access:
         copies: dict[Any, Any] = {}
         result: Any = copy.copy(state) if is_first else {}
         for name, value in state.items():
-            full, key = (
-                self.full({name: value})[name],
-                _memory_key(value) or name,
-            )  # one full tensor at a time
+            # one full tensor at a time
+            full = self.full({name: value})[name]
+            key = _memory_key(value) or name
             if is_first:  # tied weights stay tied
                 if key not in copies:
                     copies[key] = map_tensors(lambda each: each.detach().to("cpu", copy=True), full)
@@ -455,7 +454,9 @@ def _read_sparse(content: Any) -> Tensor:
 
 
 _CONSTANTS = {
-    str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype | torch.layout)
+    str(value): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype | torch.layout)
 }
 # By type: how the value is written under its tag, and how it is read back.
 _ATOMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -500,7 +501,8 @@ def _memory_key(tensor: Any) -> Any:
 
 
 def _refused(place: _Place, value: Any) -> Exception:
-    kind, written = type(value), "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
+    kind = type(value)
+    written = "state" + "".join(f"[{key!r}]" for key in place if key is not ...)
     problem = (
         "it holds itself"
         if kind in _COLLECTIONS.values()

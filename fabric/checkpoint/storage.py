@@ -128,7 +128,8 @@ def remote(url: str) -> RemotePath:
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
     """The error for a missing checkpoint, with similar names in the same folder."""
-    folder, names = path.parent, list[str]()
+    folder = path.parent
+    names = list[str]()
     with suppress(OSError):
         names = [entry.name for entry in islice(folder.iterdir(), 1000)]
     problem = (

@@ -206,7 +206,8 @@ def pack_chunks(leaves: list[Any], structure: Structure, size: int, operation: s
     """
     buckets = pack(leaves, structure)
     for bucket in buckets:
-        bucket.chunks, bucket.stacked = size, None
+        bucket.chunks = size
+        bucket.stacked = None
     shapes = [
         tuple(leaf.shape) if isinstance(leaf, Tensor) else () if _as_number(leaf) else (size,)
         for leaf in leaves

@@ -30,11 +30,9 @@ class TensorMeta:
     """What a receiver has to know of a tensor before it arrives; no dataclass, since those are collections."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype, self.on_cpu = (
-            tensor.shape,
-            tensor.dtype,
-            tensor.device.type == "cpu",
-        )
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.on_cpu = tensor.device.type == "cpu"
         self.requires_grad = tensor.requires_grad and torch.is_grad_enabled()
 
     def device(self, own: torch.device) -> torch.device:
@@ -57,7 +55,8 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
     """See :meth:`fabric.Fabric.scatter`; ``device`` is this process's."""
     communicator.check_rank(Operation.SCATTER, src)
     call = CallDescription("scatter", lambda: f"{src=}")
-    rows = error = None
+    rows = None
+    error = None
     if communicator.rank == src:
         try:
             _check_parts(parts, communicator)
@@ -137,7 +136,8 @@ def _unpacked(message: Tensor, device: torch.device, src: int) -> Any:
     leaves, structure = flatten(from_pickle(to_bytes(message[_PREFIX:end]), src))
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
-            start, end = end, end + leaf.shape.numel() * leaf.dtype.itemsize
+            start = end
+            end = end + leaf.shape.numel() * leaf.dtype.itemsize
             # Cloned as bytes: where the values begin need not be a place for a number of their dtype.
             values = message[start:end].clone().view(leaf.dtype)
             leaves[place] = values.reshape(leaf.shape).to(leaf.device(device))

@@ -67,7 +67,8 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         device: this process's device, where tensors arrive that were on an accelerator at the sender.
     """
     call = CallDescription("broadcast", lambda: f"{src=}")
-    error = metas = None
+    error = None
+    metas = None
     leaves, structure = flatten(None)
     if communicator.rank == src:
         try:
@@ -252,15 +253,11 @@ def _check_reduction(
             problem = f"booleans have no {op.value}"
             suggestion = '"min" for all, "max" for any; x.long() or x.float() for a count'
         elif op is Reduce.MEAN and not is_inexact:
-            problem, suggestion = (
-                "the mean of integers is not an integer",
-                'reduce_op="sum", or float(x) for a mean',
-            )
+            problem = "the mean of integers is not an integer"
+            suggestion = 'reduce_op="sum", or float(x) for a mean'
         elif op in BITWISE and is_inexact:
-            problem, suggestion = (
-                f"{op.value} is over the bits of integers and booleans",
-                "x.long(), or x > 0",
-            )
+            problem = f"{op.value} is over the bits of integers and booleans"
+            suggestion = "x.long(), or x > 0"
         elif dtype is torch.uint64 and op in (Reduce.MIN, Reduce.MAX):
             problem = f"no backend carries uint64, and as int64 its {op.value} is another"
             suggestion = "x.long(), for values below 2**63"
@@ -287,7 +284,8 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor
     ) -> Tensor:
         # The description of the call holds the results, whose graph holds this: a cycle that is never collected.
-        ctx.communicator, ctx.collective = communicator, collective._replace(buffer=None, call=None)
+        ctx.communicator = communicator
+        ctx.collective = collective._replace(buffer=None, call=None)
         # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
         own = (
             buffer.detach()
@@ -299,15 +297,19 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
-        communicator, collective = ctx.communicator, ctx.collective
-        operation, op = collective.operation, collective.reduce
+        communicator = ctx.communicator
+        collective = ctx.collective
+        operation = collective.operation
+        op = collective.reduce
         match operation:
             case Operation.ALL_GATHER:
-                operation, op = Operation.REDUCE_SCATTER, Reduce.SUM
+                operation = Operation.REDUCE_SCATTER
+                op = Reduce.SUM
             case Operation.REDUCE_SCATTER:
                 operation = Operation.ALL_GATHER
             case Operation.BROADCAST:
-                operation, op = Operation.ALL_REDUCE, Reduce.SUM
+                operation = Operation.ALL_REDUCE
+                op = Reduce.SUM
         grad = _Differentiable.apply(communicator, Collective(operation, grads[0], op), grads[0])
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
             grad = grad / communicator.size

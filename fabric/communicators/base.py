@@ -133,7 +133,8 @@ class Collective(NamedTuple):
     @property
     def facts(self) -> dict[str, str]:
         """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
-        own, buffer = self.operation.value, self.buffer
+        own = self.operation.value
+        buffer = self.buffer
         called = own if self.call is None else self.call.operation
         facts = {
             "operation": called,
@@ -213,7 +214,8 @@ class Communicator(ABC):
             ConfigurationError: these are not different ranks of this group.
             UsageError: this is a part of the job, which torch lets make no groups without the rest.
         """
-        ranks, everyone = list(ranks), range(self.size)
+        ranks = list(ranks)
+        everyone = range(self.size)
         if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(everyone):
             raise ConfigurationError(
                 f"new_group({ranks})",
@@ -332,7 +334,9 @@ class LocalCommunicator(Communicator):
     """The collectives of a single process: what they mean over a group of one, without a process group."""
 
     def __init__(self, device: torch.device) -> None:
-        self.rank, self.size, self.device = 0, 1, device
+        self.rank = 0
+        self.size = 1
+        self.device = device
 
     @override
     def run(self, collective: Collective) -> Any:

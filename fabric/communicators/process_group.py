@@ -48,8 +48,10 @@ class ProcessGroupCommunicator(Communicator):
         device: torch.device,
         timeout: timedelta | None = None,
     ) -> None:
-        self._group, self._owns_group = group, False
-        self._own_device, self._timeout = device, timeout
+        self._group = group
+        self._owns_group = False
+        self._own_device = device
+        self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -57,12 +59,10 @@ class ProcessGroupCommunicator(Communicator):
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, peer, op, group = (
-            collective.buffer,
-            collective.peer or 0,
-            collective.reduce or Reduce.SUM,
-            self._group,
-        )
+        buffer = collective.buffer
+        peer = collective.peer or 0
+        op = collective.reduce or Reduce.SUM
+        group = self._group
         match collective.operation:
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, op)
@@ -121,10 +121,8 @@ class ProcessGroupCommunicator(Communicator):
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
             # Whether backends skip NaN depends on its place; as an integer it is the largest number, or the least.
-            bits, last = (
-                _in_order(buffer.double().view(torch.int64)),
-                _LARGEST if op is Reduce.MAX else ~_LARGEST,
-            )
+            bits = _in_order(buffer.double().view(torch.int64))
+            last = _LARGEST if op is Reduce.MAX else ~_LARGEST
             dist.all_reduce(bits.masked_fill_(buffer.isnan(), last), op=_OPS[op], group=self._group)
             return buffer.copy_(_in_order(bits).view(torch.float64))
         dist.all_reduce(buffer, op=_OPS[op], group=self._group)

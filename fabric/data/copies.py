@@ -62,7 +62,9 @@ class OverlappedCopies:
     """
 
     def __init__(self, device: torch.device, *, pins: bool, cuda: Any = torch.cuda) -> None:
-        self._device, self._pins, self._cuda = device, pins, cuda
+        self._device = device
+        self._pins = pins
+        self._cuda = cuda
         self.side = cuda.Stream(device)
         self._steps: deque[Any] = deque()
 

@@ -189,18 +189,21 @@ class FabricDataLoader(_Base):
 
     def _begin(self, ends: bool = False) -> tuple[EpochState, Iterator[Any]]:
         """Begin an iteration; with ``ends`` its ``is_final`` says whether the current batch is the last."""
-        spec, agreement = self._spec, self._agreement
+        spec = self._spec
+        agreement = self._agreement
         agrees = spec.agrees and agreement.size > 1
         if spec.uneven == "longest":
             agreement.check_modules()
         self._follow_user_epoch()
-        saved, self._saved = self._saved, None
+        saved = self._saved
+        self._saved = None
         if saved is None:
             state = EpochState(self._epoch)
         else:
             state = EpochState(saved["epoch"], skipped(saved, spec), saved["drawn"])
         self._forward_epoch(state.epoch)
-        self._epoch, self._latest = state.epoch + 1, state
+        self._epoch = state.epoch + 1
+        self._latest = state
         if spec.indices is not None:
             spec.indices.epoch = state
         if self._on_epoch:
@@ -219,7 +222,8 @@ class FabricDataLoader(_Base):
             # sampler's own generators continue from there instead.
             replayed = spec.streams.generators if state.replay else ()
             untouched = Streams(
-                ("torch",), tuple(each for each in spec.generators if each not in replayed)
+                ("torch",),
+                tuple(generator for generator in spec.generators if generator not in replayed),
             )
             before = untouched.state()
             batches = iter(self.loader)
@@ -229,10 +233,8 @@ class FabricDataLoader(_Base):
         else:
             batches = iter(self.loader)
         if ends or agrees:
-            left, pick = (
-                number_of_batches(spec, state, self.loader),
-                min if spec.uneven == "shortest" else max,
-            )
+            left = number_of_batches(spec, state, self.loader)
+            pick = min if spec.uneven == "shortest" else max
             upcoming = Upcoming(batches, left, state, self._own_state)
             batches = agreement.batches(upcoming, pick, ends) if agrees else upcoming.all()
         return state, self._hand_out(
@@ -285,7 +287,8 @@ class FabricDataLoader(_Base):
             raise ConfigurationError(f"loader.set_epoch({epoch!r})", "epochs are counted from 0")
         if self._saved is not None and self._saved["epoch"] != number:
             self._saved = None
-        self._epoch, self._latest = number, None
+        self._epoch = number
+        self._latest = None
         self._forward_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
@@ -309,7 +312,8 @@ class FabricDataLoader(_Base):
         )
         begun = state is self._latest
         if self._has_own_state:
-            own, ranks = self._own_state(state), self._spec.num_replicas
+            own = self._own_state(state)
+            ranks = self._spec.num_replicas
             # The numbers of the epoch and of the ranks are not in it.
             return (
                 {"epoch": state.epoch, "num_replicas": ranks, "loader": own}
@@ -349,7 +353,9 @@ class FabricDataLoader(_Base):
                     "loader.load_state_dict()", problem, "a plain DataLoader, or as many processes"
                 )
             if found.keys() >= {"epoch", "num_replicas", "loader"}:
-                self._epoch, self._latest, state = state["epoch"], None, state["loader"]
+                self._epoch = state["epoch"]
+                self._latest = None
+                state = state["loader"]
             self.loader.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]  # asked for at the start
             return
         in_order = self.loader.num_workers <= 1 or self.loader.in_order
@@ -358,7 +364,8 @@ class FabricDataLoader(_Base):
             self._spec.dataset.load_state_dict(state["dataset"])
         for generator, saved in zip(self._spec.generators, state["generators"], strict=True):
             generator.set_state(saved)
-        self._epoch, self._latest = state["epoch"], None
+        self._epoch = state["epoch"]
+        self._latest = None
         self._saved = state if inside else None
 
     def _own_state(self, state: EpochState) -> Any:
@@ -370,7 +377,9 @@ class FabricDataLoader(_Base):
 
     def _hand_out(self, state: EpochState, batches: Iterator[Any]) -> Iterator[Any]:
         # Bypasses __setattr__, a Python call for every batch.
-        attributes, active, entry = vars(self), self._active, (self._spec, state)
+        attributes = vars(self)
+        active = self._active
+        entry = (self._spec, state)
         try:
             for batch in batches:
                 state.received += not state.is_repeat

@@ -24,7 +24,9 @@ __all__ = ["compute_metrics", "load_rank_states", "rank_states"]
 
 def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
     """See :meth:`fabric.Fabric.compute_metrics`."""
-    request, error, sent = f"compute_metrics({type(metrics).__name__})", None, []
+    request = f"compute_metrics({type(metrics).__name__})"
+    error = None
+    sent = []
     found = list(_metrics_in(metrics).values())
     try:
         sent = [_recorded(metric) for metric in found]
@@ -40,7 +42,7 @@ def compute_metrics(communicator: Communicator, metrics: Any) -> Any:
         sent, CallDescription("compute_metrics", lambda: ""), error
     )
     counts = [[*map(len, rank)] for rank in of_ranks]
-    if any(each != counts[0] for each in counts):
+    if any(count != counts[0] for count in counts):
         problem = f"ranks hold different numbers of states: {counts}"
         raise UsageError(
             request, problem, "states with a reduction, and the same metrics on all ranks"
@@ -176,4 +178,4 @@ def _replay(
             suggestion="metrics.compute()",
         )
     # A rank without samples has empty states, whose dtype may differ.
-    return [each.to(tensor.device) for each in of_ranks if each.numel()] or [tensor]
+    return [rank.to(tensor.device) for rank in of_ranks if rank.numel()] or [tensor]

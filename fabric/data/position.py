@@ -133,7 +133,8 @@ class LoaderSpec:
 
     def cursor(self, state: EpochState) -> int:
         """Entries that all ranks together have received in this epoch."""
-        entries, length = state.received * self.entries_per_batch, self.shard_length(state)
+        entries = state.received * self.entries_per_batch
+        length = self.shard_length(state)
         # The last batch may be short; entries repeated to fill the last round count as received.
         entries = entries if length is None else min(entries, length)
         return (state.skip + entries * self.shards) * (self.num_replicas // self.shards)
@@ -242,7 +243,8 @@ def skipped(saved: Mapping[str, Any], spec: LoaderSpec) -> int:
         CheckpointError: the sampler shards by itself, the cursor is not a multiple of its number of ranks, and the
             order is not at its end; or ranks shard the data themselves, and their number differs.
     """
-    cursor, length = saved["cursor"], spec.shard_length(EpochState(0))
+    cursor = saved["cursor"]
+    length = spec.shard_length(EpochState(0))
     entries, rest = divmod(cursor, spec.num_replicas // spec.shards)
     # A position is valid for another number of ranks only if all ranks read the same stream.
     if spec.is_own:
@@ -271,10 +273,8 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
             entries were repeated.
         ConfigurationError: a leaf cannot be assigned to samples.
     """
-    request, expected = (
-        "fabric.gather_for_metrics(...)",
-        "the body of a loop over a loader that fabric shards",
-    )
+    request = "fabric.gather_for_metrics(...)"
+    expected = "the body of a loop over a loader that fabric shards"
     if not active:
         suggestion = (
             "for batch in fabric.setup_dataloaders(loader): fabric.gather_for_metrics(model(batch))"
@@ -289,11 +289,13 @@ def gather_batch(communicator: Communicator, active: Sequence[ActiveIterator], d
             expected,
             "the values as they are; or fabric.all_gather(x, concat=True)",
         )
-    unit, by_rank = spec.unit, spec.agrees and not (spec.is_even and spec.base_seed is None)
+    unit = spec.unit
+    by_rank = spec.agrees and not (spec.is_even and spec.base_seed is None)
     kept, length = (None, None) if by_rank else _received(spec, state)
     leaves, structure = flatten(data)
     for path, leaf in zip(leaf_paths(structure), leaves, strict=True):
-        fits, found = not isinstance(leaf, Number), f"it is the number {leaf!r}"
+        fits = not isinstance(leaf, Number)
+        found = f"it is the number {leaf!r}"
         if isinstance(leaf, Tensor):
             fits = unit == "single samples" or (leaf.dim() > 0 and length in (None, len(leaf)))
             found = f"its shape is {tuple(leaf.shape)}"
@@ -338,10 +340,8 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
         return None, None
     order: Any = spec.order
     # Of samplers that shard by themselves, torch's is known: rank r has entries r, r + num_replicas, ... as here.
-    is_torchs, is_ours = (
-        getattr(type(order), "__iter__", None) is DistributedSampler.__iter__,
-        spec.shards > 1,
-    )
+    is_torchs = getattr(type(order), "__iter__", None) is DistributedSampler.__iter__
+    is_ours = spec.shards > 1
     total = length_of(order.dataset if is_torchs else order)
     if not (is_ours or is_torchs) or (total is None and spec.indices.pads):
         problem = "has no length" if is_ours else "shards the data itself"
@@ -351,7 +351,8 @@ def _received(spec: LoaderSpec, state: EpochState) -> tuple[int | None, int | No
             "a loader that fabric shards, with a sampler that has a length",
             'setup_dataloaders(DataLoader(dataset)), uneven="drop"; with repetitions fabric.all_gather(x, concat=True)',
         )
-    before, length = replace(state, received=state.received - 1), spec.shard_length(state)
+    before = replace(state, received=state.received - 1)
+    length = spec.shard_length(state)
     kept = None if total is None else total - spec.cursor(before)
     left = None if length is None else length - before.received * spec.entries_per_batch
     return kept, None if spec.unit != "samples" or left is None else min(

@@ -52,9 +52,11 @@ def shard(
     """
     dataset, (rank, replicas) = loader.dataset, place if enabled else (0, 1)
     own = () if loader.generator is None else (loader.generator,)
-    indices = base_seed = None
+    indices = None
+    base_seed = None
     if isinstance(dataset, IterableDataset):
-        order, streams = dataset, Streams()
+        order = dataset
+        streams = Streams()
         unit = "samples" if loader.batch_size is not None else "single samples"
         if replicas > 1 and not getattr(dataset, "shards_itself", False):
             object.__setattr__(
@@ -65,7 +67,8 @@ def shard(
             )
     else:
         order, unit, batches = _find_order(loader)
-        streams, own_place = _streams_of(order, own), _place_of(order)
+        streams = _streams_of(order, own)
+        own_place = _place_of(order)
         if enabled and own_place is not None and own_place != place:
             raise ConfigurationError(
                 f"setup_dataloaders(loader) with a {type(order).__name__} for rank {own_place[0]} of {own_place[1]}",
@@ -98,7 +101,8 @@ def shard(
         "pad",
         "drop",
     ):  # these are for data that ranks shard themselves
-        replicas, is_own = place[1], _place_of(order) is None
+        replicas = place[1]
+        is_own = _place_of(order) is None
     return LoaderSpec(
         dataset,
         loader.batch_size,
@@ -131,10 +135,8 @@ def _find_order(loader: DataLoader[Any]) -> tuple[Any, str, Any]:
 def _place_of(sampler: Any) -> Place | None:
     """``(rank, num_replicas)`` of a sampler that shards by itself, as torch's ``DistributedSampler`` does."""
     for candidate in (sampler, getattr(sampler, "sampler", None)):
-        rank, num_replicas = (
-            getattr(candidate, "rank", None),
-            getattr(candidate, "num_replicas", None),
-        )
+        rank = getattr(candidate, "rank", None)
+        num_replicas = getattr(candidate, "num_replicas", None)
         if isinstance(rank, int) and isinstance(num_replicas, int):
             return rank, num_replicas
     return None
@@ -184,7 +186,8 @@ class AgreedStreams:
     """
 
     def __init__(self, streams: Streams, from_rank0: FromRank0 | None, name: str) -> None:
-        self.streams, self._from_rank0 = streams, from_rank0
+        self.streams = streams
+        self._from_rank0 = from_rank0
         self._keys = map(f"loader/{name}/epoch/{{}}".format, count())
 
     def draw(self, action: Callable[[], _T], saved: State | None = None) -> tuple[State, _T]:
@@ -241,12 +244,15 @@ class ShardedSampler:
         batches: BatchSampler | None,
     ) -> None:
         self.sampler, (self.rank, self.num_replicas), self.pads = sampler, place, pads
-        self._streams, self._batches, self.epoch = streams, batches, EpochState(0)
+        self._streams = streams
+        self._batches = batches
+        self.epoch = EpochState(0)
 
     def samples(self, epoch: EpochState) -> "ShardedSampler":
         """The same shard for one iteration, and without a batch sampler."""
         shard = copy.copy(self)
-        shard.epoch, shard._batches = epoch, None
+        shard.epoch = epoch
+        shard._batches = None
         return shard
 
     def __len__(self) -> int:
@@ -266,7 +272,8 @@ class ShardedSampler:
         epoch = EpochState(self.epoch.epoch) if _DRAW in self.epoch.drawn else self.epoch
         if self._batches is not None:
             return iter(self._batched(epoch))
-        shard, begin = self.samples(epoch), partial(iter, self.sampler)
+        shard = self.samples(epoch)
+        begin = partial(iter, self.sampler)
         # Some samplers draw their random numbers in __iter__; a generator function draws at the first item.
         is_lazy = inspect.isgeneratorfunction(getattr(type(self.sampler), "__iter__", None))
         order = begin() if is_lazy else shard._draw("begin", begin)
@@ -290,7 +297,8 @@ class ShardedSampler:
         return result
 
     def _entries(self, order: Iterator[Any]) -> Iterable[Any]:
-        skip, replicas = self.epoch.skip, self.num_replicas
+        skip = self.epoch.skip
+        replicas = self.num_replicas
         if replicas == 1:
             # At least the first entry, which makes a lazy sampler draw.
             received = list(islice(order, max(skip, 1)))
@@ -300,7 +308,8 @@ class ShardedSampler:
                 islice(order, replicas)
             )  # not privately, so that the next epoch draws another order
             rest = islice(chain(first, order), skip, None)
-            entries, private = list(islice(rest, replicas)), Streams(self._streams.streams.shared)
+            entries = list(islice(rest, replicas))
+            private = Streams(self._streams.streams.shared)
             return self._rounds(entries, first, rest, private, private.state())
         # The indices of a sequential sampler need not be held in memory.
         whole = range(len(self.sampler)) if type(self.sampler) is SequentialSampler else list(order)

@@ -65,7 +65,10 @@ class Upcoming:
         state: EpochState,
         own_state: Callable[[EpochState], Any],
     ) -> None:
-        self.left, self.state, self._batches, self._own_state = left, state, batches, own_state
+        self.left = left
+        self.state = state
+        self._batches = batches
+        self._own_state = own_state
         self._fetched: list[Any] = []
 
     def has_next(self) -> bool:
@@ -117,8 +120,11 @@ class Agreement:
     def __init__(
         self, size: int = 1, connect: Callable[[str], Any] = str, modules: Iterable[nn.Module] = ()
     ) -> None:
-        self.size, self._connect, self._modules = size, connect, modules
-        self._loops, self._thread = count(1), ThreadPoolExecutor(1, "fabric-batches")
+        self.size = size
+        self._connect = connect
+        self._modules = modules
+        self._loops = count(1)
+        self._thread = ThreadPoolExecutor(1, "fabric-batches")
 
     def check_modules(self) -> None:
         """Raise a UsageError if a repeat would enter statistics computed over all ranks."""
@@ -141,7 +147,9 @@ class Agreement:
 
         With ``ends``, ``state.is_final`` says whether the current one is the last.
         """
-        loop, number, batch = next(self._loops), 0, _END
+        loop = next(self._loops)
+        number = 0
+        batch = _END
         numbers = self._ask(
             loop, 0, upcoming.has_next(), -1 if upcoming.left is None else upcoming.left
         ).result()
@@ -149,7 +157,8 @@ class Agreement:
         total = None if -1 in left else pick(left)
         goes_on = pick(has)
         if goes_on and not all(has):
-            group, source = self._connect("batches"), has.index(1)
+            group = self._connect("batches")
+            source = has.index(1)
             batch = broadcast(
                 group,
                 upcoming.peek() if source == group.rank else None,
@@ -157,7 +166,8 @@ class Agreement:
                 torch.device("cpu"),
             )
         while goes_on:
-            is_own, number = upcoming.has_next(), number + 1
+            is_own = upcoming.has_next()
+            number = number + 1
             batch = upcoming.take() if is_own else batch
             flags = self._ask(loop, number, upcoming.has_next(), -1) if total is None else None
 
@@ -189,7 +199,8 @@ class Agreement:
             for part in parts
             for name, each in part.named_buffers(recurse=False)
         ]
-        streams, state.is_repeat = rng_state(), True
+        streams = rng_state()
+        state.is_repeat = True
         try:
             yield
         finally:
@@ -283,7 +294,8 @@ class Windows:
             raise UsageError(
                 request, problem, suggestion='fabric.setup_dataloaders(loader, uneven="shortest")'
             )
-        self.loader, self.steps = loader, steps
+        self.loader = loader
+        self.steps = steps
 
     def __len__(self) -> int:
         """The number of micro-batches in an epoch."""

@@ -32,13 +32,18 @@ from fabric.store import JobStore
 
 __all__ = ["Call", "CollectiveChecker", "difference"]
 
-_FIRST_PAUSE, _LONGEST_PAUSE, _SEARCH_EVERY = 0.00005, 0.005, 0.05  # seconds
+# seconds
+_FIRST_PAUSE = 0.00005
+_LONGEST_PAUSE = 0.005
+_SEARCH_EVERY = 0.05
 _ANSWER_WITHIN = 0.3  # seconds for other ranks to make their call and publish its arguments
 _INLINE = (
     120  # most characters of arguments in a record; longer ones become their beginning and a digest
 )
 _DIGEST = "... #"
-_SHOWN, _WINDOW = 160, 60  # characters of arguments shown: with a call, around the first difference
+# characters of arguments shown: with a call, around the first difference
+_SHOWN = 160
+_WINDOW = 60
 
 _PHASES = "phases"  # the group of phases, in which torch issues collectives by itself
 
@@ -68,10 +73,8 @@ class Call(NamedTuple):
     @classmethod
     def of(cls, entry: Entry, collective: Collective) -> "Call":
         """The call of an entry of the flight recorder."""
-        facts, data = (
-            collective.facts,
-            "" if collective.call is None else collective.call.arguments(),
-        )
+        facts = collective.facts
+        data = "" if collective.call is None else collective.call.arguments()
         if collective.operation in (
             Operation.SEND,
             Operation.RECV,
@@ -125,7 +128,9 @@ class CollectiveChecker:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._size = JobStore(store, rank, size), rank, size
+        self._store = JobStore(store, rank, size)
+        self._rank = rank
+        self._size = size
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()
         self._own = _NO_CALLS
@@ -166,7 +171,8 @@ class CollectiveChecker:
 
     def check_phase(self, phase: str) -> None:
         """Wait until all ranks start a phase in which torch issues collectives; raises like :meth:`check`."""
-        number, place = self._own.count(_PHASES) + 1, user_call(sys._getframe(1))
+        number = self._own.count(_PHASES) + 1
+        place = user_call(sys._getframe(1))
         entry = Entry(_PHASES, range(self._size), number, phase, "", place)
         self.check(entry, Collective(Operation.BARRIER, call=CallDescription(phase)))
 
@@ -182,8 +188,11 @@ class CollectiveChecker:
 
     def _wait(self, call: Call, number: int) -> None:
         """Wait until all members start call ``number`` of the group; raise if they never will, or differ."""
-        started, pause = monotonic(), _FIRST_PAUSE
-        next_search, searches, missing = started + _SEARCH_EVERY, False, list[int]()
+        started = monotonic()
+        pause = _FIRST_PAUSE
+        next_search = started + _SEARCH_EVERY
+        searches = False
+        missing = list[int]()
         while True:
             # Read before the records, so that a rank's last record is not missed.
             processes = self._store.read("process", missing if searches else [])
@@ -225,7 +234,8 @@ class CollectiveChecker:
         with self._lock:
             own = tuple(call if one.group == call.group else one for one in self._own.calls)
             self._publish(self._own._replace(calls=own))
-        until, calls = monotonic() + _ANSWER_WITHIN, dict[int, Call]()
+        until = monotonic() + _ANSWER_WITHIN
+        calls = dict[int, Call]()
         while monotonic() < until:
             calls = _calls(self._read(call.members), call.group, number)
             if len(calls) == len(call.members) and not any(
@@ -242,7 +252,8 @@ class CollectiveChecker:
 
     def _check_circle(self, call: Call, records: Mapping[int, _Record]) -> None:
         """Raise if this rank waits for ranks that wait for each other."""
-        waits_for, pending = dict[int, list[int]](), [self._rank]
+        waits_for = dict[int, list[int]]()
+        pending = [self._rank]
         while pending:
             rank = pending.pop()
             record = records[rank]

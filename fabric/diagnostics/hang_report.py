@@ -37,10 +37,16 @@ __all__ = [
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
 _POLLS = 16  # of the store, per threshold
-_LONGEST_TICK, _GRACE_PERIOD, _PAUSE, _JOIN = 0.5, 2.0, 0.02, 5.0  # seconds
+# seconds
+_LONGEST_TICK = 0.5
+_GRACE_PERIOD = 2.0
+_PAUSE = 0.02
+_JOIN = 5.0
 _STORE_TIMEOUT = timedelta(seconds=30)  # of store requests that do not wait for other ranks
 _COMPILES = "torch.compile is at work"
-_LINES, _STACKS = 16, 4  # most ranks in a report: listed, and with their stacks
+# most ranks in a report: listed, and with their stacks
+_LINES = 16
+_STACKS = 4
 
 
 class RankState(NamedTuple):
@@ -81,7 +87,8 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     if reason:
         requester = max(states, key=lambda rank: (states[rank].inside, states[rank].waited))
     waiting = states[requester]
-    members, number = waiting.members or tuple(states), waiting.counts.get(waiting.key, 0)
+    members = waiting.members or tuple(states)
+    number = waiting.counts.get(waiting.key, 0)
     missing = [rank for rank in members if states[rank].counts.get(waiting.key, 0) < number]
     if not reason and not waiting.inside and not missing:
         return ""
@@ -169,12 +176,11 @@ class HangReporter:
         # It has the id of the user's latest report request, which a supervisor sends to all its ranks.
         self._control = control = ControlThread.of_this_process()
         self._answered = {"", control.report_request if control else ""}
-        self.store, self.polls, self._is_asynchronous = (
-            store,
-            list[Callable[[float], object]](),
-            is_asynchronous,
-        )
-        self._prints, half = bool(threshold), timeout / 2
+        self.store = store
+        self.polls = list[Callable[[float], object]]()
+        self._is_asynchronous = is_asynchronous
+        self._prints = bool(threshold)
+        half = timeout / 2
         self._due = min(threshold or half, half).total_seconds()
         self._interval = self._due / _POLLS
         self._grace = _GRACE_PERIOD + 2 * self._interval
@@ -186,7 +192,8 @@ class HangReporter:
         self._report_number = 0  # of the report on the current wait; 0 while there is none
         self._report: str | None = None
         self._store_error = ""
-        self._needs_report, self._stop = threading.Event(), threading.Event()
+        self._needs_report = threading.Event()
+        self._stop = threading.Event()
         self.recorder = FlightRecorder(self.wait_for_report)
         self._stacks = Stacks(self.recorder.thread)
         self._thread = threading.Thread(target=self._watch, name="fabric-watchdog", daemon=True)
@@ -237,17 +244,16 @@ class HangReporter:
         recorder = self.recorder
         snapshot = (recorder.phase, sum(recorder.counts.values()), list(recorder.calls))
         if snapshot != self._snapshot:
-            self._snapshot, self._unchanged_since, self._report_number, self._report = (
-                snapshot,
-                now,
-                0,
-                None,
-            )
+            self._snapshot = snapshot
+            self._unchanged_since = now
+            self._report_number = 0
+            self._report = None
         if self._report_number and self._report is None:
             text = self.store.get_nowait(f"report/{self._report_number}")
             self._report = None if text is None else text.decode()
             if _COMPILES in (self._report or ""):
-                self._report_number, self._unchanged_since = 0, now
+                self._report_number = 0
+                self._unchanged_since = now
         user_request = self._control.report_request if self._control else ""
         if user_request not in self._answered:
             self._request(user_request)  # again until it is answered, if another request was first
@@ -274,16 +280,21 @@ class HangReporter:
         state = self._state()
         self.store.publish(f"state/{self._published}", state)
         if state.waited > self._due / 2 or self._needs_report.is_set():
-            self._report_number, self._report = self._published, None
+            self._report_number = self._published
+            self._report = None
         self._answered.add(json.loads(request)[1])
 
     def _compose(self, request: bytes) -> None:
         """Compose the latest report once all states are published; ranks other than 0 only if rank 0 does not."""
-        store, number, until = self.store, self._published, monotonic() + self._grace
-        ranks, own = range(store.size), str(store.rank).encode()
+        store = self.store
+        number = self._published
+        until = monotonic() + self._grace
+        ranks = range(store.size)
+        own = str(store.rank).encode()
         awaited = [(f"state/{number}/{rank}", f"closed/{rank}") for rank in ranks]
         if store.rank != 0:
-            awaited, until = [(f"report/{number}",)], until + self._grace / 2
+            awaited = [(f"report/{number}",)]
+            until = until + self._grace / 2
         for keys in awaited:
             while all(store.get_nowait(key) is None for key in keys) and monotonic() < until:
                 if self._stop.wait(_PAUSE):
@@ -315,11 +326,13 @@ class HangReporter:
 
     def _state(self) -> RankState:
         recorder = self.recorder
-        phase, counts = recorder.phase, dict(recorder.counts)
+        phase = recorder.phase
+        counts = dict(recorder.counts)
         call = recorder.calls.get(recorder.thread) or next(
             iter(list(recorder.calls.values())), None
         )
-        key, latest = call.group if call else phase or recorder.newest, call or recorder.latest
+        key = call.group if call else phase or recorder.newest
+        latest = call or recorder.latest
         members = latest.members if latest and latest.group == key else ()
         more = f", step {recorder.step}"
         if call:

@@ -55,7 +55,9 @@ _CPU = torch.device("cpu")
 _SHOWN = 200  # characters of a call in an error
 _MOST_UNREAD = 256  # most signatures left on the device
 _FAILED = 1 << 32  # the checksum of a rank that cannot make its call
-_ROW, _HEAD = 8192, 16  # bytes of a row, and of its checksum
+# bytes of a row, and of its checksum
+_ROW = 8192
+_HEAD = 16
 _FEW = 16  # largest group whose rows are gathered
 
 
@@ -154,7 +156,8 @@ class FlightRecorder:
 
     def __init__(self, report: Callable[[], str] = str) -> None:
         self._report = report
-        self.process, self.thread = os.getpid(), threading.get_ident()
+        self.process = os.getpid()
+        self.thread = threading.get_ident()
         self.phase: str | None = None
         # The phases around the current one.
         self._outer: list[str | None] = []
@@ -230,7 +233,8 @@ class FlightRecorder:
 
     def check_backward(self) -> None:
         """Check a starting backward pass, if it is the first after such a forward pass."""
-        is_awaited, self._awaits_backward = self._awaits_backward, False
+        is_awaited = self._awaits_backward
+        self._awaits_backward = False
         for check in self.phase_checks if is_awaited else ():
             check("backward")
 
@@ -240,7 +244,8 @@ class FlightRecorder:
         Raises:
             CollectiveMismatchError: the ranks made different calls; every rank raises when it reads this.
         """
-        unread, self.unread = self.unread, []
+        unread = self.unread
+        self.unread = []
         for front, call in unread:
             if not agree(front):
                 ragged = "all_gather(x, ragged=True) or concat=True, where only first dimensions differ; "
@@ -282,8 +287,12 @@ class RecordedCommunicator(Communicator):
         name: str = JOB,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        self.rank, self.size, self.device = inner.rank, inner.size, inner.device
-        self._inner, self._recorder, self._name = inner, recorder, name
+        self.rank = inner.rank
+        self.size = inner.size
+        self.device = inner.device
+        self._inner = inner
+        self._recorder = recorder
+        self._name = name
         # A range, as large in a job of thousands as in one of two.
         self._ranks = range(inner.size) if ranks is None else ranks
         self._groups = 0
@@ -293,10 +302,8 @@ class RecordedCommunicator(Communicator):
         if collective.operation is not Operation.NEW_GROUP:
             return self._record(collective)
         self._groups += 1
-        name, ranks = (
-            f"{self._name}/{self._groups}",
-            [self._ranks[rank] for rank in collective.buffer],
-        )
+        name = f"{self._name}/{self._groups}"
+        ranks = [self._ranks[rank] for rank in collective.buffer]
         group = self._record(collective)
         return None if group is None else RecordedCommunicator(group, self._recorder, name, ranks)
 
@@ -305,7 +312,9 @@ class RecordedCommunicator(Communicator):
         self._inner.close()
 
     def _record(self, collective: Collective) -> Any:
-        recorder, group, members = self._recorder, self._name, self._ranks
+        recorder = self._recorder
+        group = self._name
+        members = self._ranks
         operation = (
             collective.operation.value if collective.call is None else collective.call.operation
         )
@@ -318,7 +327,8 @@ class RecordedCommunicator(Communicator):
             )
         if collective.operation in (Operation.SEND, Operation.RECV):
             pair = collective.message(self.rank)
-            group, members = f"{group} {pair[0]}>{pair[1]}", [self._ranks[rank] for rank in pair]
+            group = f"{group} {pair[0]}>{pair[1]}"
+            members = [self._ranks[rank] for rank in pair]
         recorder.counts[group] += 1
         place = collective.call and collective.call.place
         place = (
@@ -341,11 +351,13 @@ class RecordedCommunicator(Communicator):
 
     def _run_signed(self, collective: Collective, entry: Entry) -> Any:
         """Make a call, and raise on all ranks if their calls differ; see ``[Note: Signatures]``."""
-        call, recorder = collective.call, self._recorder
+        call = collective.call
+        recorder = self._recorder
         if call is None or call.text is None:
             return self._inner.run(collective)
         signed, fits = sign(collective, call.text, self.size)
-        result, on_cpu = self._inner.run(signed), self.device == _CPU
+        result = self._inner.run(signed)
+        on_cpu = self.device == _CPU
         front = result[:, 0] if result.dim() > 1 else result
         if not isinstance(front, FakeTensor) and (not on_cpu or not agree(front)):  # no dry run
             text = f"{call.text[:_SHOWN]} at {entry.place} (rank {self.rank} of {self.size})"
@@ -354,7 +366,8 @@ class RecordedCommunicator(Communicator):
                 recorder.check_agreed()
         if not fits:
             return self._inner.run(collective)
-        buffer, op = collective.buffer, collective.reduce
+        buffer = collective.buffer
+        op = collective.reduce
         rows = result.view(torch.uint8)[:, _HEAD : _HEAD + buffer.nbytes].view(buffer.dtype)
         return rows.clone() if op is None else fold(op, rows.unbind())
 
@@ -364,7 +377,8 @@ def sign(collective: Collective, text: str, size: int) -> tuple[Collective, bool
 
     ``text`` describes the call; empty if it failed. See ``[Note: Signatures]``.
     """
-    operation, buffer = collective.operation, collective.buffer
+    operation = collective.operation
+    buffer = collective.buffer
     row = _row(
         crc32(text.encode(errors="surrogatepass")) if text else _FAILED, buffer.device
     ).clone()

@@ -27,7 +27,9 @@ _LAUNCH = re.compile(
     r'_fabric\.py", line \d+ in _run_in_rank$))'
 )
 _SIGNAL = signal.SIGRTMIN + 11 if os.path.exists("/proc/self/status") else 0
-_ANSWER_WITHIN, _PAUSE = 1.0, 0.01  # seconds
+# seconds
+_ANSWER_WITHIN = 1.0
+_PAUSE = 0.01
 
 Address = tuple[str, int, int, int]
 """Where to find a process's stack: node, process id, file descriptor (-1: none), thread."""
@@ -126,9 +128,11 @@ def _status(pid: int) -> str:
 
 def _written(fd: int, start: int) -> bytes:
     """The bytes of a file from ``start`` on, once it stops growing."""
-    until, text = time.monotonic() + _ANSWER_WITHIN, b""
+    until = time.monotonic() + _ANSWER_WITHIN
+    text = b""
     while time.monotonic() < until:
-        before, text = text, os.pread(fd, 1 << 20, start)
+        before = text
+        text = os.pread(fd, 1 << 20, start)
         if text and text == before:
             break
         time.sleep(_PAUSE)

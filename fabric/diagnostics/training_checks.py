@@ -76,9 +76,16 @@ class TrainingChecks:
         store: JobStore,
         backward: Hooks,
     ) -> None:
-        self._optimizer, self._kind, self._name = ref(optimizer), type(optimizer).__name__, name
-        self._contracts, self._store = contracts, store
-        self._calls = self._steps = self._backwards = self._synchronized = self._without = 0
+        self._optimizer = ref(optimizer)
+        self._kind = type(optimizer).__name__
+        self._name = name
+        self._contracts = contracts
+        self._store = store
+        self._calls = 0
+        self._steps = 0
+        self._backwards = 0
+        self._synchronized = 0
+        self._without = 0
         self._had_gradient: set[int] = set()  # ids of parameters
         self._names: list[
             str
@@ -104,7 +111,7 @@ class TrainingChecks:
             self._backwards += 1
             self._note_gradients(optimizer)
             self._compare(self._store.get_nowait(self._key("other")))
-            self._synchronized += any(each.synchronizes() for each in self._contracts)
+            self._synchronized += any(contract.synchronizes() for contract in self._contracts)
             # A rank may hold an empty shard, and then counts no steps.
             skips = self._is_finished or not self._had_gradient
             ahead = None if skips else self._store.get_nowait(self._key("first", 1))
@@ -129,7 +136,7 @@ class TrainingChecks:
         for contract in self._contracts if self._calls == 1 else ():
             parameters = contract.parameters().values()
             if trained & _ids(parameters) and (
-                empty := _ids(each for each in parameters if _has_nan(each))
+                empty := _ids(parameter for parameter in parameters if _has_nan(parameter))
             ):
                 self._refuse(
                     f"these are not a number before the first step: {_named(contract, empty)}",
@@ -200,8 +207,8 @@ class TrainingChecks:
             return
         names = {
             id(parameter): name
-            for each in self._contracts
-            for name, parameter in each.replicated().items()
+            for contract in self._contracts
+            for name, parameter in contract.replicated().items()
         }
         # Sharded parameters reduce their gradients.
         foreign = _with_gradient(each for each in trained if local_tensor(each) is each) - _set_up(
@@ -222,10 +229,8 @@ class TrainingChecks:
                 for key, each in one.items()
                 if type(each) is float
             ]
-            self._names, self._fingerprint = (
-                ["its options"],
-                [crc32(f"{self._kind} {plain}".encode())],
-            )
+            self._names = ["its options"]
+            self._fingerprint = [crc32(f"{self._kind} {plain}".encode())]
         if self._names:
             published = json.dumps(
                 [self._store.rank, self._fingerprint, self._synchronized]
@@ -236,7 +241,7 @@ class TrainingChecks:
                 self._compare(first)
 
     def _key(self, which: str, ahead: int = 0) -> str:
-        scope = "".join(each.scope for each in self._contracts)
+        scope = "".join(contract.scope for contract in self._contracts)
         return f"first steps{scope}/{self._name}/{self._steps + ahead}/{which}"
 
     def _compare(self, published: bytes | None) -> None:
@@ -270,17 +275,21 @@ class SetupChecks:
         self, contracts: Contracts, store: JobStore, backward: Hooks, *, optimizers: Collection[Optimizer],
         loaders: Collection[object], check: Callable[[Sequence[Optimizer]], object], scales: bool,
     ) -> None:  # fmt: skip
-        self._contracts, self._store, self._backward = contracts, store, backward
-        self._optimizers, self._loaders, self._check, self._scales = (
-            optimizers,
-            loaders,
-            check,
-            scales,
-        )
-        self._backwards = self._calls = 0
+        self._contracts = contracts
+        self._store = store
+        self._backward = backward
+        self._optimizers = optimizers
+        self._loaders = loaders
+        self._check = check
+        self._scales = scales
+        self._backwards = 0
+        self._calls = 0
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._numbers, self._is_used = count(), False  # has one been set up
-        self._all, self._hooks = ExitStack(), ExitStack()
+        # has one been set up
+        self._numbers = count()
+        self._is_used = False
+        self._all = ExitStack()
+        self._hooks = ExitStack()
         self._all.callback(self._hooks.close)
         self._hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         backward.after.append(self._after_backward)
@@ -322,11 +331,10 @@ class SetupChecks:
             return
         is_first = optimizer not in self._seen
         self._seen.add(optimizer)
-        request, trained = (
-            f"{type(optimizer).__name__}.step() on rank {self._store.rank}",
-            _trained(optimizer),
-        )
-        set_up, arrived = _set_up(self._contracts), _with_gradient(trained)
+        request = f"{type(optimizer).__name__}.step() on rank {self._store.rank}"
+        trained = _trained(optimizer)
+        set_up = _set_up(self._contracts)
+        arrived = _with_gradient(trained)
         if optimizer not in self._optimizers:
             self._check([optimizer])
             if (
@@ -440,7 +448,7 @@ def _with_gradient(parameters: Iterable[Tensor]) -> set[int]:
 
 
 def _set_up(contracts: Iterable[GradientContract]) -> set[int]:
-    return _ids(parameter for each in contracts for parameter in each.parameters().values())
+    return _ids(parameter for contract in contracts for parameter in contract.parameters().values())
 
 
 def _has_nan(parameter: Tensor) -> bool:

@@ -58,13 +58,19 @@ class UnevenInputDetector:
     """
 
     def __init__(self, recorder: FlightRecorder, store: JobStore, bypass: BypassChecks) -> None:
-        self._recorder, self._store, self._rank = recorder, store, store.rank
-        self._bypass, self._neighbors = bypass, bypass.world.neighbours
+        self._recorder = recorder
+        self._store = store
+        self._rank = store.rank
+        self._bypass = bypass
+        self._neighbors = bypass.world.neighbours
         self._joined: list[BypassGuard] = []
         self._begun: dict[str, int] = {}  # iterations over each loader
-        self.passes = self._ended = 0  # the latter: batches of the iteration before the latest
+        # the latter: batches of the iteration before the latest
+        self.passes = 0
+        self._ended = 0
         # Steps taken, and collectives of the job before the latest one; for neighbors that gather with us, and others.
-        self._steps, self._counted = [0, 0], [0, 0]
+        self._steps = [0, 0]
+        self._counted = [0, 0]
         self._lengths_differ = False
         # The iteration that began last, and the one whose batches the last step was for.
         self._latest: _Iteration | None = None
@@ -110,7 +116,9 @@ class UnevenInputDetector:
             self._check_order(guard)
         if self._joined or not (guard is None or guard.prepares_sync):
             return
-        kind, neighbors, collectives = "", self._neighbors, self._recorder.counts[JOB]
+        kind = ""
+        neighbors = self._neighbors
+        collectives = self._recorder.counts[JOB]
         if guard is None:
             trains = torch.is_grad_enabled()
             kind = contract.title + " without gradients" * (not trains)
@@ -186,15 +194,18 @@ class UnevenInputDetector:
             raise UsageError(
                 "fabric.join inside of fabric.join", suggestion="with fabric.join([first, second]):"
             )
-        self._joined, self.passes = [*guards], 0
+        self._joined = [*guards]
+        self.passes = 0
         self._watch()
-        checks, self._recorder.phase_checks = self._recorder.phase_checks, ()
+        checks = self._recorder.phase_checks
+        self._recorder.phase_checks = ()
         try:
             yield
         finally:
             self._recorder.phase_checks = checks
             self._joined = []
-            self._latest = self._trained = None
+            self._latest = None
+            self._trained = None
 
     def _watch(self) -> None:
         if not self._bypass.on_forward:
@@ -210,7 +221,8 @@ class UnevenInputDetector:
         collectives of different modules would be matched.
         """
         turn = self.passes % len(self._joined)
-        previous, expected = self._joined[turn - 1], self._joined[turn]
+        previous = self._joined[turn - 1]
+        expected = self._joined[turn]
         if not torch.is_grad_enabled():
             problem = "it is without gradients, and ranks that have no batches would wait for them"
         elif previous.awaits_backward:

@@ -147,7 +147,8 @@ def pickled_call(call: Call) -> Payload:
     # Where a new process finds __main__. It cannot import that of an interactive session or notebook, nor
     # `python -m package`, which is not a library.
     main = sys.modules["__main__"]
-    name, path = getattr(main.__spec__, "name", None), getattr(main, "__file__", None)
+    name = getattr(main.__spec__, "name", None)
+    path = getattr(main, "__file__", None)
     is_importable = not f".{name}".endswith(".__main__") if name else path not in (None, "<stdin>")
     packed, needs_main = dump_call(call, main_is_importable=is_importable)
     state = {

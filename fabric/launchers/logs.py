@@ -27,7 +27,8 @@ class RankLogs:
     """
 
     def __init__(self, folder: Path, restart: int = 0, *, tee: bool = False) -> None:
-        self._folder, self._ending = folder, f".restart-{restart}.log" if restart else ".log"
+        self._folder = folder
+        self._ending = f".restart-{restart}.log" if restart else ".log"
         self._files: dict[int, BinaryIO] = {}
         self._shown: dict[
             int, tuple[int, bytes]
@@ -53,14 +54,14 @@ class RankLogs:
         self._ended.set()
         if self._thread.ident:
             self._thread.join()
-        for each in ranks:
-            if each.exit_code:
+        for rank in ranks:
+            if rank.exit_code:
                 text = (
-                    each.failure.text
-                    if each.failure
-                    else f"rank {each.rank} {describe_exit(each.exit_code)}\n"
+                    rank.failure.text
+                    if rank.failure
+                    else f"rank {rank.rank} {describe_exit(rank.exit_code)}\n"
                 )
-                self._files[each.rank].write(f"\n{text}".encode())
+                self._files[rank.rank].write(f"\n{text}".encode())
         for file in self._files.values():
             file.close()
 

@@ -34,7 +34,10 @@ __all__ = ["StopRequest", "exit_preempted", "seconds_of", "slurm_deadline"]
 
 # Seconds for ranks to agree, beside the timeout; between looks at what the thread has found; for an answer of SLURM's
 # controller; before the end of a SLURM job, unless the user says how many.
-_GRACE, _PAUSE, _SCONTROL, _MARGIN = 3.0, 0.02, 60.0, 60.0
+_GRACE = 3.0
+_PAUSE = 0.02
+_SCONTROL = 60.0
+_MARGIN = 60.0
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>[0-5]\d):(?P<seconds>[0-5]\d)")
 
 
@@ -48,11 +51,18 @@ class StopRequest:
     """
 
     def __init__(self, runtime: Runtime, deadline: float, margin: timedelta | None) -> None:
-        self._runtime, self._deadline, self._margin = runtime, deadline, margin
+        self._runtime = runtime
+        self._deadline = deadline
+        self._margin = margin
         # Without a thread that answers, each call is a collective, or this is the only rank.
-        self._communicator, self._reporter = runtime.communicator, runtime.reporter
-        self._calls, self._held_at = 0, 0.0  # is_due does more than count from call _held_at on
-        self._agreed, self._is_requested, self._listens = math.inf, False, False
+        self._communicator = runtime.communicator
+        self._reporter = runtime.reporter
+        # is_due does more than count from call _held_at on
+        self._calls = 0
+        self._held_at = 0.0
+        self._agreed = math.inf
+        self._is_requested = False
+        self._listens = False
         self._lock = threading.Lock()  # shared by the thread that answers and the one that closes
         self._handlers: dict[int, Any] = {}
 
@@ -69,10 +79,8 @@ class StopRequest:
     def _decide(self) -> bool:
         if not self._listens:
             self._listen()
-        until, reporter = (
-            time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE,
-            self._reporter,
-        )
+        until = time.monotonic() + self._runtime.timeout.total_seconds() + _GRACE
+        reporter = self._reporter
         if reporter is None:
             return any(
                 self._communicator.gather_objects(
@@ -97,10 +105,8 @@ class StopRequest:
             self._deadline, slurm_deadline(os.environ, self._margin, self._runtime.world.rank)
         )
         self._listens = True
-        is_main, control = (
-            threading.current_thread() is threading.main_thread(),
-            ControlThread.of_this_process(),
-        )
+        is_main = threading.current_thread() is threading.main_thread()
+        control = ControlThread.of_this_process()
         for number in stop_signals():
             handler = signal.getsignal(number)
             if isinstance(handler, SignalHandler):
@@ -127,11 +133,9 @@ class StopRequest:
                 self._look(self._reporter.store, now)
             except dist.DistError:
                 # The process that hosted the store has ended: there are no ranks to agree with.
-                self._communicator, self._reporter, self._held_at = (
-                    LocalCommunicator(self._runtime.device),
-                    None,
-                    0,
-                )
+                self._communicator = LocalCommunicator(self._runtime.device)
+                self._reporter = None
+                self._held_at = 0
                 raise
 
     def _look(self, store: JobStore, now: float) -> None:
@@ -172,7 +176,8 @@ class StopRequest:
             self._reporter = None
 
     def _note(self, number: int, frame: Any = None) -> None:
-        self._is_requested, previous = True, self._handlers.get(number)
+        self._is_requested = True
+        previous = self._handlers.get(number)
         if (
             not self._listens and signal.getsignal(number) == self._note
         ):  # closed by a thread that is not the main one
@@ -200,7 +205,8 @@ def slurm_deadline(env: Mapping[str, str], margin: timedelta | None = None, rank
     Raises:
         ConfigurationError: the variables contradict each other, or the end is past or nearer than the margin.
     """
-    job, end = read(env, "SLURM_JOB_ID"), read_integer(env, "SLURM_JOB_END_TIME")
+    job = read(env, "SLURM_JOB_ID")
+    end = read_integer(env, "SLURM_JOB_END_TIME")
     if job and end is None and rank == 0:
         end = _ask_for_end(job)
     if job is None or end is None:
@@ -249,7 +255,8 @@ def exit_preempted(close: Callable[[], object], requeue: bool) -> NoReturn:
 
 
 def _scontrol(*words: str) -> str:
-    command, env = ["scontrol", *words], {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    command = ["scontrol", *words]
+    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     try:
         return subprocess.run(
             command, env=env, capture_output=True, text=True, timeout=_SCONTROL, check=True

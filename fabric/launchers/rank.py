@@ -122,10 +122,8 @@ class Failure:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_OUR_FRAMES):
             trace = trace.tb_next
-        text, half = (
-            "".join(traceback.format_exception(error.with_traceback(trace))),
-            _LONGEST_TEXT // 2,
-        )
+        text = "".join(traceback.format_exception(error.with_traceback(trace)))
+        half = _LONGEST_TEXT // 2
         if len(text) > _LONGEST_TEXT:
             left_out = len(text) - _LONGEST_TEXT
             text = f"{text[:half]}\n[... {left_out} characters left out ...]\n{text[-half:]}"
@@ -182,7 +180,9 @@ class ControlThread(threading.Thread):
         super().__init__(name="fabric-control", daemon=True)
         self.config = config
         self.calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._control, self._process, self._lock = control, os.getpid(), threading.Lock()
+        self._control = control
+        self._process = os.getpid()
+        self._lock = threading.Lock()
         self.report_request = ""
 
     @classmethod
@@ -272,7 +272,8 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         # faulthandler keeps the file open; it is unbuffered because a crash flushes nothing.
         faulthandler.enable(open(config.stack_file, "ab", buffering=0))  # noqa: SIM115
     thread.start()
-    code, message = 1, None
+    code = 1
+    message = None
     try:
         raise_on_signals(partial(thread.send, "signal"))
         thread.send("ready")
@@ -285,7 +286,8 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
         ):  # a forked process has loaded torch already, which reads OMP_NUM_THREADS only then
             torch.set_num_threads(config.threads)
         result = call()
-        code, message = 0, ("finished", dump_result(result if config.returns else None))
+        code = 0
+        message = ("finished", dump_result(result if config.returns else None))
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except SystemExit as leaving:
@@ -300,7 +302,9 @@ def run(control: Connection, config: RankConfig, payload: Payload) -> int:
             message = "error", Failure(text=text, exit_code=code)
     except BaseException as error:  # noqa: BLE001 (whatever it is, the supervisor reports it)
         # For exit handlers: the interpreter sets these on an uncaught exception.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.last_type = type(error)
+        sys.last_value = error
+        sys.last_traceback = error.__traceback__
         message = "error", Failure.of(error)
     # No ``finally`` is left to run, and a signal that raises during send() would leave half a message in the pipe.
     for number in ending_signals():

@@ -58,7 +58,8 @@ class Script:
             ConfigurationError: there is no script that could be run again.
         """
         interactive = base.is_interactive()
-        file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
+        file = getattr(main, "__file__", None)
+        spec = getattr(main, "__spec__", None)
         if interactive or file in (None, "<stdin>"):
             raise ConfigurationError(
                 "the launcher 'popen', which runs the script again in every rank",
@@ -70,7 +71,8 @@ class Script:
         name = os.path.abspath(file) if spec is None else spec.name.removesuffix(".__main__")
         if name == "__main__":
             # A directory or a zip archive with a __main__.py.
-            name, spec = str(Path(file).parent), None
+            name = str(Path(file).parent)
+            spec = None
         paths = [os.path.abspath(os.path.join(_START_DIRECTORY or "", word)) for word in command]
         words = paths if spec is None else command
         arguments = command[words.index(name) :] if name in words else sys.argv
@@ -102,9 +104,11 @@ def _in_hydras_folder(arguments: Sequence[str]) -> Sequence[str]:
     if hydra is None or not hydra.HydraConfig.initialized():
         return arguments
     config = hydra.HydraConfig.get()
-    kind, folder = "run", config.runtime.output_dir
+    kind = "run"
+    folder = config.runtime.output_dir
     if "MULTIRUN" in str(config.mode):  # every rank runs all jobs
-        kind, folder = "sweep", os.path.join(config.runtime.cwd, config.sweep.dir)
+        kind = "sweep"
+        folder = os.path.join(config.runtime.cwd, config.sweep.dir)
     # After the other overrides, which must be consecutive.
     last = max(
         (at for at, word in enumerate(arguments) if re.match("[^-]*=", word)),

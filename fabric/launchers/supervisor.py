@@ -43,7 +43,13 @@ Start = Callable[[Connection, RankConfig], Started]
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
 # one that repeats it. What a user waits for after a fault must total less than five: a test checks this.
-COLLECT, DESCRIBE, END, INTERRUPT, RESPOND, REAP, REPEAT = 1.0, 0.3, 2.0, 3.0, 1.0, 5.0, 0.3
+COLLECT = 1.0
+DESCRIBE = 0.3
+END = 2.0
+INTERRUPT = 3.0
+RESPOND = 1.0
+REAP = 5.0
+REPEAT = 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
 SAVE = 30.0
 # Signals that conventionally end a process; programs choose the meaning of the others.
@@ -129,7 +135,8 @@ class RankProcess:
     def poll(self) -> bool:
         """Whether it has ended."""
         if self.exit_code is None:
-            self.exit_code, self.ended = self.exit_code_of(), monotonic()
+            self.exit_code = self.exit_code_of()
+            self.ended = monotonic()
         return self.exit_code is not None
 
     def has_failed(self) -> bool:
@@ -176,10 +183,8 @@ class RankProcess:
         text = (
             self.failure.text if self.failure else self.messages.get("stack") or self.read_stack()
         )
-        frames, place = (
-            _FRAME.findall(text),
-            "it had finished" if "finished" in self.messages else "unknown",
-        )
+        frames = _FRAME.findall(text)
+        place = "it had finished" if "finished" in self.messages else "unknown"
         if frames:
             file, line, _ = frames[-1 if frames[0][2] else 0]
             place = f"{file}:{line}: {linecache.getline(file, int(line)).strip()}"
@@ -369,7 +374,8 @@ class Supervisor:
     def _collect(self, timeout: float) -> bool:
         """Wait for messages or an exit for at most this many seconds; whether all ranks have ended."""
         if self._report_requested:
-            self._report_requested, request = False, os.urandom(8).hex()
+            self._report_requested = False
+            request = os.urandom(8).hex()
             for rank in self._alive():
                 rank.send("report", request)
         controls = [rank.control for rank in self.ranks if not rank.control.closed]

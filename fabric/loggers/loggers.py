@@ -57,7 +57,8 @@ class Loggers:
         Raises:
             ArgumentTypeError: it is no :class:`Logger`, W&B run or ``SummaryWriter``.
         """
-        adapted, is_class = logger, isinstance(logger, type)
+        adapted = logger
+        is_class = isinstance(logger, type)
         if is_class or not callable(getattr(logger, "log_metrics", None)):
             if not is_class and callable(getattr(logger, "add_scalar", None)):
                 adapted = _SummaryWriter(logger)
@@ -219,7 +220,8 @@ class _EventFiles:
             ArgumentTypeError: a value is of another type; the text names the metric.
             MissingDependencyError: ``tensorboard`` is not installed.
         """
-        values, number = metrics_as_floats(metrics), None if step is None else operator.index(step)
+        values = metrics_as_floats(metrics)
+        number = None if step is None else operator.index(step)
         writer = self._open()
         for name, value in values.items():
             writer.add_scalar(name, value, number)

@@ -60,7 +60,8 @@ def clip_gradients(
 def _total_norm(grads: Any, several_meshes: bool, norm_type: float) -> Tensor:
     sharded = [grad for grad in grads if local_tensor(grad) is not grad]
     splits = max(
-        (sum(not each.is_replicate() for each in grad.placements) for grad in sharded), default=0
+        (sum(not placement.is_replicate() for placement in grad.placements) for grad in sharded),
+        default=0,
     )
     if not sharded or (not several_meshes and splits < 2 and not math.isinf(norm_type)):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))

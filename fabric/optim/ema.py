@@ -49,7 +49,9 @@ class ExponentialMovingAverage(nn.Module):
                 f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself"
             )
         self._decay = decay if callable(decay) else _checked(decay)
-        self._updates, self._is_applied, self._reshard = 0, False, contract.reshard
+        self._updates = 0
+        self._is_applied = False
+        self._reshard = contract.reshard
         self._current: Callable[[], dict[str, Tensor]] = partial(_weights, contract, buffers)
         # By name, the dict and key of each average, not the tensor: a conversion of this module replaces it.
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
@@ -108,7 +110,8 @@ class ExponentialMovingAverage(nn.Module):
         """
         # Keeps the tensors themselves: a forward pass within may add or replace buffers.
         before = [(weight.detach().clone(), weight) for _, weight in self._pairs()]
-        was_applied, self._is_applied = self._is_applied, True
+        was_applied = self._is_applied
+        self._is_applied = True
         try:
             self._write(self._pairs())
             with torch.no_grad():

@@ -64,8 +64,10 @@ class LossScaler:
         self._pending: Tensor | None = (
             None  # whether any step since the last change of scale overflowed
         )
-        self._growth_interval, self._max_over_ranks = settings.growth_interval, max_over_ranks
-        self.gradients_differ = self.accumulates = False
+        self._growth_interval = settings.growth_interval
+        self._max_over_ranks = max_over_ranks
+        self.gradients_differ = False
+        self.accumulates = False
         self._states: WeakKeyDictionary[Optimizer, _OptimizerState] = WeakKeyDictionary()
         self._hooks = ExitStack()
 

@@ -51,10 +51,8 @@ _DIVIDED = _Window()  # for an optimizer whose gradients have been multiplied, u
 _OF_OTHERS = _Window()  # for one with gradients of other optimizers' losses, until cleared
 _CLOSURE = "gradients are divided before a step, and not those of its closure, nor in a step within a backward pass"
 # Suggestions in errors.
-_CLEAR, _WHOSE = (
-    "optimizer.zero_grad() after step()",
-    "optimizer=... if the loss is not for all that are set up",
-)
+_CLEAR = "optimizer.zero_grad() after step()"
+_WHOSE = "optimizer=... if the loss is not for all that are set up"
 _NO_CLOSURE = "fabric.backward(loss, weight=n), then optimizer.step() without a closure"
 
 
@@ -76,8 +74,11 @@ class LossWeights:
         self, runtime: Runtime, scaler: LossScaler | None, optimizers: Collection[Optimizer],
         contracts: Collection[GradientContract], cleanup: ExitStack,
     ) -> None:  # fmt: skip
-        self._ranks, self._device, self._scaler = runtime.communicator, runtime.device, scaler
-        self._optimizers, self._contracts = optimizers, contracts
+        self._ranks = runtime.communicator
+        self._device = runtime.device
+        self._scaler = scaler
+        self._optimizers = optimizers
+        self._contracts = contracts
         # These run before each optimizer's own hooks, so that users' hooks see divided gradients.
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
@@ -187,7 +188,8 @@ class LossWeights:
     def check(self) -> None:
         """Raise a UsageError if the weights of the last step have a sum that is zero or not finite."""
         self._copied.synchronize()
-        is_good, self._is_good = self._is_good, True
+        is_good = self._is_good
+        self._is_good = True
         if not is_good:
             problem = "the weights of all ranks since the step before have a sum of zero, or none"
             self._refuse(problem, "optimizer.zero_grad() in place of such a step", "an optimizer")
@@ -265,6 +267,6 @@ class LossWeights:
 def _probe(optimizer: Optimizer) -> object:
     """A value that changes when gradients are cleared or changed: the first gradient's id and versions."""
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    grad = next((each for each in grads if each is not None), None)
+    grad = next((gradient for gradient in grads if gradient is not None), None)
     # FSDP adds to the local part of a DTensor, and zero_grad(set_to_none=False) changes the DTensor.
     return None if grad is None else (id(grad), version(grad), version(local_tensor(grad)))

@@ -28,7 +28,8 @@ class BareParameters:
     """
 
     def __init__(self, strategy: Strategy, cleanup: ExitStack) -> None:
-        self._strategy, self._cleanup = strategy, cleanup
+        self._strategy = strategy
+        self._cleanup = cleanup
         self._parameters: Any = WeakTensorKeyDictionary()
         self._hook: Any = None
 

@@ -206,7 +206,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         # Not torch's own: it looks for GPUs, and moves the module to one when there is one.
         nn.Module.__init__(self)
-        self.module, self.dim = module, 0
+        self.module = module
+        self.dim = 0
         # None has torch call the module as it is.
         self.device_ids = list(devices) if len(devices) > 1 else []
         self.output_device = self.src_device_obj = devices[0]
@@ -318,7 +319,8 @@ class CopiedDataParallel(nn.DataParallel[Any]):
 
 def _as_caller(device_type: str) -> Callable[..., Any]:
     """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    grad = torch.is_grad_enabled()
+    inference = torch.is_inference_mode_enabled()
     kinds = ("cpu", device_type)
     autocasts = [
         (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds

@@ -105,11 +105,9 @@ class DDPStrategy(ParallelStrategy):
             raise ConfigurationError(
                 f"DDPStrategy(model_averaging_period={model_averaging_period})", problem
             )
-        self.ddp_comm_state, self.ddp_comm_hook, self.ddp_comm_wrapper = (
-            ddp_comm_state,
-            ddp_comm_hook,
-            ddp_comm_wrapper,
-        )
+        self.ddp_comm_state = ddp_comm_state
+        self.ddp_comm_hook = ddp_comm_hook
+        self.ddp_comm_wrapper = ddp_comm_wrapper
         self.model_averaging_period = model_averaging_period
         self.sync_batchnorm = sync_batchnorm
         self.ddp_kwargs = ddp_kwargs

@@ -223,6 +223,7 @@ def release_pages(storage: torch.UntypedStorage) -> None:
 
 def _is_memory(folder: str) -> bool:
     """Whether a folder is on a file system that keeps its files in memory; false if unknown."""
-    mounts, device = Path("/proc/self/mountinfo"), os.stat(folder).st_dev
+    mounts = Path("/proc/self/mountinfo")
+    device = os.stat(folder).st_dev
     entry = rf"(?m)^\d+ \d+ {os.major(device)}:{os.minor(device)} .* - (tmpfs|ramfs) "
     return mounts.exists() and re.search(entry, mounts.read_text()) is not None

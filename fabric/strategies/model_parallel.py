@@ -55,7 +55,8 @@ def mesh_sizes(
     """
     request = f"ModelParallelStrategy with {dict(given)} in a job of {world_size} processes"
     known = [size for size in given.values() if size != "auto"]
-    rest, sizes = max(1, world_size // (prod(known) or 1)), dict(given)
+    rest = max(1, world_size // (prod(known) or 1))
+    sizes = dict(given)
     if sizes["tensor_parallel"] == "auto":
         most = gcd(per_node, rest) if splits else 1
         sizes["tensor_parallel"] = most if sizes["data_parallel"] == "auto" else rest
@@ -135,7 +136,8 @@ class ModelParallelStrategy(FSDPStrategy):
                 request, expected='a function, or a plan: a dict by pattern, or "auto"'
             )
         check_styles(tp_plan)
-        self.parallelize_fn, self.tp_plan = parallelize_fn, tp_plan
+        self.parallelize_fn = parallelize_fn
+        self.tp_plan = tp_plan
         sizes = {"replicate": replicate_size, "data_parallel": data_parallel_size}
         sizes |= {"sequence": sequence_parallel_size, "tensor_parallel": tensor_parallel_size}
         self._mesh_sizes = partial(
@@ -143,9 +145,11 @@ class ModelParallelStrategy(FSDPStrategy):
         )
         self._device_mesh: Any = None
         # Set with the mesh: the ranks of a sum, those of different batches, and those that share one.
-        self._groups, self._parts = list[Communicator](), 1
+        self._groups = list[Communicator]()
+        self._parts = 1
         # While a model is set up: the layers that are still to be split, and what was in the place of their parameters.
-        self._layers, self._before = dict[nn.Module, Any](), dict[nn.Parameter, nn.Parameter]()
+        self._layers = dict[nn.Module, Any]()
+        self._before = dict[nn.Parameter, nn.Parameter]()
 
     @override
     def check(
@@ -167,14 +171,16 @@ class ModelParallelStrategy(FSDPStrategy):
         # Most often these are the mesh itself, and no groups are made.
         copies = self._parts, self._parts * sizes["sequence"]
         sums, batches = (
-            self.runtime.mesh(data_parallel=size // each, tensor_parallel=each) for each in copies
+            self.runtime.mesh(data_parallel=size // copy_, tensor_parallel=copy_)
+            for copy_ in copies
         )
         groups = sums["data_parallel"], batches["data_parallel"], batches["tensor_parallel"]
-        self._groups = [self.runtime.communicator_over(each.get_group()) for each in groups]
+        self._groups = [self.runtime.communicator_over(group.get_group()) for group in groups]
 
     @override
     def teardown(self) -> None:
-        self._groups, self._device_mesh = [], None
+        self._groups = []
+        self._device_mesh = None
         super().teardown()
 
     @override
@@ -198,7 +204,8 @@ class ModelParallelStrategy(FSDPStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         root = uncompiled(module)
         self._synchronize_rng()
-        self._layers, self._before = self._find_layers(root), {}
+        self._layers = self._find_layers(root)
+        self._before = {}
         for _, owner, attribute, _ in [*count_heads(root, self._layers)]:
             setattr(owner, attribute, getattr(owner, attribute) // self._parts)
         if self.parallelize_fn is not None:
@@ -211,7 +218,8 @@ class ModelParallelStrategy(FSDPStrategy):
 
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
-        row, rank = self._shards.size(-1) * self._parts, self.global_rank
+        row = self._shards.size(-1) * self._parts
+        rank = self.global_rank
         ranks = range(rank // row * row, rank // row * row + row)
         contract = replace(super().gradient_contract(prepared), peers=lambda: ranks)
         if not 1 < self._parts > rank:
@@ -233,11 +241,12 @@ class ModelParallelStrategy(FSDPStrategy):
     def _shard(self, part: nn.Module, **arguments: Any) -> None:
         from torch.distributed.tensor.parallel import parallelize_module  # takes a second to import
 
-        communicator, tied = self.runtime.communicator, dict[nn.Parameter, nn.Parameter]()
-        for layer in [each for each in part.modules() if each in self._layers]:
+        communicator = self.runtime.communicator
+        tied = dict[nn.Parameter, nn.Parameter]()
+        for layer in [module for module in part.modules() if module in self._layers]:
             whole = dict(layer.named_parameters(recurse=False))
             shards.receive_values(
-                communicator, part, [each for each in whole.values() if each not in tied]
+                communicator, part, [value for value in whole.values() if value not in tied]
             )
             for style in torch_styles(layer, self._layers.pop(layer)):
                 parallelize_module(
@@ -278,7 +287,8 @@ class ModelParallelStrategy(FSDPStrategy):
 
     def _parallelize(self, root: nn.Module, parallelize: Callable[[Any, DeviceMesh], Any]) -> None:
         """Have the user's function split a model that has rank 0's values. Collective."""
-        communicator, before = self.runtime.communicator, dict(root.named_parameters())
+        communicator = self.runtime.communicator
+        before = dict(root.named_parameters())
         shards.receive_values(communicator, root, [*before.values()])
         result = parallelize(root, self._device_mesh)
         after = dict(root.named_parameters())

@@ -37,11 +37,10 @@ class ParallelStrategy(Strategy):
             UsageError: the model is prepared already.
             ConfigurationError: a mixed precision under a strategy whose modules do not compute in it by themselves.
         """
-        module, precision = trainer.model, self.runtime.precision
-        request, modern = (
-            f"{type(self).__name__}.setup(trainer)",
-            "model, optimizer = fabric.setup(model, optimizer)",
-        )
+        module = trainer.model
+        precision = self.runtime.precision
+        request = f"{type(self).__name__}.setup(trainer)"
+        modern = "model, optimizer = fabric.setup(model, optimizer)"
         if precision.compute_dtype is not None and not self._casts:
             problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
             request = f"{request} with precision={precision.name!r}"

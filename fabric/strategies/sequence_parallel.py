@@ -84,7 +84,8 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     sums = [
         int(leaf.contiguous().view(torch.uint8).sum()) for leaf in split.values() if leaf.is_cpu
     ]
-    name, own = f"{_BLOCK} of {found}", torch.tensor(sums or [0], device=ranks.device)
+    name = f"{_BLOCK} of {found}"
+    own = torch.tensor(sums or [0], device=ranks.device)
     seen = all_gather(ranks, {name: own})[name]
     if sums and len({*map(tuple, seen.tolist())}) > 1:
         problem = f"the bytes of these tensors have the sums {seen.tolist()}, by rank of the group"
@@ -94,10 +95,8 @@ def sequence_parallel(runtime: Runtime, mesh: Any, batch: Any, dim: int) -> Iter
     lengths = [length // ranks.size + (rank < length % ranks.size) for rank in range(ranks.size)]
     for place, leaf in split.items():
         leaves[place] = leaf.split(lengths, dim)[ranks.rank].contiguous()
-    seed, devices = (
-        int(torch.randint(1 << 62, ())),
-        [] if runtime.device.type == "cpu" else [runtime.device],
-    )
+    seed = int(torch.randint(1 << 62, ()))
+    devices = [] if runtime.device.type == "cpu" else [runtime.device]
     # After the block, the ranks have the same random numbers again.
     with (
         torch.random.fork_rng(devices, device_type=runtime.device.type),
@@ -117,7 +116,9 @@ class _Attention(TorchFunctionMode):
 
     def __init__(self, ranks: Communicator, lengths: list[int]) -> None:
         super().__init__()
-        self._ranks, self._lengths, self.calls = ranks, lengths, 0
+        self._ranks = ranks
+        self._lengths = lengths
+        self.calls = 0
         self._call = torch.compiler.disable(self._attend)
 
     @override
@@ -142,9 +143,14 @@ class _Attention(TorchFunctionMode):
         is_causal: bool = False, **options: Any,
     ) -> Tensor:  # fmt: skip
         self.calls += 1
-        ranks, lengths, inputs = self._ranks, self._lengths, [query, key, value]
-        own, end, total = lengths[ranks.rank], sum(lengths[: ranks.rank + 1]), sum(lengths)
-        counts, mask = [each.shape[-2] for each in inputs], [*getattr(attn_mask, "shape", ())][-2:]
+        ranks = self._ranks
+        lengths = self._lengths
+        inputs = [query, key, value]
+        own = lengths[ranks.rank]
+        end = sum(lengths[: ranks.rank + 1])
+        total = sum(lengths)
+        counts = [each.shape[-2] for each in inputs]
+        mask = [*getattr(attn_mask, "shape", ())][-2:]
         if counts != [own] * 3 or mask not in ([], [own, total], [1, total], [1, own]):
             request = (
                 f"attention in {_BLOCK} on rank {ranks.rank}, which has {own} of {total} tokens"
@@ -170,7 +176,9 @@ class _Attention(TorchFunctionMode):
         attn_mask = masks[0].mT if masks else attn_mask
         if is_causal and attn_mask is None:
             attn_mask = torch.ones(own, end, dtype=torch.bool, device=query.device).tril(end - own)
-            is_causal, key, value = False, key[..., :end, :], value[..., :end, :]
+            is_causal = False
+            key = key[..., :end, :]
+            value = value[..., :end, :]
         return scaled_dot_product_attention(
             query, key, value, attn_mask, is_causal=is_causal, **options
         )

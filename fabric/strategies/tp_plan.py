@@ -22,10 +22,8 @@ from fabric.errors import ConfigurationError, UsageError
 __all__ = ["PartStreams", "check_styles", "count_heads", "find_layers", "is_split", "torch_styles"]
 
 # The second name of each is used by newer model libraries.
-_WHOLE_OUTPUT, _WHOLE_INPUT = (
-    ("colwise_rep", "colwise_gather_output"),
-    ("rowwise_rep", "rowwise_split_input"),
-)
+_WHOLE_OUTPUT = ("colwise_rep", "colwise_gather_output")
+_WHOLE_INPUT = ("rowwise_rep", "rowwise_split_input")
 _STYLES = ("colwise", "rowwise", *_WHOLE_OUTPUT, *_WHOLE_INPUT, "sequence_parallel")
 # By kind of layer and style: the attribute with the split length, and the weight's rows or columns.
 _LENGTHS = {
@@ -51,7 +49,8 @@ def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> d
     Raises:
         ConfigurationError: a pattern matches nothing, or layers cannot be split into this many parts.
     """
-    request, is_own = f"tp_plan for {type(root).__name__}", plan == "auto"
+    request = f"tp_plan for {type(root).__name__}"
+    is_own = plan == "auto"
     patterns: Any = (
         (getattr(root, "tp_plan", None) or getattr(root, "_tp_plan", None)) if is_own else plan
     )
@@ -60,7 +59,8 @@ def find_layers(root: nn.Module, plan: Mapping[str, Any] | str, parts: int) -> d
             request, "the model has no plan of its own", suggestion='tp_plan={"*.up": "colwise"}'
         )
     check_styles(patterns)
-    names, layers = dict(root.named_modules()), dict[nn.Module, Any]()
+    names = dict(root.named_modules())
+    layers = dict[nn.Module, Any]()
     for pattern, style in patterns.items():
         fits = re.compile(re.escape(pattern).replace(r"\*", "[^.]+")).fullmatch
         fitting = {names[name]: style for name in names if fits(name)}
@@ -86,9 +86,9 @@ def count_heads(
     """The head counts in modules with colwise layers: path, module, attribute, and these layers."""
     for path, owner in root.named_modules():
         own = [
-            each
-            for each in owner.children()
-            if layers.get(each) == "colwise" and isinstance(each, nn.Linear)
+            child
+            for child in owner.children()
+            if layers.get(child) == "colwise" and isinstance(child, nn.Linear)
         ]
         for attribute, value in vars(owner).items() if own else ():
             if _HEADS.fullmatch(attribute) and type(value) is int:
@@ -137,7 +137,8 @@ class PartStreams:
     """
 
     def __init__(self, root: nn.Module, mesh: DeviceMesh, ends: bool) -> None:
-        self._part, self._ends = mesh.get_local_rank("tensor_parallel"), ends
+        self._part = mesh.get_local_rank("tensor_parallel")
+        self._ends = ends
         # In a split computation: the states before, after the common draw, and at its start.
         self._saved: list[list[torch.Tensor]] = []
         device: Any = torch.get_device_module(mesh.device_type)
@@ -148,7 +149,8 @@ class PartStreams:
         )
         self._generators = [torch.default_generator, *own]
         disable: Any = torch.compiler.disable
-        enter, leave = disable(self._enter), disable(self._leave)
+        enter = disable(self._enter)
+        leave = disable(self._leave)
         for layer in root.modules():
             if isinstance(layer, nn.Linear) and is_split(layer.weight, 0):
                 layer.register_forward_hook(enter)
@@ -160,11 +162,9 @@ class PartStreams:
         is_part = local_tensor(output) is output and output.shape[-1] < layer.out_features
         if is_part and layer.training and not self._saved:
             with real_tensors():  # in a dry run, too
-                before, seed, after = (
-                    self._states(),
-                    int(torch.randint(1 << 62, ())),
-                    self._states(),
-                )
+                before = self._states()
+                seed = int(torch.randint(1 << 62, ()))
+                after = self._states()
                 for generator in self._generators:
                     generator.manual_seed(seed + self._part)
                 self._saved = [before, after, self._states()]

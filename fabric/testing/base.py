@@ -190,7 +190,8 @@ def differences(
         atol: absolute tolerance.
     """
     where = path or "the value"
-    own, other = children(actual), children(expected)
+    own = children(actual)
+    other = children(expected)
     if isinstance(actual, Tensor) and isinstance(expected, Tensor):
         yield from _between_tensors(
             actual.detach().cpu(), expected.detach().cpu(), where, rtol, atol
@@ -224,7 +225,8 @@ def _between_tensors(
         yield f"{where}: {kind}, expected {wanted}"
         return
     if not actual.is_floating_point() and not actual.is_complex():
-        rtol = atol = 0.0
+        rtol = 0.0
+        atol = 0.0
     wrong = ~torch.isclose(actual, expected, rtol, atol, equal_nan=True)
     if wrong.any():
         index = tuple(wrong.nonzero()[0].tolist())

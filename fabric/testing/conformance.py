@@ -129,10 +129,13 @@ def _apply(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., Non
 
 def _check_oracles(communicator: Communicator) -> None:
     """Reductions, all_gather and all_to_all agree with their oracles; all_reduce alone writes into its buffer."""
-    size, rank = communicator.size, communicator.rank
+    size = communicator.size
+    rank = communicator.rank
     for dtype, shape in product(_DTYPES, _SHAPES):
-        values, rows = _values(size, dtype, shape), _values(size, dtype, (size, *shape))
-        own, own_rows = values[rank].clone(), rows[rank].clone()
+        values = _values(size, dtype, shape)
+        rows = _values(size, dtype, (size, *shape))
+        own = values[rank].clone()
+        own_rows = rows[rank].clone()
         assert_same(communicator.all_gather(own), torch.stack(values))
         assert_same(communicator.all_to_all(own_rows), oracles.all_to_all(rows)[rank])
         assert_same([own, own_rows], [values[rank], rows[rank]])
@@ -147,10 +150,12 @@ def _check_oracles(communicator: Communicator) -> None:
 
 def _check_one_rank(communicator: Communicator) -> None:
     """broadcast and scatter write the values of the source rank into the buffer; gather returns only on one rank."""
-    size, rank = communicator.size, communicator.rank
+    size = communicator.size
+    rank = communicator.rank
     for other, shape in product(range(size), _SHAPES):
         values = _values(size, torch.float32, shape)
-        buffer, output = values[rank].clone(), torch.empty(shape)
+        buffer = values[rank].clone()
+        output = torch.empty(shape)
         assert_same(
             communicator.gather(buffer, other), torch.stack(values) if rank == other else None
         )
@@ -174,7 +179,8 @@ def _check_messages(communicator: Communicator) -> None:
 
 def _check_objects(communicator: Communicator) -> None:
     """Objects are sent by value, in rank order; an unpicklable object is an error on every rank."""
-    size, rank = communicator.size, communicator.rank
+    size = communicator.size
+    rank = communicator.rank
     for src in range(size):
         assert_same(
             communicator.broadcast_object({"from": rank, "at": [1, "x"]}, src),
@@ -226,7 +232,8 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
         {"a": torch.tensor([rank, 5]), "b": [float(rank), rank == 0]}
         for rank in range(fabric.world_size)
     ]
-    own, rank = values[fabric.global_rank], fabric.global_rank
+    own = values[fabric.global_rank]
+    rank = fabric.global_rank
     assert_same(fabric.all_reduce(own, reduce_op="max"), oracles.all_reduce(values, "max")[rank])
     assert_same(fabric.all_gather(own), oracles.all_gather(values)[rank])
     assert_same(fabric.broadcast(own, src=fabric.world_size - 1), values[-1])
@@ -237,7 +244,8 @@ def _check_strategy_collectives(fabric: Fabric) -> None:
 
 def _check_training(fabric: Fabric) -> None:
     """Steps of one and two micro-batches train like a plain loop; the state has the same names, and can be loaded."""
-    size, rank = fabric.world_size, fabric.global_rank
+    size = fabric.world_size
+    rank = fabric.global_rank
     generator = torch.Generator().manual_seed(2)
     (plain, plain_optimizer), (module, optimizer) = _model(), fabric.setup(*_model())
     for count in (1, 2, 2):

@@ -188,7 +188,8 @@ def tensor_of(
 
 
 _SHAPES = shapes(), shapes(min_dims=1)  # any shape; shapes with a dim 0, which may differ
-_ANY_LAYOUT, _LENGTHS = st.sampled_from(LAYOUTS), st.integers(0, 3)
+_ANY_LAYOUT = st.sampled_from(LAYOUTS)
+_LENGTHS = st.integers(0, 3)
 
 
 def lay_out(tensor: Tensor, layout: str) -> Tensor:

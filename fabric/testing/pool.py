@@ -31,7 +31,10 @@ __all__ = ["RankPool"]
 
 # Seconds for the ranks to connect; for the other ranks to answer after one has failed; for ranks to exit by
 # themselves; for a hanging rank to write its stack.
-_START, _COLLECT, _EXIT, _STACK = 120.0, 0.15, 1.0, 0.5
+_START = 120.0
+_COLLECT = 0.15
+_EXIT = 1.0
+_STACK = 0.5
 _FITS = 1 << 16  # bytes that can be sent without a reader
 # Paths in the innermost frame of a rank that waits for others; the last is for checked mode.
 _WHERE_RANKS_WAIT = ("torch/distributed/", "fabric/communicators/", "fabric/diagnostics/checker")
@@ -56,7 +59,8 @@ class RankPool:
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, **options: Any) -> None:
-        self.size, self.timeout = world_size, timeout
+        self.size = world_size
+        self.timeout = timeout
         options = {"accelerator": "cpu", "strategy": "ddp", "devices": world_size, **options}
         self._fabric = Fabric(environment="none", launcher="forkserver", **options)
         self._job: Supervisor | None = None
@@ -138,7 +142,8 @@ class RankPool:
         return self._job
 
     def _end(self, grace: float) -> None:
-        job, self._job = self._job, None
+        job = self._job
+        self._job = None
         if job is not None:
             for rank in job.ranks if grace else ():
                 rank.send("call", None)
@@ -228,7 +233,8 @@ def _serve(fabric: Fabric) -> None:
     control.send("serving")
     fabric._enter_rank(world)
     control.send("reply", (Report(rank=world.rank), dump_result(None)))
-    directory, environment = os.open(".", os.O_RDONLY), dict(os.environ)
+    directory = os.open(".", os.O_RDONLY)
+    environment = dict(os.environ)
     while (message := control.calls.get()) is not None:
         answer = _answer(fabric, world.rank, message)
         os.fchdir(directory)  # by file descriptor, since its path may no longer exist
@@ -254,7 +260,8 @@ def _answer(fabric: Fabric, rank: int, message: bytes) -> tuple[Report, bytes]:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 (run() raises it in the caller)
-        report, payload = raised(rank, error), b""
+        report = raised(rank, error)
+        payload = b""
         with suppress(Exception):  # an error that cannot be pickled is sent as text only
             payload = dump_result(report.error)
         return replace(report, error=None), payload

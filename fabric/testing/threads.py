@@ -51,7 +51,9 @@ class ThreadedWorld:
             raise ConfigurationError(
                 f"ThreadedWorld({world_size})", "there has to be one rank at least"
             )
-        self.size, self.timeout, self._options = world_size, timeout, options
+        self.size = world_size
+        self.timeout = timeout
+        self._options = options
 
     def __repr__(self) -> str:
         return f"ThreadedWorld({self.size})"
@@ -62,7 +64,8 @@ class ThreadedWorld:
         """Call ``fn(fabric, *args, **kwargs)`` on every rank, like :meth:`fabric.testing.RankPool.run`."""
         check_arguments(fn, [*args, *kwargs.values()], self.size)
         limit = self.timeout if timeout is None else timeout
-        mailbox, store = _Mailbox(), dist.HashStore()
+        mailbox = _Mailbox()
+        store = dist.HashStore()
         results: list[Any] = [None] * self.size
         reports = [Report(rank=rank) for rank in range(self.size)]
 
@@ -215,16 +218,18 @@ class ThreadCommunicator(Communicator):
     def __init__(
         self, mailbox: _Mailbox, rank: int, ranks: Sequence[int], name: Hashable = "world"
     ) -> None:
-        self._mailbox, self._own, self._ranks, self._name = mailbox, rank, list(ranks), name
-        self.rank, self.size, self.device = (
-            self._ranks.index(rank),
-            len(self._ranks),
-            torch.device("cpu"),
-        )
+        self._mailbox = mailbox
+        self._own = rank
+        self._ranks = list(ranks)
+        self._name = name
+        self.rank = self._ranks.index(rank)
+        self.size = len(self._ranks)
+        self.device = torch.device("cpu")
 
     @override
     def run(self, collective: Collective) -> Any:
-        buffer, op = collective.buffer, collective.reduce or Reduce.SUM
+        buffer = collective.buffer
+        op = collective.reduce or Reduce.SUM
         peer: Any = collective.peer
         if collective.operation in (Operation.SEND, Operation.RECV):
             src, dst = (self._ranks[rank] for rank in collective.message(self.rank))

@@ -29,7 +29,8 @@ from fabric.world import World, available_cores, read
 
 __all__ = ["doctor", "examine_rank"]
 
-_GIB, _MIB = 2**30, 2**20
+_GIB = 2**30
+_MIB = 2**20
 _IMPORTING = 30.0  # extra seconds for the import of torch, from a slow disk or on a busy machine
 _IMPORT = 'python -c "import torch, fabric"'
 _PACKAGES = ("torch-fabric", "torch", "lightning-utilities")
@@ -65,9 +66,9 @@ def doctor(processes: int, seconds: float) -> int:
             launcher, world = detect(os.environ) or (None, World(world_size=processes))
         if world.rank == 0:
             versions = (
-                f"{each.name} {each.version}"
+                f"{distribution.name} {distribution.version}"
                 for name in _PACKAGES
-                for each in distributions(name=name)
+                for distribution in distributions(name=name)
             )
             print(*versions, f"Python {platform.python_version()}", platform.platform(), sep=", ")
             by = launcher.name if launcher and not world.store else "fabric"
@@ -134,8 +135,8 @@ def _part(
 
 def _examine_machine() -> Iterator[str]:
     found = [
-        f"{each.version} in {Path(str(each.locate_file('')))}"
-        for each in distributions(name="torch")
+        f"{distribution.version} in {Path(str(distribution.locate_file('')))}"
+        for distribution in distributions(name="torch")
     ]
     remedy = (
         "leave one: python -m pip uninstall torch, or unset PYTHONPATH"
@@ -210,7 +211,10 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         SystemExit: something is wrong; its message says what.
     """
     world = (detect(os.environ) or (None, World()))[1]
-    rank, size, address, port = world.rank, world.world_size, world.address, world.port
+    rank = world.rank
+    size = world.world_size
+    address = world.address
+    port = world.port
     me = f"rank {rank} of {size} on {socket.gethostname()}"
     with _part(f"{me}: import of torch", _IMPORTING + seconds, _IMPORT):
         # After the report on the machine, which may explain why this import fails.
@@ -228,10 +232,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
             probe.connect(main)  # sends nothing
             own = probe.getsockname()[0]
         # torch's store without waiting for all ranks, since its timeout would not say which ranks are missing.
-        wait, hosts = (
-            timedelta(seconds=seconds),
-            rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        )
+        wait = timedelta(seconds=seconds)
+        hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         base = (
             TCPStore(address, port, None, hosts, wait, False, True)
             if port
@@ -251,7 +253,8 @@ def examine_rank(seconds: float, is_new: bool = False) -> None:
         )
         fabric.launch()
     with _part(f"{me}: collectives on {fabric.device}", 2 * seconds, remedy), fabric:
-        ranks, began = [*range(size)], monotonic()
+        ranks = [*range(size)]
+        began = monotonic()
         row = torch.tensor(ranks, device=fabric.device)
         results = {
             # A large message, which finds packets that are too long for the network.

@@ -53,7 +53,8 @@ __all__ = ["DryRun", "Traffic", "plan"]
 # second DDP makes its buckets. The third is as all later ones.
 _STEPS = 3
 _OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
-_GATHERED, _OTHERS = "unsharded parameters", "activations and others"
+_GATHERED = "unsharded parameters"
+_OTHERS = "activations and others"
 
 
 class Traffic(NamedTuple):
@@ -162,7 +163,8 @@ def plan(
     except TypeError as error:
         raise ConfigurationError(f"fabric.plan({build=})", str(error), "build(fabric)") from error
     place = World(world_size=world, local_world_size=world // num_nodes)
-    room, blocks = _parse_memory(memory), dict[type[nn.Module], None]()
+    room = _parse_memory(memory)
+    blocks = dict[type[nn.Module], None]()
 
     def run(strategy: Strategy, precision: Any) -> DryRun:
         has = vars(strategy)
@@ -204,7 +206,8 @@ def plan(
         return DryRun(title=title, peak=dict(peak.most_common()), traffic=traffic, memory=room)
 
     given = parse_strategy(strategy) or (DDPStrategy() if world > 1 else SingleDeviceStrategy())
-    found, on_mesh = run(given, precision), isinstance(given, ModelParallelStrategy)
+    found = run(given, precision)
+    on_mesh = isinstance(given, ModelParallelStrategy)
     recompute = {"activation_checkpointing": tuple(blocks) or None}
     shown = (
         f"activation_checkpointing=[{', '.join(block.__name__ for block in blocks)}]"
@@ -245,7 +248,8 @@ class _Trace(DispatchMode):
         self._gathered: set[_Storage] = (
             set()
         )  # what FSDP frees and allocates, where no operation shows it
-        self._nbytes = self.peak = 0
+        self._nbytes = 0
+        self.peak = 0
         self.at_peak: list[tuple[_Storage, int]] = []
         self.calls: defaultdict[tuple[str, str, int], list[int]] = defaultdict(list)
 
@@ -268,10 +272,8 @@ class _Trace(DispatchMode):
             if (memory := storage.ref()) is not None:
                 self._resize(storage, memory.nbytes())
         if self._nbytes > self.peak:
-            self.peak, self.at_peak = (
-                self._nbytes,
-                [(each, each.nbytes) for each in self._live.values()],
-            )
+            self.peak = self._nbytes
+            self.at_peak = [(value, value.nbytes) for value in self._live.values()]
         return made
 
     def after_step(self, optimizer: Optimizer, *_: object) -> None:

@@ -44,9 +44,15 @@ class Throughput:
             raise ConfigurationError(
                 f"Throughput({every=}, {warmup=}, {peak_flops=})", expected=expected
             )
-        self._fabric, self._every, self._warmup, self._peak = fabric, every, warmup, peak_flops
+        self._fabric = fabric
+        self._every = every
+        self._warmup = warmup
+        self._peak = peak_flops
         self._counter = _FlopCounter()
-        self._steps = self._start = self._samples = self._tokens = 0
+        self._steps = 0
+        self._start = 0
+        self._samples = 0
+        self._tokens = 0
         self._first: tuple[Any, Any] | None = (
             None  # samples and tokens of the step whose FLOPs were counted
         )
@@ -99,7 +105,9 @@ class Throughput:
         found = self._exchange(now - self._start, *self._first) if measured else None
         if found and self._fabric.loggers:  # the caller may want no more than the result
             self._fabric.log_dict(found, self._steps if step is None else step)
-        self._start, self._samples, self._tokens = now, 0, 0
+        self._start = now
+        self._samples = 0
+        self._tokens = 0
         return found
 
     def _exchange(self, elapsed: int, *first: Any) -> dict[str, float]:
@@ -108,10 +116,8 @@ class Throughput:
             own, reduce_op="sum"
         )
         if self._peak and not counted:
-            problem, suggestion = (
-                "no FLOPs were counted in the first step",
-                "with throughput.count_flops(): ...",
-            )
+            problem = "no FLOPs were counted in the first step"
+            suggestion = "with throughput.count_flops(): ..."
             raise UsageError(f"Throughput(peak_flops={self._peak})", problem, suggestion=suggestion)
         seconds = elapsed / ranks / 1e9
         first = firsts[1] or firsts[0]
@@ -146,10 +152,13 @@ class _FlopCounter(DispatchMode):
         # Not loaded with torch.
         from torch.utils.flop_counter import FlopCounterMode
 
-        self.flops, self._formulas = 0, FlopCounterMode(display=False).flop_registry
+        self.flops = 0
+        self._formulas = FlopCounterMode(display=False).flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, is_fake = kwargs or {}, FakeTensor in types  # DTensor's shape propagation
+        # DTensor's shape propagation
+        kwargs = kwargs or {}
+        is_fake = FakeTensor in types
         if not is_fake and not PLAIN.issuperset(types):
             return NotImplemented  # DTensor calls operators on local tensors
         made = func(*args, **kwargs)

@@ -47,13 +47,16 @@ __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 
 Span = tuple[str, str, Any, Any]  # its name, the phase around it, and marks of its start and end
 
-_OTHER, _END = "other", object()  # time in no phase
-_KEPT, _MOST_SPANS = (
-    100,
-    40_000,
-)  # rounds kept; spans in a trace, which are some megabytes in the job's store
+# time in no phase
+_OTHER = "other"
+_END = object()
+# rounds kept; spans in a trace, which are some megabytes in the job's store
+_KEPT = 100
+_MOST_SPANS = 40_000
 _SHOWN = 0.01  # of a step: shorter waits are not shown
-_READINGS, _GRACE = 8, 10.0  # clock readings; seconds that rank 0 waits for the other ranks' spans
+# clock readings; seconds that rank 0 waits for the other ranks' spans
+_READINGS = 8
+_GRACE = 10.0
 
 
 class Wait(str):
@@ -72,13 +75,18 @@ class Timeline:
     """
 
     def __init__(self, session: Session) -> None:
-        runtime, self._thread = session.runtime, get_ident()
-        self._has_peers, self._is_cuda = runtime.world.world_size > 1, runtime.device.type == "cuda"
+        runtime = session.runtime
+        self._thread = get_ident()
+        self._has_peers = runtime.world.world_size > 1
+        self._is_cuda = runtime.device.type == "cuda"
         self.now: Callable[[], Any] = partial(_event, runtime.device) if self._is_cuda else time_ns
         self.on_step: Callable[[int], object] = bool
         self.trace = deque[Span](maxlen=0)
-        self.steps, self._first, self._last_gradient = 0, 0, None
-        self._open, self._spans = list[tuple[str, Any]](), list[Span]()
+        self.steps = 0
+        self._first = 0
+        self._last_gradient = None
+        self._open = list[tuple[str, Any]]()
+        self._spans = list[Span]()
         self._rounds = deque[tuple[int, Any, Any, list[Span]]](maxlen=_KEPT)
         self._step_began = self._round_began = self.now()
         self._is_disturbed = True  # this round has work outside of the loop
@@ -97,14 +105,15 @@ class Timeline:
 
     def watch(self, model: FabricModule) -> None:
         """Record the forward passes of a set-up module, and when its gradients and buffers are ready."""
-        contract, undo = model._fabric_contract, self._hooks.callback
+        contract = model._fabric_contract
+        undo = self._hooks.callback
         self._watch("forward", model._fabric_hooks)
         if contract.is_sharded:
             wrap_collectives(
                 model._fabric_prepared, lambda name: self.during(Wait(name)), self._hooks
             )
         elif self._has_peers:
-            for each in (each for each in contract.parameters().values() if each.requires_grad):
+            for each in (value for value in contract.parameters().values() if value.requires_grad):
                 undo(each.register_post_accumulate_grad_hook(self._note_gradient).remove)
             if contract.needs_forward and next(contract.module.buffers(), None) is not None:
                 undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
@@ -162,7 +171,8 @@ class Timeline:
 
     def _exit(self, name: str, *_: object) -> None:
         if self._is_here() and name in dict(self._open):
-            end, each = self.now(), None
+            end = self.now()
+            each = None
             while each != name:  # an error may have left spans open
                 each, begin = self._open.pop()
                 self._keep(each, begin, end, self._open[-1][0] if self._open else _OTHER)
@@ -185,9 +195,12 @@ class Timeline:
             return  # torch calls the hooks again for the base class's step
         self._first = self._first or id(optimizer)
         if self._first == id(optimizer):
-            now, number = self.now(), 0 if self._is_disturbed else self.steps
+            now = self.now()
+            number = 0 if self._is_disturbed else self.steps
             self._rounds.append((number, self._round_began, now, self._spans))
-            self._round_began, self._spans, self._is_disturbed = now, [], False
+            self._round_began = now
+            self._spans = []
+            self._is_disturbed = False
         self._enter("optimizer")
 
     def _after_step(self, optimizer: Any, *_: object) -> None:
@@ -197,7 +210,8 @@ class Timeline:
         if self._first == id(optimizer):
             now = self.now()
             self.trace.append((f"step {self.steps}", "", self._step_began, now))
-            self.steps, self._step_began = self.steps + 1, now
+            self.steps = self.steps + 1
+            self._step_began = now
             self.on_step(self.steps)
 
 
@@ -285,7 +299,9 @@ def timings(session: Session) -> Timings:
     ]
     took, called = torch.tensor(rows, dtype=torch.float64).unbind(-1)
     waits = called - called.amin(1, keepdim=True)
-    own, waited, delays = took - waits, waits.sum(2), defaultdict[tuple[int, str], float](float)
+    own = took - waits
+    waited = waits.sum(2)
+    delays = defaultdict[tuple[int, str], float](float)
     for works, each in zip(own, waited, strict=True) if len(rounds) > 1 else ():
         last = int(each.argmin())
         phase = names[int((works[last] - works.amin(0)).argmax())]
@@ -313,15 +329,18 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         ConfigurationError, UsageError: ``steps`` is no such range; another profile is active.
         OSError: rank 0 cannot write there; the other ranks raise a UsageError.
     """
-    request, steps = f"fabric.profile({path!r}, {steps=})", range(2**62) if steps is None else steps
+    request = f"fabric.profile({path!r}, {steps=})"
+    steps = range(2**62) if steps is None else steps
     if not isinstance(steps, range) or steps.step != 1 or not 0 <= steps.start < steps.stop:
         raise ConfigurationError(
             request, expected="steps that follow each other, from 0 on, such as range(10, 20)"
         )
-    runtime, current = session.runtime, session.timeline
+    runtime = session.runtime
+    current = session.timeline
     if current is not None and current.on_step is not bool:
         raise UsageError(request, "another profile is under way")
-    target, store = Path(f"{os.fspath(path).removesuffix('.json')}.json"), runtime.store
+    target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
+    store = runtime.store
     with rank_zero_first(runtime.communicator):
         if store.rank == 0:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -332,11 +351,11 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         for _ in range(_READINGS)
     ]
     firsts = runtime.communicator.broadcast_object(readings, 0)
-    start, lag = (
-        firsts[0][0],
-        min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True)),
-    )
-    topic, events, calls = f"trace/{start}", list[dict[str, Any]](), list[tuple[str, int, int]]()
+    start = firsts[0][0]
+    lag = min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True))
+    topic = f"trace/{start}"
+    events = list[dict[str, Any]]()
+    calls = list[tuple[str, int, int]]()
     for kind, name in (("process_name", f"rank {store.rank}"), ("thread_name", "phases")):
         events.append(
             {"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}}
@@ -366,12 +385,13 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
             ends.close()
 
     def write() -> None:
-        timeline.on_step, timeline.trace = bool, deque(maxlen=0)
+        timeline.on_step = bool
+        timeline.trace = deque(maxlen=0)
         try:
             store.publish(topic, events)
             if store.rank == 0:
                 found = store.read(topic, everyone := range(store.size), _GRACE)
-                trace = [event for each in found.values() for event in each]
+                trace = [event for value in found.values() for event in value]
                 target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
                 if missing := {*everyone} - found.keys():
                     warnings.warn(
@@ -385,7 +405,8 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         nullcontext(current) if current else closing(Timeline(session)) as timeline,
         ExitStack() as ends,
     ):
-        before, timeline.on_step = timeline.steps, on_step
+        before = timeline.steps
+        timeline.on_step = on_step
         ends.callback(write)
         on_step(before)
         yield

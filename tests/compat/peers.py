@@ -91,7 +91,9 @@ def calls(path: Path, function: str) -> Iterator[str]:
             and isinstance(node.func, ast.Attribute)
             and node.func.attr == function
         ):
-            yield from (each.value for each in node.args[:1] if isinstance(each, ast.Constant))
+            yield from (
+                argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)
+            )
 
 
 def rows(package: str) -> Iterator[tuple[list[str], str, list[str]]]:

@@ -99,7 +99,8 @@ REFUSED = {
 def test_what_is_not_here_says_so() -> None:
     code = "import sys, fabric_compat.installed\nfor line in sys.stdin:\n    try: exec(line)\n"
     code += "    except ImportError as error: print(error)\n"
-    command, lines = [sys.executable, "-c", code], "\n".join(REFUSED)
+    command = [sys.executable, "-c", code]
+    lines = "\n".join(REFUSED)
     done = subprocess.run(
         command, input=lines, capture_output=True, text=True, timeout=60, check=True
     )

@@ -261,7 +261,8 @@ def test_modules_may_be_set_up_again_and_optimizers_alone() -> None:
         [optimizer] = [
             fabric.setup_optimizers(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
         ]
-        first, second = fabric.setup(model), fabric.setup(model)
+        first = fabric.setup(model)
+        second = fabric.setup(model)
         assert first is second
         assert isinstance(first, _FabricModule)
         assert isinstance(optimizer, _FabricOptimizer)

@@ -71,10 +71,8 @@ def step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
 
 def image_classifier() -> Iterator[dict[str, float]]:
     torch.manual_seed(1)
-    loader, test_loader = (
-        DataLoader(images(64), 16, shuffle=True),
-        DataLoader(images(32, seed=1), 32),
-    )
+    loader = DataLoader(images(64), 16, shuffle=True)
+    test_loader = DataLoader(images(32, seed=1), 32)
     model = Net()
     optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
     for _ in range(2):
@@ -103,7 +101,8 @@ def gan() -> Iterator[dict[str, float]]:
         torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.999))
         for each in (generator, discriminator)
     )
-    criterion, ones = nn.BCEWithLogitsLoss(), torch.ones(16, 1)
+    criterion = nn.BCEWithLogitsLoss()
+    ones = torch.ones(16, 1)
     for index, (real, _) in enumerate(DataLoader(images(64), 16)):
         fake = generator(torch.cos(torch.arange(32.0) * (index + 1)).view(8, 4).repeat(2, 1))
         loss_d = criterion(discriminator(real.flatten(1)), ones)
@@ -115,7 +114,8 @@ def gan() -> Iterator[dict[str, float]]:
 
 
 def kfold() -> Iterator[dict[str, float]]:
-    dataset, losses = images(64), []
+    dataset = images(64)
+    losses = []
     for fold in range(4):
         torch.manual_seed(fold)
         held_out = range(fold, 64, 4)
@@ -174,8 +174,10 @@ def meta_learning() -> Iterator[dict[str, float]]:
 
 def actor_critic() -> Iterator[dict[str, float]]:
     torch.manual_seed(7)
-    agent, env = Agent(), Walk()
-    optimizer, obs = torch.optim.Adam(agent.parameters(), lr=0.01), env.position
+    agent = Agent()
+    env = Walk()
+    optimizer = torch.optim.Adam(agent.parameters(), lr=0.01)
+    obs = env.position
     for update in range(5):
         rollout, obs = collect(agent, env, obs)
         loss = loss_of(agent, rollout)
@@ -185,7 +187,8 @@ def actor_critic() -> Iterator[dict[str, float]]:
 
 def ppo() -> Iterator[dict[str, float]]:
     torch.manual_seed(42)
-    agent, places = PPOAgent(), []
+    agent = PPOAgent()
+    places = []
     optimizer = torch.optim.Adam(agent.parameters(), lr=0.02, eps=1e-5)
     for rank in range(2):
         torch.manual_seed(42 + rank)

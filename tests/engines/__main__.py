@@ -20,7 +20,10 @@ ROOT = HERE.parents[1]
 LINES = [line.split() for line in (HERE / "packages.txt").read_text().splitlines()]
 PACKAGES = {words[0]: words[1:] for words in LINES if words[0] != "#"}
 # Seconds: all of it takes ten minutes on two cores that have nothing else to do, and a machine may be slow that day.
-INSTALL, ENGINE, TOTAL, GRACE = 480, 480, 1500, 15
+INSTALL = 480
+ENGINE = 480
+TOTAL = 1500
+GRACE = 15
 APT = ["apt-get", "-qq", "-o", "Acquire::Retries=5", "-o", "DPkg::Lock::Timeout=60"]
 POLICY = Path(
     "/usr/sbin/policy-rc.d"

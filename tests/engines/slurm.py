@@ -57,7 +57,8 @@ class Cluster:
     """
 
     def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self._hosts, self._folder = hosts, folder
+        self._hosts = hosts
+        self._folder = folder
         self._environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
         (folder / "slurm.conf").write_text(CONFIGURATION)
         (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")

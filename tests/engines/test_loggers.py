@@ -20,11 +20,10 @@ SECONDS = 120
 LOSSES = [
     (step, pytest.approx((1 / (1 + step) + 1 / (2 + step)) / 2, rel=1e-6)) for step in range(3)
 ]
-HEADER, BLOCK, ENDS = (
-    7,
-    2**15,
-    (1, 4),
-)  # bytes of a file of W&B; the parts with which a message ends
+# bytes of a file of W&B; the parts with which a message ends
+HEADER = 7
+BLOCK = 2**15
+ENDS = (1, 4)
 ACCURACIES = [(step, float(step)) for step in range(3)]
 
 
@@ -89,7 +88,10 @@ def of_wandb(path: Path) -> list[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
     (file,) = path.glob("wandb/offline-run-*/run-*.wandb")
-    content, records, message, at = file.read_bytes(), [], b"", HEADER
+    content = file.read_bytes()
+    records = []
+    message = b""
+    at = HEADER
     while at + HEADER <= len(content):
         if (left := BLOCK - at % BLOCK) < HEADER:
             at += left

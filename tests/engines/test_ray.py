@@ -17,7 +17,8 @@ pytestmark = pytest.mark.engines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LOOPBACK = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
-STEPS, SECONDS = 40, 150
+STEPS = 40
+SECONDS = 150
 
 
 @pytest.fixture
@@ -47,13 +48,14 @@ def losses_alone(folder: Path) -> list[object]:
         check=True,
         timeout=SECONDS,
     )
-    return [each["loss"] for each in steps(record)]
+    return [step["loss"] for step in steps(record)]
 
 
 def test_a_worker_is_killed_and_the_run_goes_on(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    record, output = tmp_path / "record.jsonl", tmp_path / "output"
+    record = tmp_path / "record.jsonl"
+    output = tmp_path / "output"
     command = [
         *LOOPBACK,
         sys.executable,
@@ -71,7 +73,11 @@ def test_a_worker_is_killed_and_the_run_goes_on(
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.02)
         descendants = psutil.Process(driver.pid).children(recursive=True)
-        workers = [each for each in descendants if "RayTrainWorker" in " ".join(each.cmdline())]
+        workers = [
+            descendant
+            for descendant in descendants
+            if "RayTrainWorker" in " ".join(descendant.cmdline())
+        ]
         assert len(workers) == 2
         workers[1].kill()
         assert driver.wait(SECONDS) == 0, output.read_text()
@@ -82,7 +88,8 @@ def test_a_worker_is_killed_and_the_run_goes_on(
             process.kill()
         driver.kill()
         driver.wait()
-    found, expected = steps(record), losses_alone(tmp_path)
+    found = steps(record)
+    expected = losses_alone(tmp_path)
     assert {each["step"] for each in found} == set(range(1, STEPS + 1))
     for each in found:
         assert each["processes"] == 2

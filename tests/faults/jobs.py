@@ -123,7 +123,8 @@ class Job:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(limit)
         _, alive = psutil.wait_procs(self.ranks, timeout=max(0.0, deadline - time.monotonic()))
-        seconds, code = time.monotonic() - since, self.process.poll()
+        seconds = time.monotonic() - since
+        code = self.process.poll()
         for process in [self.process, *alive]:
             process.kill()
         output, _ = self.process.communicate(timeout=DEADLINE)

@@ -24,7 +24,9 @@ from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.errors import RankFailedError
 
 ROWS = 2600
-LARGE, SMALL = 10_000, 100  # columns: 104 MB and 1 MB of float32
+# columns: 104 MB and 1 MB of float32
+LARGE = 10_000
+SMALL = 100
 
 
 @dataclass(frozen=True)
@@ -98,12 +100,14 @@ def survive(strategy: str, path: Path, columns: int, async_: bool, deaths: Itera
     """Kill a save in each of these ways, until one gets through; how many were killed."""
     if not path.exists():
         assert gets_through(save, strategy, path, 0, columns, False, Death(rank=-1))
-    present, killed = value_of(path), 0
+    present = value_of(path)
+    killed = 0
     for value, death in enumerate(deaths, present + 1):
         through = gets_through(save, strategy, path, value, columns, async_, death)
         found = value_of(path)
         assert found == value or (found == present and not through), (death, found, present)
-        present, killed = found, killed + (not through)
+        present = found
+        killed = killed + (not through)
         if through:
             break
     return killed

@@ -48,7 +48,7 @@ def check(folder: Path, least: int, ended: bool) -> int:
         state = {"model": fabric.setup(Constant(0, SMALL)), "step": 0}
         step = checkpoints.restore(state) or 0
         assert step >= least, "none that was committed is lost"
-        assert all((each == step).all() for each in state["model"].parameters())
+        assert all((parameter == step).all() for parameter in state["model"].parameters())
         kept = [path for path in (checkpoints.latest, checkpoints.best) if path is not None]
         assert [(folder / name).read_text() for name in ("latest", "best")[: len(kept)]] == [
             f"{p.name}\n" for p in kept
@@ -73,7 +73,8 @@ def deaths(seed: int, strategy: str) -> Death:
 
 
 def survive(folder: Path, tries: list[int]) -> int:
-    killed, step = 0, 0
+    killed = 0
+    step = 0
     for seed in tries:
         strategy = ("ddp", "fsdp")[seed % 2]
         death = deaths(seed, strategy)

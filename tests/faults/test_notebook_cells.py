@@ -36,9 +36,11 @@ class Notebook:
     def __init__(
         self, manager: KernelManager, client: BlockingKernelClient, directory: Path
     ) -> None:
-        self.manager, self.directory = manager, directory
+        self.manager = manager
+        self.directory = directory
         self._client = client
-        self._request = self.written = ""
+        self._request = ""
+        self.written = ""
 
     def run(self, cell: str, until: str = "") -> dict:
         """Run a cell, or begin one and return once it has written a text."""

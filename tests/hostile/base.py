@@ -82,7 +82,8 @@ def on_rank(
 ) -> None:
     """Run a case on this rank, and note how it ended."""
     os.chdir(folder)
-    kind, text = "right", ""
+    kind = "right"
+    text = ""
     try:
         function(fabric, fabric.global_rank)
     except Exception as error:
@@ -101,7 +102,9 @@ def judge(name: str) -> tuple[list[str], list[str]]:
 
     A rank that is refused ends the job, as a launcher does: the others then need not have come to an end.
     """
-    case, wrong, hung = CASES[name], list[str](), list[str]()
+    case = CASES[name]
+    wrong = list[str]()
+    hung = list[str]()
     options = {key: value() if callable(value) else value for key, value in case.options.items()}
     with ExitStack() as stack:
         folder, ends, temporary = (
@@ -142,10 +145,10 @@ def _left(folder: Path, temporary: Path) -> list[Path]:
 
 def _alive(before: set[int]) -> list[psutil.Process]:
     left = [
-        each
-        for each in psutil.Process().children(recursive=True)
-        if each.pid not in before
-        and not any("forkserver" in word or "resource_tracker" in word for word in _line(each))
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.pid not in before
+        and not any("forkserver" in word or "resource_tracker" in word for word in _line(child))
     ]
     return psutil.wait_procs(left, timeout=5)[1]
 

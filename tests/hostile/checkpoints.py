@@ -20,7 +20,8 @@ def an_object_store_without_its_package(fabric: Fabric, rank: int) -> None:
 
 @both()
 def a_file_by_its_url(fabric: Fabric, rank: int) -> None:
-    model, path = fabric.setup(net()), f"file://{os.getcwd()}/x"
+    model = fabric.setup(net())
+    path = f"file://{os.getcwd()}/x"
     fabric.save(path, {"model": model})
     fabric.load(path, {"model": model})
     assert os.path.exists("x")
@@ -60,7 +61,8 @@ def a_bare_state_dict(fabric: Fabric, rank: int) -> None:
 
 @case(strategy="fsdp")
 def a_whole_state_dict(fabric: Fabric, rank: int) -> None:
-    found, plain = fabric.get_state_dict(fabric.setup(net())), net().state_dict()
+    found = fabric.get_state_dict(fabric.setup(net()))
+    plain = net().state_dict()
     assert rank or all(torch.equal(found[name], plain[name]) for name in plain)
 
 
@@ -133,7 +135,7 @@ def another_shape_on_one_rank(fabric: Fabric, rank: int) -> None:
     model = fabric.setup(net())
     fabric.save("x", {"model": model, "table": torch.ones(3)})
     other = fabric.setup(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)))
-    before = [each.detach().clone() for each in other.parameters()]
+    before = [parameter.detach().clone() for parameter in other.parameters()]
     try:
         fabric.load("x", {"model": other})
     finally:
@@ -177,7 +179,8 @@ def two_saves_beside_the_loop_at_once(fabric: Fabric, rank: int) -> None:
 
 @both()
 def a_state_that_changes_while_it_is_saved(fabric: Fabric, rank: int) -> None:
-    table, model = torch.zeros(100_000), fabric.setup(net())
+    table = torch.zeros(100_000)
+    model = fabric.setup(net())
     saved = fabric.save("x", {"model": model, "table": table, "log": (log := [1])}, async_=True)
     table.fill_(7)
     log.append(2)

@@ -393,7 +393,8 @@ def a_reduction_beside_a_step_of_training(fabric: Fabric, rank: int) -> None:
 @case()
 def arguments_are_left_alone(fabric: Fabric, rank: int) -> None:
     x = torch.full((3,), float(rank))
-    view, tree = x[1:], {"x": x, "n": [rank]}
+    view = x[1:]
+    tree = {"x": x, "n": [rank]}
     for call in (fabric.all_reduce, fabric.broadcast, fabric.all_gather):
         call({"x": view, "n": [1.0]})
         call(tree) if call is not fabric.all_reduce else call(tree, reduce_op="sum")

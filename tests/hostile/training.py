@@ -69,7 +69,8 @@ def a_group_of_what_was_sharded(fabric: Fabric, rank: int) -> None:
 @case(ranks=1, strategy="auto", precision="16-mixed", refused=True)
 def half_precision_without_a_set_up_optimizer(fabric: Fabric, rank: int) -> None:
     module = net()
-    model, optimizer = fabric.setup(module), sgd(module)
+    model = fabric.setup(module)
+    optimizer = sgd(module)
     for _ in range(3):
         step(fabric, model, optimizer, batch())
 
@@ -77,7 +78,8 @@ def half_precision_without_a_set_up_optimizer(fabric: Fabric, rank: int) -> None
 @case(strategy="fsdp", refused=True)
 def an_optimizer_from_before_the_sharding(fabric: Fabric, rank: int) -> None:
     module = net()
-    optimizer, model = sgd(module), fabric.setup(module)
+    optimizer = sgd(module)
+    model = fabric.setup(module)
     for _ in range(3):
         step(fabric, model, optimizer, batch())
 
@@ -142,13 +144,16 @@ def a_parameter_without_a_dimension(fabric: Fabric, rank: int) -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.linear, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
+            self.linear = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.tensor(2.0))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x) * self.scale
 
-    plain, module = Scaled(), Scaled()
-    own, model = torch.optim.AdamW(plain.parameters(), 0.1), module
+    plain = Scaled()
+    module = Scaled()
+    own = torch.optim.AdamW(plain.parameters(), 0.1)
+    model = module
     model, optimizer = fabric.setup(
         module, torch.optim.AdamW(module.parameters(), 0.1, foreach=True)
     )

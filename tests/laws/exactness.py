@@ -17,7 +17,10 @@ from fabric.strategies import FSDPStrategy
 from tests.laws.base import Draw, Law, Subject
 from tests.ranks import run_in_ranks
 
-STEPS, LENGTH, FEATURES, WIDTH = 3, 5, 3, 8
+STEPS = 3
+LENGTH = 5
+FEATURES = 3
+WIDTH = 8
 CLIP = 0.1  # a norm below that of most gradients
 # By window, micro-batch, rank and sample: how many of its tokens count.
 Counts = list[list[list[list[int]]]]
@@ -87,7 +90,8 @@ STRATEGIES = {
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear(self.norm(x)).tanh()
@@ -139,7 +143,9 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def whole(model: nn.Module) -> Tensor:
-    return torch.cat([full_tensor(each.detach()).double().flatten() for each in model.parameters()])
+    return torch.cat(
+        [full_tensor(parameter.detach()).double().flatten() for parameter in model.parameters()]
+    )
 
 
 def in_one_process(counts: Counts, optimizer_name: str, clips: bool) -> Tensor:
@@ -250,14 +256,10 @@ def exactly(sizes: tuple[int, ...]) -> Law:
     """In float64 the parameters after three steps are those of one process to 1e-10."""
 
     def updates_are_those_of_one_process(subject: Subject, draw: Draw) -> None:
-        size, variant = (
-            draw(st.sampled_from(sizes), "size"),
-            draw(st.sampled_from(VARIANTS), "variant"),
-        )
-        counts, weight = (
-            draw(token_counts(size), "counts"),
-            draw(st.sampled_from(list(WEIGHTS)), "weight"),
-        )
+        size = draw(st.sampled_from(sizes), "size")
+        variant = draw(st.sampled_from(VARIANTS), "variant")
+        counts = draw(token_counts(size), "counts")
+        weight = draw(st.sampled_from(list(WEIGHTS)), "weight")
         expected = in_one_process(counts, *variant)
         for parameters, _ in subject.run(size, on_ranks, counts, variant, weight):
             torch.testing.assert_close(parameters, expected, rtol=1e-10, atol=1e-10)
@@ -269,10 +271,8 @@ def exactly_where_ranks_run_out(sizes: tuple[int, ...]) -> Law:
     """Likewise where ranks have different numbers of batches, by the recipe of docs/exactness.md."""
 
     def updates_are_those_of_one_process(subject: Subject, draw: Draw) -> None:
-        size, variant = (
-            draw(st.sampled_from(sizes), "size"),
-            draw(st.sampled_from(VARIANTS), "variant"),
-        )
+        size = draw(st.sampled_from(sizes), "size")
+        variant = draw(st.sampled_from(VARIANTS), "variant")
         (counts, lengths), weight = (
             draw(uneven_counts(size), "counts"),
             draw(st.sampled_from(list(WEIGHTS)), "weight"),
@@ -291,10 +291,8 @@ def to_rounding(sizes: tuple[int, ...]) -> Law:
         size = draw(st.sampled_from(sizes), "size")
         counts = draw(token_counts(size), "counts")
         variant = "SGD", draw(st.booleans(), "clips")
-        weight, copies = (
-            draw(st.sampled_from(list(WEIGHTS)), "weight"),
-            draw(st.sampled_from([1, 64, 4096]), "copies"),
-        )
+        weight = draw(st.sampled_from(list(WEIGHTS)), "weight")
+        copies = draw(st.sampled_from([1, 64, 4096]), "copies")
         counts[0][0][0].append(LENGTH)  # the first micro-batch says how large the weights are
         by_means = subject.run(size, on_ranks, counts, variant, "known")
         expected = in_one_process(counts, *variant)

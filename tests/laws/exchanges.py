@@ -13,7 +13,8 @@ from tests.laws.values import objects, rows
 
 
 def all_gather_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
-    size, concat = draw(gen.world_sizes(), "size"), draw(st.booleans(), "concat")
+    size = draw(gen.world_sizes(), "size")
+    concat = draw(st.booleans(), "concat")
     values = draw(gen.per_rank_trees(size), "values")
     if concat:
         values = PerRank([oracles.all_gather([value])[0] for value in values.values])
@@ -31,10 +32,8 @@ def ragged_gathers_agree_with_their_oracle(subject: Subject, draw: Draw) -> None
 
 def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
-    src, values = (
-        draw(st.integers(0, size - 1), "src"),
-        draw(gen.per_rank(objects(), size), "values"),
-    )
+    src = draw(st.integers(0, size - 1), "src")
+    values = draw(gen.per_rank(objects(), size), "values")
 
     def twice(fabric: Any, x: Any) -> tuple[Any, Any]:
         once = fabric.broadcast(x, src)
@@ -47,7 +46,8 @@ def a_broadcast_of_a_broadcast_changes_nothing(subject: Subject, draw: Draw) -> 
 
 def gather_undoes_scatter(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
-    src, dst = draw(st.integers(0, size - 1), "src"), draw(st.integers(0, size - 1), "dst")
+    src = draw(st.integers(0, size - 1), "src")
+    dst = draw(st.integers(0, size - 1), "dst")
     parts = draw(st.lists(objects(), min_size=size, max_size=size), "parts")
 
     def there_and_back(fabric: Any) -> tuple[Any, Any]:

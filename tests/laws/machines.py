@@ -201,7 +201,9 @@ def disagreeing(checked: Callable[..., list[Any]]) -> type[RuleBasedStateMachine
                 gen.partitions(self.size).filter(lambda groups: max(map(len, groups)) > 1), "groups"
             )
             self.calls: list[Call] = []
-            self.rank, self.at, self.how = -1, -1, ""
+            self.rank = -1
+            self.at = -1
+            self.how = ""
 
         @rule(operation=st.sampled_from(list(AGREED)))
         def agree(self, operation: str) -> None:

@@ -103,7 +103,8 @@ class DividesTheTailByAWholeWindow(Broken):
     """By the configured number of micro-batches, also where the last window has fewer."""
 
     def setup(self, module: nn.Module, optimizer: Optimizer) -> Any:
-        self._number = self._configured = 0
+        self._number = 0
+        self._configured = 0
         optimizer.register_step_pre_hook(self._scale)
         return self._fabric.setup(module, optimizer)
 

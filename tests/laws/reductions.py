@@ -21,15 +21,18 @@ from tests.laws.values import EXACT_OPS, rows, values_for
 
 
 def all_reduce_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(EXACT_OPS), "reduce_op")
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(EXACT_OPS), "reduce_op")
     values = draw(gen.per_rank_trees(size, op), "values")
     found = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
     assert_same(found, oracles.all_reduce(values.values, op))
 
 
 def reduce_scatter_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(EXACT_OPS), "reduce_op")
-    dtype, shape = draw(gen.dtypes(op), "dtype"), (size, *draw(gen.shapes(max_dims=2)))
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(EXACT_OPS), "reduce_op")
+    dtype = draw(gen.dtypes(op), "dtype")
+    shape = (size, *draw(gen.shapes(max_dims=2)))
     values = draw(gen.per_rank_tensors(size, dtype, shape), "values")
     found = subject.run(size, lambda fabric, x: fabric.reduce_scatter(x, reduce_op=op), values)
     assert_same(found, oracles.reduce_scatter(values.values, op))
@@ -38,7 +41,8 @@ def reduce_scatter_agrees_with_its_oracle(subject: Subject, draw: Draw) -> None:
 def products_are_exact_for_integers_and_rounded_once_a_rank_for_floats(
     subject: Subject, draw: Draw
 ) -> None:
-    size, dtype = draw(gen.world_sizes(), "size"), draw(gen.dtypes("product"), "dtype")
+    size = draw(gen.world_sizes(), "size")
+    dtype = draw(gen.dtypes("product"), "dtype")
     values = draw(gen.per_rank_tensors(size, dtype), "values")
     found = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op="product"), values)
     rtol = size * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
@@ -46,7 +50,8 @@ def products_are_exact_for_integers_and_rounded_once_a_rank_for_floats(
 
 
 def sums_of_arbitrary_floats_are_within_the_bound(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(["sum", "mean"]), "reduce_op")
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(["sum", "mean"]), "reduce_op")
     dtype = draw(st.sampled_from(gen.FLOATS), "dtype")
     values = draw(gen.per_rank_tensors(size, dtype, exact=False), "values")
     found = subject.run(size, lambda fabric, x: fabric.all_reduce(x, reduce_op=op), values)
@@ -72,10 +77,8 @@ def assert_is_near_sum(
 
 
 def every_rank_has_the_same_bits(subject: Subject, draw: Draw) -> None:
-    size, op = (
-        draw(gen.world_sizes(), "size"),
-        draw(st.sampled_from(["sum", "mean", "product"]), "reduce_op"),
-    )
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(["sum", "mean", "product"]), "reduce_op")
     values = draw(
         gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values"
     )
@@ -85,7 +88,8 @@ def every_rank_has_the_same_bits(subject: Subject, draw: Draw) -> None:
 
 
 def the_extremes_of_arbitrary_floats_are_exact(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(["min", "max"]), "reduce_op")
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(["min", "max"]), "reduce_op")
     values = draw(
         gen.per_rank_tensors(size, draw(st.sampled_from(gen.FLOATS)), exact=False), "values"
     )
@@ -95,10 +99,8 @@ def the_extremes_of_arbitrary_floats_are_exact(subject: Subject, draw: Draw) -> 
 
 def ranks_can_be_permuted(subject: Subject, draw: Draw) -> None:
     """Who holds which value changes no reduction, and the order of what is gathered accordingly."""
-    size, op = (
-        draw(gen.world_sizes(min_size=2), "size"),
-        draw(st.sampled_from(EXACT_OPS), "reduce_op"),
-    )
+    size = draw(gen.world_sizes(min_size=2), "size")
+    op = draw(st.sampled_from(EXACT_OPS), "reduce_op")
     values = draw(gen.per_rank_tensors(size, draw(gen.dtypes(op), "dtype")), "values")
     order = draw(st.permutations(range(size)), "order")
 
@@ -127,7 +129,8 @@ def all_gather_then_sum_is_all_reduce(subject: Subject, draw: Draw) -> None:
 
 
 def reduce_scatter_then_all_gather_is_all_reduce(subject: Subject, draw: Draw) -> None:
-    size, op = draw(gen.world_sizes(), "size"), draw(st.sampled_from(EXACT_OPS), "reduce_op")
+    size = draw(gen.world_sizes(), "size")
+    op = draw(st.sampled_from(EXACT_OPS), "reduce_op")
     values = draw(rows(size, op), "values")
 
     def both(fabric: Any, x: Any) -> tuple[Any, Any]:
@@ -141,10 +144,8 @@ def reduce_scatter_then_all_gather_is_all_reduce(subject: Subject, draw: Draw) -
 
 def a_collection_travels_as_its_leaves_would(subject: Subject, draw: Draw) -> None:
     """Coalesced is one by one."""
-    size, name = (
-        draw(gen.world_sizes(), "size"),
-        draw(st.sampled_from([*WHOLE, *ROWS]), "operation"),
-    )
+    size = draw(gen.world_sizes(), "size")
+    name = draw(st.sampled_from([*WHOLE, *ROWS]), "operation")
     values = draw(values_for(name, size), "values")
     call = {**WHOLE, **ROWS}[name].call
 

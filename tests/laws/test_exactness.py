@@ -14,7 +14,9 @@ from tests.laws.exactness import (
     to_rounding,
 )
 
-SHORT, LONG, SOAK = 4, 50, 400
+SHORT = 4
+LONG = 50
+SOAK = 400
 MANY = [
     pytest.param(LONG, marks=pytest.mark.slow),
     pytest.param(SOAK, marks=[pytest.mark.slow, pytest.mark.soak]),

@@ -9,7 +9,9 @@ from tests.laws import exchanges, reductions, universal
 from tests.laws.base import Law, Subject, check
 
 LAWS = (*reductions.LAWS, *exchanges.LAWS, *universal.LAWS)
-SHORT, LONG, SOAK = 12, 40, 100
+SHORT = 12
+LONG = 40
+SOAK = 100
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)

@@ -155,7 +155,8 @@ stages = st.lists(
 def check_order(
     kind: str, length: int, chain_of_kills: list[tuple[int, int, int]], last: tuple[int, int]
 ) -> None:
-    data, saved = torch.arange(length), None
+    data = torch.arange(length)
+    saved = None
     seed(0)
     plain = KINDS[kind](data, 1)
     expected = [[sample for batch in plain for sample in samples(batch)] for _ in range(EPOCHS)]
@@ -165,7 +166,8 @@ def check_order(
         found = [before + after for before, after in zip(found, orders, strict=True)]
     for order, seen in zip(expected, found, strict=True):
         assert seen[: len(order)] == order[: len(seen)]
-        missing, repeated = order[len(seen) :], seen[len(order) :]
+        missing = order[len(seen) :]
+        repeated = seen[len(order) :]
         # All ranks of the last round get equally much.
         most = (
             max(ranks * size for ranks, size, *_ in [*chain_of_kills, last])
@@ -198,7 +200,9 @@ def test_the_order_of_samples_is_that_of_the_uninterrupted_run(examples: int) ->
 
 # -- real ranks, killed ------------------------------------------------------------------------------------------
 
-BATCH, STEPS = 12, 8  # of all ranks; two epochs
+# of all ranks; two epochs
+BATCH = 12
+STEPS = 8
 DATA = TensorDataset(
     *(torch.randn(48, width, generator=generator()) for width in (3, 1)), torch.arange(48)
 )

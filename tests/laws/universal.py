@@ -20,16 +20,20 @@ def every_collective_agrees_with_its_oracle_and_keeps_dtypes_and_structure(
     subject: Subject, draw: Draw
 ) -> None:
     """The comparison is of types, keys, fields, lengths, shapes and dtypes, besides values."""
-    size, name = draw(gen.world_sizes(), "size"), draw(st.sampled_from(list(EVERY)), "operation")
-    values, operation = draw(values_for(name, size), "values"), EVERY[name]
+    size = draw(gen.world_sizes(), "size")
+    name = draw(st.sampled_from(list(EVERY)), "operation")
+    values = draw(values_for(name, size), "values")
+    operation = EVERY[name]
     found = subject.run(size, lambda fabric, x: operation.call(fabric, x, None, size), values)
     assert_same(found, operation.oracle(values.values))
 
 
 def arguments_are_left_as_they_are(subject: Subject, draw: Draw) -> None:
     """They are not written to, and no result shares memory with them."""
-    size, name = draw(gen.world_sizes(), "size"), draw(st.sampled_from(list(EVERY)), "operation")
-    values, operation = draw(values_for(name, size), "values"), EVERY[name]
+    size = draw(gen.world_sizes(), "size")
+    name = draw(st.sampled_from(list(EVERY)), "operation")
+    values = draw(values_for(name, size), "values")
+    operation = EVERY[name]
 
     def observed(fabric: Any, x: Any) -> tuple[Any, Any, int, int]:
         before = copy.deepcopy(x)
@@ -61,7 +65,8 @@ def groups_share_the_world(subject: Subject, draw: Draw) -> None:
     size = draw(gen.world_sizes(), "size")
     groups = draw(gen.partitions(size), "groups")
     name = draw(st.sampled_from([*WHOLE, *MESSAGES]), "operation")
-    values, operation = draw(values_for(name, size), "values"), EVERY[name]
+    values = draw(values_for(name, size), "values")
+    operation = EVERY[name]
 
     def in_own_group(fabric: Any, x: Any) -> Any:
         own = own_group(fabric, groups)
@@ -89,10 +94,8 @@ def a_group_may_be_closed_at_once(subject: Subject, draw: Draw) -> None:
 
 def gradients_are_those_of_the_sum_of_all_losses(subject: Subject, draw: Draw) -> None:
     """The reference is one process that computes the loss of every rank and adds them."""
-    size, name = (
-        draw(gen.world_sizes(), "size"),
-        draw(st.sampled_from([*WHOLE, *ROWS]), "operation"),
-    )
+    size = draw(gen.world_sizes(), "size")
+    name = draw(st.sampled_from([*WHOLE, *ROWS]), "operation")
     operation = EVERY[name]
     shape = (size, *draw(gen.shapes(max_dims=2, min_side=1)))
     values = draw(gen.per_rank_tensors(size, torch.float64, shape), "values")

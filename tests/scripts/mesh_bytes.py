@@ -42,7 +42,7 @@ class BytesByGroup(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [
-                [each for each in tree_leaves(argument) if isinstance(each, Tensor)]
+                [leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor)]
                 for argument in (*args, result)
             ]
             for name in filter(None, map(_group, args)):

@@ -18,7 +18,9 @@ def say(*words: object) -> None:
 
 
 def train(fabric: Fabric, folder: str) -> None:
-    model, step, delays = torch.zeros(1), 0, random.Random(fabric.global_rank)
+    model = torch.zeros(1)
+    step = 0
+    delays = random.Random(fabric.global_rank)
     while not fabric.should_stop:
         step += 1
         if step % 5 == 0:  # a rank may be some steps ahead of the other

@@ -154,7 +154,8 @@ class FSDPStrategy(ParallelStrategy):
             "activation_checkpointing", activation_checkpointing
         )
         self.auto_wrap_policy = options.parse_wrap_policy(auto_wrap_policy)
-        self.fsdp_kwargs, self.broadcast_buffers = fsdp_kwargs, broadcast_buffers
+        self.fsdp_kwargs = fsdp_kwargs
+        self.broadcast_buffers = broadcast_buffers
         self._ignored = set[nn.Parameter](fsdp_kwargs.get("ignored_params") or ())
         self._builds = count()
         # By the id of the root: the hooks of a model keep its own alive. Empty on the way to a rank.
@@ -206,9 +207,11 @@ class FSDPStrategy(ParallelStrategy):
         With ``source="rank0"`` the other ranks wait for rank 0 when they leave it: one whose generator was in rank 0's
         state gets the state that rank 0's is in.
         """
-        before, from_rank0 = bytes(torch.get_rng_state().tolist()), source == "rank0" and not empty
+        before = bytes(torch.get_rng_state().tolist())
+        from_rank0 = source == "rank0" and not empty
         receives = from_rank0 and not self.is_global_zero
-        key, states = f"init_module/{next(self._builds)}", b""
+        key = f"init_module/{next(self._builds)}"
+        states = b""
         if empty or receives:
             memory = registered_on_meta(EmptyParameter if empty else nn.Parameter)
         else:
@@ -247,7 +250,9 @@ class FSDPStrategy(ParallelStrategy):
         options.check_optimizers(optimizers, self._mesh().shape[-1], module, self._prepared_modules)
         if module is None:
             return
-        root, error, plan = uncompiled(module), None, None
+        root = uncompiled(module)
+        error = None
+        plan = None
         try:
             plan = self._check_module(root)
         except FabricError as raised:
@@ -267,7 +272,8 @@ class FSDPStrategy(ParallelStrategy):
         """Shard a module in place, after :meth:`check_setup`. Collective."""
         from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to import
 
-        root, communicator = uncompiled(module), self.runtime.communicator
+        root = uncompiled(module)
+        communicator = self.runtime.communicator
         fsdp_modules = self._fsdp_modules(root)
         recomputed = self.activation_checkpointing
         for part in options.choose_modules(
@@ -339,7 +345,8 @@ class FSDPStrategy(ParallelStrategy):
     @override
     def gradient_contract(self, prepared: nn.Module) -> GradientContract:
         root = uncompiled(prepared)
-        forward, sharded = self._forwards[id(root)], dict(root.named_parameters())
+        forward = self._forwards[id(root)]
+        sharded = dict(root.named_parameters())
         return replace(
             super().gradient_contract(prepared),
             title=type(root).__name__.removeprefix(
@@ -408,13 +415,18 @@ class ShardedForward:
     def __init__(
         self, root: Any, fsdp_modules: Sequence[nn.Module], rank: int, state: shards.UnshardedState
     ) -> None:
-        self.root, self.unsharded, self._rank = root, state, rank
+        self.root = root
+        self.unsharded = state
+        self._rank = rank
         # Like FSDP's own hooks, not part of a compiled graph.
         around = (state.before_forward, state.after_forward) if state else ()
         self._around: list[Any] = [torch.compiler.disable(each) for each in around]
         self._sharded: list[Any] = [*fsdp_modules, root]
-        self._depth, self._finished, self._unfinished = 0, True, backward_unfinished(root)
-        self._version, held = 0, list[tuple[Any, ...]]()
+        self._depth = 0
+        self._finished = True
+        self._unfinished = backward_unfinished(root)
+        self._version = 0
+        held = list[tuple[Any, ...]]()
         for part in root.modules():
             # The present ones: a forward pass may leave gathered parameters in their places.
             own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
@@ -435,7 +447,8 @@ class ShardedForward:
     @contextmanager
     def without_sync(self) -> Iterator[None]:
         """A context in which backward passes keep unsharded gradients and do not reduce them."""
-        before, self.unsharded.synchronizes = self.unsharded.synchronizes, False
+        before = self.unsharded.synchronizes
+        self.unsharded.synchronizes = False
         self.root.set_requires_gradient_sync(False)
         try:
             yield
@@ -464,7 +477,8 @@ class ShardedForward:
         if not (self._depth or is_compiling):
             if self._unfinished() and not in_backward():
                 self._forget()
-            before, self._version = self._version, sum(map(version, self._shards))
+            before = self._version
+            self._version = sum(map(version, self._shards))
             if self._version != before and any(
                 map(is_not, map(getitem, self._owners, self._names), self._shards)
             ):

@@ -326,10 +326,8 @@ def check_shardable(root: nn.Module, has_values: bool, models: Iterable[nn.Modul
         ),
     ):
         if names:
-            request, problem = (
-                f"setup({type(root).__name__}) with FSDP",
-                f"these {problem}: {', '.join(names)}",
-            )
+            request = f"setup({type(root).__name__}) with FSDP"
+            problem = f"these {problem}: {', '.join(names)}"
             raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
@@ -436,9 +434,9 @@ def _repeated_blocks(root: nn.Module) -> list[nn.Module]:
     # In a Sequential, a layer without submodules is too small for a collective of its own.
     in_lists = {
         part
-        for each in lists
-        for part in each.children()
-        if part in with_parts or isinstance(each, _LISTS)
+        for list_ in lists
+        for part in list_.children()
+        if part in with_parts or isinstance(list_, _LISTS)
     }
     for chosen in (in_lists, with_parts - {root}):
         candidates = [

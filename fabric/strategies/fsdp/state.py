@@ -239,8 +239,10 @@ class UnshardedState:
         self._with_statistics = [
             part for part in parts if part._buffers.get("running_mean") is not None
         ]
-        self._buffers_differ, self._waits = True, False
-        self.synchronizes, self.unreduced = True, list[nn.Parameter]()
+        self._buffers_differ = True
+        self._waits = False
+        self.synchronizes = True
+        self.unreduced = list[nn.Parameter]()
 
     def __bool__(self) -> bool:
         return bool(self._places or self._with_statistics)
@@ -249,7 +251,8 @@ class UnshardedState:
         """Broadcast running statistics from rank 0, and replace parameters by plain tensors. Collective."""
         if self._buffers_differ and self._with_statistics:
             self._broadcast_statistics()
-        self._buffers_differ, self._waits = torch.is_grad_enabled() and self.synchronizes, False
+        self._buffers_differ = torch.is_grad_enabled() and self.synchronizes
+        self._waits = False
         for owner, name, parameter in self._places:
             if owner._parameters.get(name) is parameter:  # otherwise the user has replaced it
                 local = vars(owner)[name] = parameter.to_local()  # found before the parameter
@@ -262,7 +265,9 @@ class UnshardedState:
 
     def _watch(self, tensors: Iterable[Any]) -> bool:
         """Register hooks that detect the backward pass; returns whether any of these tensors requires a gradient."""
-        watched = [each for each in tensors if isinstance(each, Tensor) and each.requires_grad]
+        watched = [
+            tensor for tensor in tensors if isinstance(tensor, Tensor) and tensor.requires_grad
+        ]
         for each in watched:
             each.register_hook(self._in_backward)
         return bool(watched)
@@ -299,7 +304,7 @@ class UnshardedState:
             for each in part._buffers.values()
             if each is not None
         ]
-        values = [each.contiguous().view(-1).view(torch.uint8) for each in buffers]
+        values = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
         message = torch.cat(values)
         self._communicator.broadcast(message, 0)
         for each, value in zip(

@@ -17,7 +17,8 @@ def run(hparams):
     seed_everything(hparams.seed)
 
     with fabric.rank_zero_first(local=False):  # where a data set would be downloaded
-        train_data, test_data = images(64), images(32, seed=1)
+        train_data = images(64)
+        test_data = images(32, seed=1)
     train_loader = DataLoader(train_data, batch_size=hparams.batch_size, shuffle=True)
     test_loader = DataLoader(test_data, batch_size=hparams.batch_size)
     train_loader, test_loader = fabric.setup_dataloaders(train_loader, test_loader)
@@ -37,7 +38,8 @@ def run(hparams):
         scheduler.step()
 
         model.eval()
-        test_loss, correct = 0, 0
+        test_loss = 0
+        correct = 0
         with torch.no_grad():
             for data, target in test_loader:
                 output = model(data)

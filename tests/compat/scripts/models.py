@@ -14,7 +14,8 @@ def images(count: int, seed: int = 0) -> TensorDataset:
     targets = torch.randint(4, (count,), generator=generator)
     pixels = 0.5 * torch.randn(count, 1, 8, 8, generator=generator)
     for image, target in zip(pixels, targets.tolist(), strict=True):
-        row, column = 4 * (target // 2), 4 * (target % 2)
+        row = 4 * (target // 2)
+        column = 4 * (target % 2)
         image[:, row : row + 4, column : column + 4] += 1
     return TensorDataset(pixels, targets)
 
@@ -104,7 +105,8 @@ def collect(agent, env, obs):
 
 
 def loss_of(agent, rollout):
-    returns, future = [], 0.0
+    returns = []
+    future = 0.0
     for reward in reversed(rollout["rewards"].tolist()):
         future = reward + 0.9 * future
         returns.append(future)
@@ -135,7 +137,8 @@ class PPOAgent(Agent):
         logits, values = self(torch.cat([rollout["obs"], next_obs[None]]))
         logprobs = Categorical(logits=logits[:-1]).log_prob(rollout["actions"])
         errors = rollout["rewards"] + 0.9 * values[1:] - values[:-1]
-        advantages, latest = torch.zeros_like(errors), 0.0
+        advantages = torch.zeros_like(errors)
+        latest = 0.0
         for step in reversed(range(len(errors))):
             advantages[step] = latest = errors[step] + 0.9 * 0.95 * latest
         return {

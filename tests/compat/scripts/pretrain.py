@@ -18,10 +18,13 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.data import DataLoader
 
 out_dir = Path("out")
-micro_batch_size, accumulation_iters = 4, 2
-max_iters, save_interval = 12, 6
+micro_batch_size = 4
+accumulation_iters = 2
+max_iters = 12
+save_interval = 6
 log_interval = 2
-learning_rate, warmup_iters = 0.02, 4
+learning_rate = 0.02
+warmup_iters = 4
 
 
 def setup(resume: bool) -> None:
@@ -64,9 +67,11 @@ def main(fabric: L.Fabric, resume: bool) -> None:
 
 
 def train(fabric: L.Fabric, state: dict, loader: DataLoader, flops: int) -> None:
-    model, optimizer = state["model"], state["optimizer"]
+    model = state["model"]
+    optimizer = state["optimizer"]
     throughput = ThroughputMonitor(fabric, window_size=2)
-    initial_iter, start = state["iter_num"], time.perf_counter()
+    initial_iter = state["iter_num"]
+    start = time.perf_counter()
     lengths = 0
     for index, batch in enumerate(loader):
         if index < initial_iter:
