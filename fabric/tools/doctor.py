@@ -147,7 +147,7 @@ def _examine_machine() -> Iterator[str]:
         f"torch: {' and '.join(found) or 'not installed'}", "" if len({*found}) == 1 else remedy
     )
 
-    own = Path(__file__).parent
+    own = Path(__file__).parents[1]
     places = [
         Path(folder, name)
         for folder in (os.getcwd(), *sys.path)
