@@ -497,7 +497,7 @@ class Fabric(Reporting):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
-        return self.precision.autocast(self._running("autocast").runtime.device.type)
+        return self.precision.forward_context(self._running("autocast").runtime.device.type)
 
     def clip_gradients(
         self,

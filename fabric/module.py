@@ -3,7 +3,8 @@
 import copy
 import inspect
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -193,16 +194,22 @@ class FabricModule(nn.Module):
         contract = self._fabric_contract
         precision = self._fabric_precision
         forward = self._fabric_prepared
+        device_type = self._fabric_device.type
         if contract is None or not contract.casts:
             dtypes = {
                 parameter.dtype
                 for parameter in self._fabric_original.parameters()
                 if parameter.is_floating_point()
             }
-            if precision.compute_dtype is not None:
-                forward = _mixed_forward(forward, precision, self._fabric_device.type)
-            elif len(dtypes) == 1:
+            if precision.compute_dtype is None and len(dtypes) == 1:
                 forward = _true_forward(forward, dtypes.pop())
+            if precision.compute_dtype is not None and not precision.has_own_context:
+                # Not precision.forward_context, which would be one more call in every step.
+                autocast = partial(torch.autocast, device_type, dtype=precision.compute_dtype)
+                forward = _forward_within(forward, autocast, precision.output_dtype)
+        if precision.has_own_context:
+            context = partial(precision.forward_context, device_type)
+            forward = _forward_within(forward, context, precision.output_dtype)
         self.__dict__["_fabric_forward"] = forward
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
@@ -246,14 +253,19 @@ def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
     return run
 
 
-def _mixed_forward(forward: Forward, precision: Precision, device_type: str) -> Forward:
-    compute_dtype = precision.compute_dtype
-    output_dtype = precision.output_dtype
+def _forward_within(
+    forward: Forward,
+    context: Callable[[], AbstractContextManager[Any]],
+    output_dtype: torch.dtype | None,
+) -> Forward:
+    """Return ``forward`` in a new context at each call, with its 16-bit outputs cast."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device_type, dtype=compute_dtype):
+        with context():
             output = forward(*args, **kwargs)
-        return output if output_dtype is None else cast_outputs(output_dtype, output)
+        if output_dtype is None:
+            return output
+        return cast_outputs(output_dtype, output)
 
     return run
 

@@ -27,12 +27,14 @@ PrecisionName = Literal[
     "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16", 64, 32, 16
 ]  # fmt: skip
 
+# The method of modules that converts floating tensors to a dtype.
 _CONVERTERS = {
     torch.float64: "double",
     torch.float32: "float",
     torch.float16: "half",
     torch.bfloat16: "bfloat16",
 }
+_AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,9 @@ class LossScale:
 class Precision:
     """The dtypes of one training setup.
 
+    A subclass may override :meth:`convert_module` and :meth:`forward_context`. Both are called
+    under every strategy, whatever the dtypes of the precision are.
+
     Attributes:
         name: the canonical name, such as ``"bf16-mixed"``.
         param_dtype: dtype that floating parameters and buffers are converted to in ``setup``; None leaves them.
@@ -78,6 +83,9 @@ class Precision:
         loss_scale: how the loss is scaled; None means it is not. Custom settings:
             ``Fabric(precision=replace(PRECISIONS["16-mixed"], loss_scale=LossScale(init_scale=2.0**10)))``, with
             ``replace`` of :mod:`dataclasses`.
+
+    Raises:
+        ConfigurationError: torch cannot compute in one of the dtypes.
     """
 
     name: str
@@ -87,17 +95,54 @@ class Precision:
     output_dtype: torch.dtype | None = None
     loss_scale: LossScale | None = None
 
-    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """The context that a forward pass on a device of this type runs in; a fresh one at each call."""
+    def __post_init__(self) -> None:
+        self._check_dtype("param_dtype", tuple(_CONVERTERS))
+        self._check_dtype("compute_dtype", _AUTOCAST_DTYPES)
+        self._check_dtype("reduce_dtype", tuple(_CONVERTERS))
+        self._check_dtype("output_dtype", tuple(_CONVERTERS))
+
+    def _check_dtype(self, field: str, expected: tuple[torch.dtype, ...]) -> None:
+        dtype = getattr(self, field)
+        if dtype is None or dtype in expected:
+            return
+        raise ConfigurationError(
+            f"Precision(name={self.name!r}, {field}={dtype!r})",
+            "torch does not train in this dtype",
+            f"{', '.join(map(str, expected))} or None",
+            "None, and a subclass that overrides convert_module and forward_context",
+        )
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Convert the floating parameters and buffers of a module to ``param_dtype``, in place.
+
+        ``setup`` calls it for every module, before the module moves to its device and before the
+        strategy prepares it. Complex tensors are not converted.
+
+        Args:
+            module: the user's module.
+        """
+        if self.param_dtype is not None:
+            # Not module.to(dtype), which converts complex tensors too, and drops their imaginary part.
+            getattr(module, _CONVERTERS[self.param_dtype])()
+
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        """Return a new context for one forward pass: autocast to ``compute_dtype`` if it is set.
+
+        The context is entered around every forward pass of a set-up module, in each thread that
+        runs a replica of the module under ``"dp"``, and by ``fabric.autocast()``. Under ``"fsdp"``
+        the mixed precision of FSDP takes the place of this method, unless a subclass overrides it.
+
+        Args:
+            device_type: the type of the device of this process, such as ``"cuda"``.
+        """
         if self.compute_dtype is None:
             return nullcontext()
         return torch.autocast(device_type, dtype=self.compute_dtype)
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Convert floating parameters and buffers in place, where this precision asks for it; no complex ones."""
-        if self.param_dtype is not None:
-            # Not module.to(dtype), which converts complex tensors too, and drops their imaginary part.
-            getattr(module, _CONVERTERS[self.param_dtype])()
+    @property
+    def has_own_context(self) -> bool:
+        """Whether a subclass overrides :meth:`forward_context`."""
+        return type(self).forward_context is not Precision.forward_context
 
 
 _MIXED: Any = {"reduce_dtype": torch.float32, "output_dtype": torch.float32}

@@ -59,8 +59,21 @@ class Precision(OurPrecision):
 
     module_init_context = tensor_init_context
 
-    def forward_context(self) -> AbstractContextManager[Any]:
-        return self.autocast("cuda" if torch.cuda.is_available() else "cpu")
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let a subclass override ``forward_context`` without arguments, as in Lightning."""
+        super().__init_subclass__(**kwargs)
+        override = cls.__dict__.get("forward_context")
+        if override is not None and len(inspect.signature(override).parameters) == 1:
+            cls.forward_context = lambda self, device_type="": override(self)
+
+    def forward_context(self, device_type: str = "") -> AbstractContextManager[Any]:
+        if not device_type:
+            device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        return super().forward_context(device_type)
+
+    @property
+    def has_own_context(self) -> bool:
+        return type(self).forward_context is not Precision.forward_context
 
     def convert_input(self, data: Any) -> Any:
         return _convert_fp_tensor(data, self.param_dtype or torch.float32)

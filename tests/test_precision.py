@@ -1,12 +1,18 @@
 """A precision is a row in a table, and casts exactly what it says."""
 
 import dataclasses
+import threading
 from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 
+from fabric import Fabric
 from fabric.errors import ConfigurationError
 from fabric.precision import (
     PRECISION_ALIASES,
@@ -16,6 +22,8 @@ from fabric.precision import (
     cast_outputs,
     parse_precision,
 )
+from fabric.strategies import DataParallelStrategy, DDPStrategy, FSDPStrategy
+from tests.ranks import run_in_ranks
 
 Pair = namedtuple("Pair", "left right")
 
@@ -96,7 +104,7 @@ def test_c16_complex_tensors_do_not_lose_their_imaginary_part(name):
 def test_mixed_precisions_run_in_autocast_and_can_be_entered_again(name, dtype):
     layer = nn.Linear(2, 2)
     for _ in range(2):
-        with PRECISIONS[name].autocast("cpu"):
+        with PRECISIONS[name].forward_context("cpu"):
             assert layer(torch.ones(1, 2)).dtype is dtype
     assert layer(torch.ones(1, 2)).dtype is torch.float32
     assert layer.weight.dtype is torch.float32
@@ -104,8 +112,22 @@ def test_mixed_precisions_run_in_autocast_and_can_be_entered_again(name, dtype):
 
 def test_true_precisions_have_no_autocast():
     for name in ("32-true", "64-true", "16-true", "bf16-true"):
-        with PRECISIONS[name].autocast("cpu"):
+        with PRECISIONS[name].forward_context("cpu"):
             assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "compute_dtype", "reduce_dtype", "output_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int64, torch.complex64])
+def test_a_dtype_that_torch_does_not_train_in_is_refused(field, dtype):
+    with pytest.raises(ConfigurationError) as caught:
+        Precision(name="mine", **{field: dtype})
+    assert f"{field}={dtype}" in str(caught.value)
+
+
+def test_autocast_to_float32_is_refused():
+    # torch warns, and computes without autocast.
+    with pytest.raises(ConfigurationError, match=r"compute_dtype=torch\.float32"):
+        Precision(name="mine", compute_dtype=torch.float32)
 
 
 def test_only_16_mixed_scales_the_loss():
@@ -189,3 +211,90 @@ def test_other_outputs_come_back_themselves(dtype):
     output = [tensor, {"x": tensor}, None, "text"]
     assert cast_outputs(torch.float32, tensor) is tensor
     assert cast_outputs(torch.float32, output) is output
+
+
+# -- a precision of the user's own ------------------------------------------------------------------------------------
+
+
+class RoundedPrecision(Precision):
+    """Halves the parameters in setup, and notes the threads in which forward passes run."""
+
+    threads: ClassVar[list[int]] = []
+
+    def convert_module(self, module: nn.Module) -> None:
+        super().convert_module(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.5)
+
+    @contextmanager
+    def forward_context(self, device_type: str) -> Iterator[None]:
+        assert device_type == "cpu"
+        self.threads.append(threading.get_ident())
+        with super().forward_context(device_type):
+            yield
+
+
+class Probe(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        assert threading.get_ident() in RoundedPrecision.threads
+        return super().forward(input)
+
+
+def train_with(fabric: Fabric) -> tuple[float, int]:
+    """Return a parameter after setup, and the number of contexts of one forward pass."""
+    RoundedPrecision.threads.clear()
+    module = Probe(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    model = fabric.setup(module)
+    weight = fabric.strategy.get_module_state_dict(model.module)["weight"].item()
+    fabric.backward(model(torch.ones(2, 1)).sum())
+    return weight, len(RoundedPrecision.threads)
+
+
+DTYPES = [
+    {},
+    {"compute_dtype": torch.bfloat16, "output_dtype": torch.float32, "reduce_dtype": torch.float32},
+]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["true", "mixed"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_both_methods_of_a_precision_are_called_on_every_rank(strategy, dtypes):
+    precision = RoundedPrecision(name="rounded", **dtypes)
+    for weight, contexts in run_in_ranks(train_with, strategy=strategy, precision=precision):
+        assert weight == 0.5
+        assert contexts == 1
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["true", "mixed"])
+def test_both_methods_of_a_precision_are_called_on_one_device(dtypes):
+    with Fabric(accelerator="cpu", precision=RoundedPrecision(name="rounded", **dtypes)) as fabric:
+        assert train_with(fabric) == (0.5, 1)
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=["true", "mixed"])
+def test_the_context_of_a_precision_is_entered_in_the_thread_of_each_replica(dtypes):
+    precision = RoundedPrecision(name="rounded", **dtypes)
+    with Fabric(accelerator="cpu", strategy="dp", devices=2, precision=precision) as fabric:
+        assert train_with(fabric) == (0.5, 3)  # in the caller's thread, and in one for each replica
+
+
+def test_fabric_autocast_enters_the_context_of_a_precision():
+    RoundedPrecision.threads.clear()
+    with (
+        Fabric(accelerator="cpu", precision=RoundedPrecision(name="rounded")) as fabric,
+        fabric.autocast(),
+    ):
+        assert len(RoundedPrecision.threads) == 1
+
+
+@pytest.mark.parametrize("strategy_class", [DataParallelStrategy, DDPStrategy, FSDPStrategy])
+def test_a_strategy_alone_refuses_a_precision_whose_context_it_would_not_enter(strategy_class):
+    strategy = strategy_class(precision=RoundedPrecision(name="rounded"))
+    strategy.setup_environment()
+    try:
+        with pytest.raises(ConfigurationError, match="forward context"):
+            strategy.setup(SimpleNamespace(model=nn.Linear(1, 1), optimizers=[]))
+    finally:
+        strategy.teardown()

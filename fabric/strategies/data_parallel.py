@@ -15,7 +15,7 @@ before. The generator of the CPU is one for all threads: the random numbers of t
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -41,6 +41,8 @@ __all__ = [
     "SingleDeviceStrategy",
     "ThreadedDataParallel",
 ]
+
+_ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
 class SingleDeviceStrategy(Strategy):
@@ -143,8 +145,15 @@ class DataParallelStrategy(ParallelStrategy):
             )
         # There torch's own runs the module once, on the whole batch.
         if self.root_device.type in ("cpu", "mps"):
-            return ThreadedDataParallel(module, devices)
-        return CopiedDataParallel(module, device_ids=list(devices), output_device=self.root_device)
+            prepared: nn.Module = ThreadedDataParallel(module, devices)
+        else:
+            prepared = CopiedDataParallel(
+                module, device_ids=list(devices), output_device=self.root_device
+            )
+        precision = self.runtime.precision
+        if precision.has_own_context:
+            prepared.forward_context = partial(precision.forward_context, self.root_device.type)
+        return prepared
 
     @override
     def all_reduce(self, collection: Any, group: Group = None, reduce_op: Any = "mean") -> Any:
@@ -203,6 +212,8 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
             collections of different structures, or different objects that are no tensors.
     """
 
+    forward_context: _ContextFactory = nullcontext
+
     def __init__(self, module: nn.Module, devices: Sequence[torch.device]) -> None:
         # Not torch's own: it looks for GPUs, and moves the module to one when there is one.
         nn.Module.__init__(self)
@@ -247,7 +258,7 @@ class ThreadedDataParallel(nn.DataParallel[Any]):
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica on its part, in a thread; once all have ended, raise the error of the first that has one."""
-        as_caller = _as_caller(self.src_device_obj.type)
+        as_caller = _as_caller(self.src_device_obj.type, self.forward_context)
         results: list[Any] = [None] * len(replicas)
         errors: dict[int, BaseException] = {}
 
@@ -297,6 +308,8 @@ class CopiedDataParallel(nn.DataParallel[Any]):
     Arguments as for torch's.
     """
 
+    forward_context: _ContextFactory = nullcontext
+
     @override
     def replicate(self, module: nn.Module, device_ids: Sequence[Any]) -> list[Any]:
         """One replica of the module for each device, whose methods are its own."""
@@ -311,14 +324,17 @@ class CopiedDataParallel(nn.DataParallel[Any]):
         self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any
     ) -> list[Any]:
         """Run each replica on its part, in a thread with the caller's autocast."""
-        as_caller = _as_caller(self.src_device_obj.type)
+        as_caller = _as_caller(self.src_device_obj.type, self.forward_context)
         return super().parallel_apply(
             [partial(as_caller, replica) for replica in replicas], inputs, kwargs
         )
 
 
-def _as_caller(device_type: str) -> Callable[..., Any]:
-    """A function that calls another, in any thread, as if this thread had called it; see ``[Note: Threads]``."""
+def _as_caller(device_type: str, forward_context: _ContextFactory) -> Callable[..., Any]:
+    """Return a function that calls another one in any thread as if this thread had called it.
+
+    See ``[Note: Threads]``. ``forward_context`` is entered in the thread.
+    """
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
     kinds = ("cpu", device_type)
@@ -332,6 +348,7 @@ def _as_caller(device_type: str) -> Callable[..., Any]:
             stack.enter_context(torch.set_grad_enabled(grad))
             for autocast in autocasts:
                 stack.enter_context(torch.autocast(*autocast, cache_enabled=False))
+            stack.enter_context(forward_context())
             return function(*args, **kwargs)
 
     return call

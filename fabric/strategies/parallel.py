@@ -41,8 +41,12 @@ class ParallelStrategy(Strategy):
         precision = self.runtime.precision
         request = f"{type(self).__name__}.setup(trainer)"
         modern = "model, optimizer = fabric.setup(model, optimizer)"
-        if precision.compute_dtype is not None and not self._casts:
-            problem = "autocast around the forward pass and scaling of the loss are not done by a strategy alone"
+        needs_autocast = precision.compute_dtype is not None and not self._casts
+        if needs_autocast or precision.has_own_context:
+            problem = (
+                "a strategy alone does not enter the precision's forward context, and does not "
+                "scale the loss"
+            )
             request = f"{request} with precision={precision.name!r}"
             raise ConfigurationError(
                 request, problem, suggestion=f"{modern} and fabric.backward(loss)"

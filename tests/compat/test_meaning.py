@@ -1,5 +1,7 @@
 """Where Lightning Fabric means something else, fabric_compat means what Lightning does."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +144,21 @@ def test_precisions_are_objects_with_methods(plugin: Precision) -> None:
                 plugin.param_dtype or torch.float32
             )
         assert plugin.precision == plugin.name == fabric.precision.name
+
+
+def test_the_forward_context_of_a_users_precision_is_entered() -> None:
+    class Counting(Precision):
+        entered = 0
+
+        @contextmanager
+        def forward_context(self) -> Iterator[None]:
+            Counting.entered += 1
+            yield
+
+    with single(plugins=Counting()) as fabric:
+        model = fabric.setup(nn.Linear(1, 1))
+        model(torch.ones(1, 1))
+    assert Counting.entered == 1
 
 
 def test_a_format_and_an_environment_of_the_users_are_plugins(
