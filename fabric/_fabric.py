@@ -41,7 +41,7 @@ from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import Loggers
 from fabric.module import Compiled, FabricModule, Module
 from fabric.optim.ema import ExponentialMovingAverage
-from fabric.optim.parameter_lists import BARE
+from fabric.optim.parameter_lists import PARAMETER_LISTS
 from fabric.precision import Precision, PrecisionName
 from fabric.reporting import Reporting
 from fabric.seed import seed_everything
@@ -547,7 +547,9 @@ class Fabric(Reporting):
         if self._session is not None and self._session.scaler is not None:
             self._session.scaler.accumulates |= enabled
         prepared = [
-            model._fabric_prepared for model in models if not isinstance(model.module, BARE)
+            model._fabric_prepared
+            for model in models
+            if not isinstance(model.module, PARAMETER_LISTS)
         ]
         return without_sync(self.strategy, prepared, enabled)
 

@@ -76,7 +76,12 @@ class FabricModule(nn.Module):
             _fabric_device=device,
             _fabric_contract=contract,
             _fabric_guard=guard,
-            _fabric_marked={"training_step", "validation_step", "test_step", "predict_step"},
+            _fabric_forward_methods={
+                "training_step",
+                "validation_step",
+                "test_step",
+                "predict_step",
+            },
             _fabric_hooks=hooks,
         )
         self._bind_forward()
@@ -123,7 +128,7 @@ class FabricModule(nn.Module):
         if name == "forward" or not callable(getattr(self._fabric_original, name, None)):
             problem = f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself"
             raise ArgumentTypeError(f"mark_forward_method({method!r})", problem)
-        self._fabric_marked.add(name)
+        self._fabric_forward_methods.add(name)
 
     def train(self, mode: bool = True) -> "FabricModule":
         """Set training mode on the user's module and the strategy's wrapper around it."""
@@ -136,7 +141,7 @@ class FabricModule(nn.Module):
         original = self.__dict__["_fabric_original"]
         value = getattr(original, name)
         if isinstance(value, MethodType) and value.__self__ is original:
-            if name in self._fabric_marked:
+            if name in self._fabric_forward_methods:
                 return self._through_forward(value)
             if self._fabric_guard is not None:
                 return self._fabric_guard.wrap_method(value, name)
@@ -182,7 +187,7 @@ class FabricModule(nn.Module):
                 suggestion="fabric.ema(model) for averaged weights; fabric.save(path, {'model': model}) for a copy",
             )
         return (
-            self._fabric_marked,
+            self._fabric_forward_methods,
             self._fabric_module,
             prepared,
             self._fabric_precision,
@@ -293,5 +298,5 @@ def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
 
 def _rebuild(marked: set[str], *parts: Any) -> FabricModule:
     copied = FabricModule(*parts, hooks=Hooks())
-    copied._fabric_marked.update(marked)
+    copied._fabric_forward_methods.update(marked)
     return copied

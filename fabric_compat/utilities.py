@@ -27,7 +27,7 @@ from fabric import seed as seeding
 from fabric import tree
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
 from fabric.launchers.base import is_interactive
-from fabric.strategies.init_module import WithoutInit
+from fabric.strategies.init_module import SkipRandomInit
 from fabric.world import World, available_cores
 from fabric_compat.missing import missing
 from fabric_compat.plugins import ClusterEnvironment, CollectibleGroup, find_free_network_port
@@ -263,7 +263,7 @@ def _materialize_meta_tensors(module: nn.Module, device: _DEVICE) -> None:
 
 def _EmptyInit(enabled: bool = True) -> Any:
     """A context without random initialization: values that a checkpoint does not fill are nan."""
-    return WithoutInit() if enabled else nullcontext()
+    return SkipRandomInit() if enabled else nullcontext()
 
 
 def _load(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:

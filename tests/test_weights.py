@@ -373,7 +373,7 @@ def test_weights_on_a_device_are_not_read_before_the_next_step(
     fabric: Fabric, tmp_path: Path
 ) -> None:
     model, optimizer = linear(fabric)
-    loss_weights(fabric._session).reads = False  # as on CUDA
+    loss_weights(fabric._session).reads_at_once = False  # as on CUDA
     add(fabric, model, 6.0, torch.tensor(1))
     add(fabric, model, 6.0, 2)
     assert moved(model, optimizer) == 4.0

@@ -21,7 +21,7 @@ from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unsca
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import LossScale
 
-__all__ = ["LossScaler", "gradients", "holds_gradients"]
+__all__ = ["LossScaler", "has_nonzero_gradients", "local_gradients"]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class LossScaler:
             self._pending = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
-                for grads in gradients(optimizer):
+                for grads in local_gradients(optimizer):
                     foreach_multiply(grads, self._scale.to(grads[0].device))
             state.is_scaled = True
         if loss.dtype is torch.float16:
@@ -117,7 +117,7 @@ class LossScaler:
         state = self._states[optimizer]
         if not state.is_scaled:
             return bool(state.found_inf)
-        groups = gradients(optimizer)
+        groups = local_gradients(optimizer)
         if any(grads[0].dtype is torch.float16 for grads in groups):
             raise ConfigurationError(
                 'precision="16-mixed" with float16 parameters',
@@ -199,7 +199,7 @@ class LossScaler:
         which waits for the device.
         """
         waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
-        holds = any(map(holds_gradients, waiting))
+        holds = any(map(has_nonzero_gradients, waiting))
         if (
             not waiting
             or self._max_over_ranks is None
@@ -210,7 +210,7 @@ class LossScaler:
         return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
 
 
-def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
+def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
     """The local, dense values of an optimizer's gradients, sharing their memory, grouped by device and dtype."""
     grads: defaultdict[Any, list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
@@ -226,6 +226,6 @@ def gradients(optimizer: Optimizer) -> list[list[Tensor]]:
     return list(grads.values())
 
 
-def holds_gradients(optimizer: Optimizer) -> bool:
+def has_nonzero_gradients(optimizer: Optimizer) -> bool:
     """Whether an optimizer has nonzero gradients on this rank; waits for the device if it has gradients."""
-    return any(bool(grad.any()) for grads in gradients(optimizer) for grad in grads)
+    return any(bool(grad.any()) for grads in local_gradients(optimizer) for grad in grads)

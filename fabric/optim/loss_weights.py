@@ -31,7 +31,7 @@ from fabric.collectives import all_reduce
 from fabric.communicators import Reduce
 from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
-from fabric.optim.loss_scaler import LossScaler, gradients, holds_gradients
+from fabric.optim.loss_scaler import LossScaler, has_nonzero_gradients, local_gradients
 from fabric.runtime import Runtime
 from fabric.strategies.parallel import as_list
 
@@ -66,8 +66,9 @@ class LossWeights:
         cleanup: removes the hooks around the steps of all optimizers.
 
     Attributes:
-        reads: whether weights are read at once, as reading does not wait for a device. Otherwise a sum that is zero or
-            not finite makes the gradients zero, and is an error at the next step or save.
+        reads_at_once: whether loss weights are read at once, since reading does not wait for a
+            device. Otherwise a sum that is zero or not finite makes the gradients zero, and is an
+            error at the next step or save.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class LossWeights:
         # These run before each optimizer's own hooks, so that users' hooks see divided gradients.
         cleanup.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         cleanup.callback(register_optimizer_step_post_hook(self._after_step).remove)
-        self.reads = runtime.device.type != "cuda"
+        self.reads_at_once = runtime.device.type != "cuda"
         self._is_good: Tensor | bool = (
             True  # whether the last sum is valid, once it has been copied
         )
-        self._copied = torch.cpu.Event() if self.reads else torch.cuda.Event()
+        self._copied = torch.cpu.Event() if self.reads_at_once else torch.cuda.Event()
         # For optimizers that have had weighted losses: windows, divisors of the next windows, and last seen gradients.
         self._windows: WeakKeyDictionary[Optimizer, _Window | None] = WeakKeyDictionary()
         self._divisors: WeakKeyDictionary[Optimizer, Tensor] = WeakKeyDictionary()
@@ -107,7 +108,7 @@ class LossWeights:
             )
         for each, window in self._windows.items():
             before, self._probes[each] = self._probes[each], _probe(each)
-            if window and self._probes[each] != before and not holds_gradients(each):
+            if window and self._probes[each] != before and not has_nonzero_gradients(each):
                 self._windows[each] = None
         window, *more = {self._windows.get(target) for target in targets}
         if more:
@@ -155,7 +156,7 @@ class LossWeights:
             self._windows[each], self._probes[each] = new, _probe(each)
 
     @torch.no_grad()
-    def divide(self, optimizer: Optimizer) -> None:
+    def divide_gradients(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the weights of its window, once. Collective if it has a window."""
         window = self._windows.get(optimizer)
         if window is None or window is _DIVIDED:
@@ -172,11 +173,11 @@ class LossWeights:
             is_good = (mean > 0) & mean.isfinite()
             self._is_good = is_good.to("cpu", non_blocking=True)
             self._copied.record()
-            if self.reads:
+            if self.reads_at_once:
                 self.check()
             window.result = torch.where(is_good, window.divisor / mean, 0), next_divisor
         factor, self._divisors[optimizer] = window.result
-        for grads in gradients(optimizer):
+        for grads in local_gradients(optimizer):
             factor = factor.to(grads[0].device)
             if grads[0].dtype in (torch.float16, torch.bfloat16):
                 # In float32, since the factor would be rounded in a 16-bit dtype.
@@ -198,7 +199,7 @@ class LossWeights:
         """The weight as a number, or as a float64 tensor if reading it would wait for the device."""
         is_scalar = getattr(weight, "shape", None) == ()
         is_there = isinstance(weight, Tensor) and weight.device.type == self._device.type
-        if is_there and is_scalar and not self.reads and weight.dtype is not torch.bool:
+        if is_there and is_scalar and not self.reads_at_once and weight.dtype is not torch.bool:
             return torch.where(weight.detach() >= 0, weight.detach().double(), torch.nan)
         number: Any = weight.item() if is_scalar else weight
         if type(number) not in (int, float) or not 0 <= number < torch.inf:
@@ -208,7 +209,7 @@ class LossWeights:
             )
         return (
             number
-            if self.reads
+            if self.reads_at_once
             else torch.full((), number, dtype=torch.float64, device=self._device)
         )
 
@@ -227,7 +228,7 @@ class LossWeights:
         if (
             len(own) > len(set(own))
             or unreduced.intersection(own)
-            or any(map(holds_gradients, targets))
+            or any(map(has_nonzero_gradients, targets))
         ):
             names = ", ".join(type(target).__name__ for target in targets)
             problem = f"{names}: gradients of an earlier step, or of a loss without a weight; or shared parameters"
@@ -248,7 +249,7 @@ class LossWeights:
             kwargs.get("closure", *args[1:2]) is not None and optimizer in self._probes
         ):
             self._refuse(_CLOSURE, _NO_CLOSURE, type(optimizer).__name__)
-        self.divide(optimizer)
+        self.divide_gradients(optimizer)
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         if self._windows.pop(optimizer, None) not in (None, _DIVIDED):

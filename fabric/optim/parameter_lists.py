@@ -14,12 +14,12 @@ from fabric.contract import GradientContract
 from fabric.errors import UsageError
 from fabric.strategies import Strategy
 
-__all__ = ["BARE", "BareParameters"]
+__all__ = ["PARAMETER_LISTS", "ParameterLists"]
 
-BARE = nn.ParameterList | nn.ParameterDict
+PARAMETER_LISTS = nn.ParameterList | nn.ParameterDict
 
 
-class BareParameters:
+class ParameterLists:
     """The parameters of a job without a forward pass; held weakly, and also when the list of them is gone.
 
     Args:

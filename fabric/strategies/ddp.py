@@ -29,7 +29,11 @@ from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName
 from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies.base import uncompiled
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.parallel import (
+    ParallelStrategy,
+    check_forwarded_arguments,
+    refuse_unprepared,
+)
 
 __all__ = ["DDPStrategy"]
 
@@ -93,7 +97,9 @@ class DDPStrategy(ParallelStrategy):
             precision_plugin=precision_plugin, process_group_backend=process_group_backend,
             timeout=timeout, start_method=start_method, num_nodes=num_nodes,
         )  # fmt: skip
-        check_passed_on("DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS)
+        check_forwarded_arguments(
+            "DDPStrategy", DistributedDataParallel.__init__, ddp_kwargs, _OWN_ARGUMENTS
+        )
         if ddp_comm_wrapper is not None and ddp_comm_hook is None:
             raise ConfigurationError(
                 "DDPStrategy(ddp_comm_wrapper=...)", "there is no ddp_comm_hook to wrap"

@@ -38,8 +38,14 @@ from fabric.errors import UsageError
 from fabric.tree import flatten, map_tensors
 
 __all__ = [
-    "EmptyParameter", "MappedMemory", "WithoutInit", "created_on", "fill_empty", "registered_on_meta", "release_pages"
-]  # fmt: skip
+    "EmptyParameter",
+    "MappedMemory",
+    "SkipRandomInit",
+    "created_on",
+    "fill_empty",
+    "registered_on_meta",
+    "release_pages",
+]
 
 SMALLEST = 1 << 16  # bytes; what is smaller stays in ordinary memory
 _RESIDENT = 1 << 25  # bytes that may be used before unused pages are given back
@@ -63,7 +69,7 @@ def created_on(
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(dtype)
         if empty:
-            stack.enter_context(WithoutInit())
+            stack.enter_context(SkipRandomInit())
         stack.enter_context(device)
         yield
 
@@ -162,7 +168,7 @@ def registered_on_meta(parameter: type[nn.Parameter]) -> Iterator[None]:
         handle.remove()
 
 
-class WithoutInit(TorchFunctionMode):
+class SkipRandomInit(TorchFunctionMode):
     """Makes the random functions of torch.nn.init that a mode can intercept fill in NaN."""
 
     def __torch_function__(

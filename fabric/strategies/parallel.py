@@ -11,7 +11,7 @@ from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError
 from fabric.strategies.base import uncompiled
 from fabric.strategies.standalone import Strategy
 
-__all__ = ["ParallelStrategy", "as_list", "check_passed_on", "refuse_unprepared"]
+__all__ = ["ParallelStrategy", "as_list", "check_forwarded_arguments", "refuse_unprepared"]
 
 
 class ParallelStrategy(Strategy):
@@ -108,7 +108,7 @@ def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     )
 
 
-def check_passed_on(
+def check_forwarded_arguments(
     strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]
 ) -> None:
     """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""

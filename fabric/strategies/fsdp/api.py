@@ -44,7 +44,11 @@ from fabric.strategies.init_module import (
     created_on,
     registered_on_meta,
 )
-from fabric.strategies.parallel import ParallelStrategy, check_passed_on, refuse_unprepared
+from fabric.strategies.parallel import (
+    ParallelStrategy,
+    check_forwarded_arguments,
+    refuse_unprepared,
+)
 from fabric.tree import map_tensors
 
 __all__ = ["FSDPStrategy", "ShardedForward"]
@@ -136,7 +140,7 @@ class FSDPStrategy(ParallelStrategy):
         if fsdp_kwargs:
             from torch.distributed.fsdp import fully_shard  # takes a second to import
 
-            check_passed_on(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
+            check_forwarded_arguments(type(self).__name__, fully_shard, fsdp_kwargs, _OWN_ARGUMENTS)
         strategies = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
         self.sharding_strategy = options.parse_name(
             "sharding_strategy", sharding_strategy, strategies
