@@ -167,6 +167,7 @@ def resolve(*, env: Mapping[str, str] | None = None, **arguments: Any) -> Plan:
     )
     chosen = named or kind(precision=precision)
     chosen.check(accelerator=hardware, devices=where, num_nodes=nodes)
+    _refuse_unconnected_processes(chosen, num_processes=len(where) * nodes)
     spec = LaunchSpec(
         num_processes=1 if chosen.drives_all_devices else len(where), device_type=hardware.name
     )
@@ -287,6 +288,19 @@ def _one_value(argument: str, given: Any, other: Any, source: str) -> Any:
         "the two differ",
         "the value in one of the two places, or the same in both",
         f"Fabric() without {argument}=",
+    )
+
+
+def _refuse_unconnected_processes(strategy: Strategy, num_processes: int) -> None:
+    """Raise for several processes that a strategy would not connect: each would train on its own."""
+    if num_processes == 1 or strategy.connects_processes or strategy.drives_all_devices:
+        return
+    name = type(strategy).__name__
+    raise ConfigurationError(
+        f"Fabric(strategy={name}(...)) with {num_processes} devices",
+        f"{num_processes} processes would each train a model on their own",
+        f"{name}.connects_processes = True, or drives_all_devices = True for one process that drives all devices",
+        "devices=1",
     )
 
 

@@ -68,9 +68,7 @@ class ParallelStrategy(Strategy):
     def _is_prepared(self, module: nn.Module) -> bool:
         """Whether this is a prepared module, or the user's module of one."""
         inner = uncompiled(module)
-        return isinstance(inner, self._wrapper) or inner in map(
-            self._unwrap, self._prepared_modules
-        )
+        return isinstance(inner, self._wrapper) or inner in map(self.unwrap, self._prepared_modules)
 
     def reconciliate_processes(self, trace: str) -> None:
         """Abort the process group after a failure of this process, and raise; with one process do nothing.
