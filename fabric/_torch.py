@@ -248,8 +248,69 @@ def is_compiling() -> bool:
     )
 
 
-# The name under which a ``torch.compile(module)`` holds the module.
+# The name under which a ``torch.compile(module)`` holds the module. Part of its state dict's names.
 COMPILED_MODULE = "_orig_mod"
+
+
+def uncompiled(module: Any) -> torch.nn.Module:
+    """Return the module inside of a ``torch.compile(module)``. Others are returned unchanged.
+
+    torch has no public way back from a compiled module.
+    """
+    return module._modules.get(COMPILED_MODULE, module)
+
+
+def registered_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """Return the dict in which a module keeps its own parameters, without submodules.
+
+    ``named_parameters`` leaves out None and what it has met before, and torch's setters refuse some
+    names and types. A change of the dict is a change of the module.
+    """
+    return module._parameters
+
+
+def registered_buffers(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """Return the dict in which a module keeps its own buffers. See `registered_parameters`."""
+    return module._buffers
+
+
+def registered_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the dict in which a module keeps its children. See `registered_parameters`."""
+    return module._modules
+
+
+def set_registered(
+    module: torch.nn.Module,
+    parameters: dict[str, torch.nn.Parameter | None],
+    buffers: dict[str, Tensor | None],
+    modules: dict[str, torch.nn.Module | None],
+) -> None:
+    """Give a module the dicts in which it keeps its parameters, buffers and children.
+
+    For modules that share them with another module. torch makes new dicts in its constructor only.
+    """
+    vars(module).update(_parameters=parameters, _buffers=buffers, _modules=modules)
+
+
+def will_synchronize(
+    wrapper: torch.nn.parallel.DistributedDataParallel,
+) -> Callable[[], bool]:
+    """Return a function that says whether DDP's next backward pass averages gradients.
+
+    torch's ``no_sync`` sets an attribute that its documentation does not name. The function is not
+    one of Python, since it is called in every step.
+    """
+    return partial(attrgetter("require_backward_grad_sync"), wrapper)
+
+
+def ignored_by_ddp(wrapper: torch.nn.parallel.DistributedDataParallel) -> set[str]:
+    """Return the names of the parameters and buffers that DDP was told to ignore.
+
+    torch has no public name for them, only the private
+    ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model`` to set them. In the
+    names of a compiled module, the part that ``torch.compile`` adds is left out.
+    """
+    return {name.removeprefix(f"{COMPILED_MODULE}.") for name in wrapper.parameters_to_ignore}
 
 
 def may_refuse_state(module: torch.nn.Module) -> bool:

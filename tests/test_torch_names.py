@@ -13,7 +13,6 @@ from torch.utils import data
 
 from fabric import Fabric, _torch
 from fabric.diagnostics.recorder import hook_place
-from fabric.strategies.base import uncompiled
 
 Pair = namedtuple("Pair", "left right")
 
@@ -236,8 +235,49 @@ def test_a_group_that_exists_gets_another_timeout(group):
 
 def test_a_compiled_module_gives_back_the_original():
     module = nn.Linear(1, 1)
-    assert uncompiled(torch.compile(module)) is module
-    assert uncompiled(module) is module
+    assert _torch.uncompiled(torch.compile(module)) is module
+    assert _torch.uncompiled(module) is module
+
+
+def test_registered_parameters_buffers_and_children_are_those_of_the_module_alone():
+    module = nn.Sequential(nn.BatchNorm1d(2, affine=False))
+    norm = module[0]
+    assert _torch.registered_modules(module) == {"0": norm}
+    assert _torch.registered_parameters(norm) == {"weight": None, "bias": None}
+    _torch.registered_buffers(norm)["running_mean"] = torch.ones(2)
+    assert norm.running_mean.tolist() == [1.0, 1.0]
+
+
+def test_a_module_shares_what_another_one_registers():
+    source = nn.BatchNorm1d(2)
+    target = nn.Identity()
+    _torch.set_registered(
+        target,
+        _torch.registered_parameters(source),
+        _torch.registered_buffers(source),
+        _torch.registered_modules(source),
+    )
+    source.register_buffer("added", torch.ones(1))
+    assert list(target.state_dict()) == list(source.state_dict())
+    assert target.weight is source.weight
+
+
+def test_a_ddp_module_says_whether_its_next_backward_pass_synchronizes(group):
+    wrapper = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
+    will_synchronize = _torch.will_synchronize(wrapper)
+    assert will_synchronize()
+    with wrapper.no_sync():
+        assert not will_synchronize()
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
+def test_names_that_ddp_ignores_are_those_of_the_users_module(group, prefix):
+    module = nn.Linear(1, 1)
+    if prefix:
+        module = torch.compile(module)
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(module, [f"{prefix}bias"])
+    assert _torch.ignored_by_ddp(ddp(module)) == {"bias"}
 
 
 def test_a_module_that_was_compiled_in_place_is_known():
