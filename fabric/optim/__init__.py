@@ -1,3 +1,4 @@
-"""Gradients and optimizers: loss scale, loss weights, clipping, parameter lists and averaged weights."""
+"""Gradients and optimizers: loss scale, loss weights, clipping, parameter lists, averages."""
 
-__all__: list[str] = []  # nothing: some of its files are below the strategies, and some above them
+# Nothing: some files of this package are below the strategies, and some above them.
+__all__: list[str] = []

@@ -1,7 +1,7 @@
 """Clipping of gradients, by value and by norm."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,14 @@ def clip_gradients(
 ) -> Tensor:
     """Clip gradients in place, each value or their norm.
 
-    Collective where the gradients are sharded: their norm is that of the whole gradient.
+    Collective if the gradients are sharded: the norm is that of the unsharded gradients.
+
+    Args:
+        parameters: the parameters whose gradients are clipped.
+        clip_val: the limit of each value. None for a limit of the norm.
+        max_norm: the limit of the norm of all gradients. None for a limit of each value.
+        norm_type: the norm, such as 2.0 or ``inf``.
+        error_if_nonfinite: whether to raise if the norm is infinite or not a number.
 
     Returns:
         The norm before clipping, a plain tensor of shape ``()`` on the gradients' device.
@@ -35,21 +42,29 @@ def clip_gradients(
     limits = [limit for limit in (clip_val, max_norm) if limit is not None]
     if len(limits) != 1 or not 0 < limits[0] < math.inf or not norm_type > 0:
         raise ConfigurationError(
-            f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, norm_type={norm_type!r})",
-            expected="clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with norm_type > 0 or inf",
+            f"clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r}, "
+            f"norm_type={norm_type!r})",
+            expected="clip_val > 0 (each value into [-clip_val, clip_val]) or max_norm > 0, with "
+            "norm_type > 0 or inf",
         )
-    with_grad = [parameter for parameter in parameters if parameter.grad is not None]
-    groups: dict[Any, list[Tensor]] = {}
-    for parameter in with_grad:  # torch combines no tensors of several meshes
-        groups.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norm = _total_norm([parameter.grad for parameter in with_grad], len(groups) > 1, norm_type)
+    grads: list[Tensor] = []
+    # torch does not combine tensors of several meshes.
+    parameters_by_mesh: dict[Any, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        grads.append(parameter.grad)
+        mesh = getattr(parameter.grad, "device_mesh", None)
+        parameters_by_mesh.setdefault(mesh, []).append(parameter)
+    norm = _total_norm(grads, len(parameters_by_mesh), norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise NonFiniteGradientError(
             "clip_gradients(...)",
-            f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping would spoil all of them",
+            f"the {norm_type}-norm of the gradients is {float(norm)}, so that clipping would spoil "
+            "all of them",
             suggestion="error_if_nonfinite=False to clip all the same",
         )
-    for group in groups.values():
+    for group in parameters_by_mesh.values():
         if max_norm is not None:
             nn.utils.clip_grads_with_norm_(group, max_norm, norm)
         elif clip_val is not None:
@@ -57,41 +72,84 @@ def clip_gradients(
     return norm
 
 
-def _total_norm(grads: Any, several_meshes: bool, norm_type: float) -> Tensor:
-    sharded = [grad for grad in grads if local_tensor(grad) is not grad]
-    splits = max(
-        (sum(not placement.is_replicate() for placement in grad.placements) for grad in sharded),
-        default=0,
-    )
-    if not sharded or (not several_meshes and splits < 2 and not math.isinf(norm_type)):
+def _total_norm(grads: Sequence[Tensor], num_meshes: int, norm_type: float) -> Tensor:
+    """Return the norm of the unsharded gradients. Collective if some are sharded."""
+    if _can_torch_compute_norm(grads, num_meshes, norm_type):
         return full_tensor(nn.utils.get_total_norm(grads, norm_type))
-    # Not torch's: it has none for several meshes; a shard may be empty, which has no infinity norm; and a maximum over
-    # ranks may lose what is not a number.
-    device = sharded[0].device_mesh.device_type  # not that of gradients that are kept on the CPU
     if math.isinf(norm_type):
-        local = [local_tensor(grad) for grad in grads]
-        maxima = [
-            tensor.abs().max() if tensor.numel() else tensor.new_zeros(()) for tensor in local
-        ]
-        largest = torch.stack([maximum.to(device) for maximum in maxima]).max()
-        dist.all_reduce(
-            largest := largest.nan_to_num(nan=math.inf, posinf=math.inf), dist.ReduceOp.MAX
-        )
-        return largest
-    parts: dict[int, list[Tensor]] = {}
+        return _maximum_norm(grads)
+    return _power_norm(grads, norm_type)
+
+
+def _can_torch_compute_norm(grads: Sequence[Any], num_meshes: int, norm_type: float) -> bool:
+    """Return whether torch's own norm is right.
+
+    torch has no norm of gradients on several meshes, or of a gradient that is sharded over several
+    dimensions of a mesh. An empty shard has no infinity norm, and a maximum over ranks may lose
+    what is not a number.
+    """
+    if not any(map(_is_dtensor, grads)):
+        return True
+    if num_meshes > 1 or math.isinf(norm_type):
+        return False
+    return all(len(_sharded_dimensions(grad)) < 2 for grad in grads)
+
+
+def _maximum_norm(grads: Sequence[Any]) -> Tensor:
+    """Return the infinity norm of gradients of which some are sharded. Collective.
+
+    A norm that is not a number is returned as infinity.
+    """
+    device = _communication_device(grads)
+    maxima: list[Tensor] = []
     for grad in grads:
-        parts.setdefault(_number_of_shards(grad), []).append(local_tensor(grad))
-    # Each power of a norm counts as often as there are ranks that have the same shards.
-    norms = [
-        number * nn.utils.get_total_norm(own, norm_type).to(device).double() ** norm_type
-        for number, own in parts.items()
-    ]
-    dist.all_reduce(total := torch.stack(norms).sum())
+        local = local_tensor(grad)
+        maximum = local.abs().max() if local.numel() else local.new_zeros(())
+        maxima.append(maximum.to(device))
+    largest = torch.stack(maxima).max().nan_to_num(nan=math.inf, posinf=math.inf)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest
+
+
+def _power_norm(grads: Sequence[Any], norm_type: float) -> Tensor:
+    """Return a finite norm of gradients of which some are sharded. Collective.
+
+    Ranks sum the powers of their local norms. A shard that several ranks hold would count several
+    times in the sum. So each power is multiplied by the number of different shards, and the sum is
+    divided by the number of ranks.
+    """
+    device = _communication_device(grads)
+    grads_by_shards: dict[int, list[Tensor]] = {}
+    for grad in grads:
+        grads_by_shards.setdefault(_number_of_shards(grad), []).append(local_tensor(grad))
+    powers: list[Tensor] = []
+    for number, local_grads in grads_by_shards.items():
+        local_norm = nn.utils.get_total_norm(local_grads, norm_type)
+        powers.append(number * local_norm.to(device).double() ** norm_type)
+    total = torch.stack(powers).sum()
+    dist.all_reduce(total)
     return (total / dist.get_world_size()).pow(1 / norm_type).to(grads[0].dtype)
 
 
+def _is_dtensor(grad: Any) -> bool:
+    return local_tensor(grad) is not grad
+
+
+def _communication_device(grads: Sequence[Any]) -> str:
+    """Return the type of the meshes' device. Gradients may be kept on the CPU instead."""
+    return next(grad.device_mesh.device_type for grad in grads if _is_dtensor(grad))
+
+
+def _sharded_dimensions(grad: Any) -> list[int]:
+    """Return the sizes of the dimensions of the mesh over which a gradient is sharded."""
+    sizes: list[int] = []
+    if _is_dtensor(grad):
+        for placement, size in zip(grad.placements, grad.device_mesh.shape, strict=True):
+            if not placement.is_replicate():
+                sizes.append(size)
+    return sizes
+
+
 def _number_of_shards(grad: Any) -> int:
-    sizes = zip(
-        getattr(grad, "placements", ()), getattr(grad, "device_mesh", grad).shape, strict=False
-    )
-    return math.prod(size for placement, size in sizes if not placement.is_replicate())
+    """Return the number of different shards of a gradient, which is 1 if it is not sharded."""
+    return math.prod(_sharded_dimensions(grad))

@@ -3,36 +3,56 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from fabric._torch import local_tensor
+from fabric._torch import local_tensor, registered_buffers, registered_modules
+from fabric.contract import GradientContract
 from fabric.errors import ConfigurationError, UsageError
 from fabric.module import FabricModule
 
 __all__ = ["ExponentialMovingAverage"]
 
 
+class _Buffer(NamedTuple):
+    """The place of an average: the buffers of a submodule, and a key in them.
+
+    Not the tensor, which is replaced when this module is converted.
+    """
+
+    buffers: dict[str, Tensor | None]
+    name: str
+
+    @property
+    def tensor(self) -> Tensor:
+        """The average."""
+        tensor = self.buffers[self.name]
+        assert tensor is not None
+        return tensor
+
+
 class ExponentialMovingAverage(nn.Module):
     """The exponential moving average of a model's weights (Polyak averaging), under any strategy.
 
-    The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``: the first :meth:`update`
-    copies the weights; each later one adds ``(1 - decay) * (weight - average)`` to each average. Averages of bfloat16
-    and float16 weights are float32, since such small changes would be rounded away.
+    The numbers are those of torch's ``AveragedModel`` with ``get_ema_multi_avg_fn(decay)``. The first
+    :meth:`update` copies the weights. Each later one adds ``(1 - decay) * (weight - average)`` to
+    each average. Averages of bfloat16 and float16 weights are float32, since such small changes
+    would be rounded away.
 
-    Each process averages its part of the model: no call is a collective, but all processes must make it. For
-    ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names and sharding of the model's
-    weights; the number of updates is saved too. It loads under any strategy and number of processes.
+    Each process averages its part of the model: no call is a collective, but all processes must
+    make it. For ``fabric.save`` and ``fabric.load`` this is a module whose buffers have the names
+    and sharding of the model's weights; the number of updates is saved too. It loads under any
+    strategy and number of processes.
 
     Args:
         model: the set-up module.
-        decay: the weight of the old average in an update, in ``[0, 1]``; or a function of the number of updates
-            so far (at least 1) that returns it.
-        buffers: whether to average buffers too; those that are not floating point keep the latest value. If not,
-            the model's own buffers are used, also within :meth:`applied`.
+        decay: the weight of the old average in an update, in ``[0, 1]``; or a function of the
+            number of updates so far (at least 1) that returns it.
+        buffers: whether to average buffers too. Buffers that are not floating point keep the latest
+            value. If false, the model's own buffers are used, also within :meth:`applied`.
 
     Raises:
         ConfigurationError: the decay is not in ``[0, 1]``.
@@ -48,31 +68,46 @@ class ExponentialMovingAverage(nn.Module):
             raise UsageError(
                 f"ema with a copy of {type(model.module).__name__}", "a copy is not set up itself"
             )
-        self._decay = decay if callable(decay) else _checked(decay)
+        if not callable(decay):
+            _check_decay(decay)
+        self._decay = decay
         self._updates = 0
         self._is_applied = False
-        self._reshard = contract.reshard
-        self._current: Callable[[], dict[str, Tensor]] = partial(_weights, contract, buffers)
-        # By name, the dict and key of each average, not the tensor: a conversion of this module replaces it.
-        self._places: dict[str, tuple[dict[str, Any], str]] = {}
-        for path, weight in self._current().items():
-            *owners, name = path.split(".")
-            part: nn.Module = self
-            for owner in owners:
-                part = part._modules.setdefault(owner, nn.Module())  # pyright: ignore[reportAssignmentType]  # no None
-            dtype = (
-                torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
-            )
-            # Not by register_buffer, which refuses names of attributes of this class.
-            part._buffers[name] = weight.detach().to(dtype, copy=True)
-            self._places[path] = part._buffers, name
+        self._contract: GradientContract = contract
+        self._averages_buffers = buffers
+        self._averages: dict[str, _Buffer] = {}
+        for path, weight in self._current_weights().items():
+            self._averages[path] = self._add_average(path, weight)
         if contract.is_sharded:
-            from fabric.strategies.fsdp.state import (
-                take_shards,
-            )  # takes a second to import; already imported here
+            self._shard_when_loading()
 
-            for part in self.modules():
-                part.register_load_state_dict_pre_hook(partial(take_shards, part._buffers))
+    def _add_average(self, path: str, weight: Tensor) -> _Buffer:
+        """Add a copy of a weight as a buffer of the same name."""
+        *owners, name = path.split(".")
+        submodule: nn.Module = self
+        for owner in owners:
+            children = registered_modules(submodule)
+            child = children.get(owner)
+            if child is None:
+                child = nn.Module()
+                children[owner] = child
+            submodule = child
+        dtype = weight.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            dtype = torch.float32
+        # Not by register_buffer, which refuses names of attributes of this class.
+        buffers = registered_buffers(submodule)
+        buffers[name] = weight.detach().to(dtype, copy=True)
+        return _Buffer(buffers, name)
+
+    def _shard_when_loading(self) -> None:
+        """Have the submodules take this rank's shards when a full state dict is loaded."""
+        # Imported here: it takes a second, and a sharded model has imported it already.
+        from fabric.strategies.fsdp.state import take_shards
+
+        for submodule in self.modules():
+            hook = partial(take_shards, registered_buffers(submodule))
+            submodule.register_load_state_dict_pre_hook(hook)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -81,32 +116,43 @@ class ExponentialMovingAverage(nn.Module):
             raise UsageError(
                 "ema.update() within ema.applied()", "the weights are the averages themselves"
             )
-        first = self._updates == 0
-        decay = (
-            0.0 if first else self._decay(self._updates) if callable(self._decay) else self._decay
-        )
-        average_all = get_ema_multi_avg_fn(_checked(decay))
-        same: tuple[list[Any], list[Any]] = [], []
+        if self._updates == 0:
+            for average, weight in self._pairs():
+                average.copy_(weight)
+        else:
+            self._update_averages()
+        self._updates += 1
+
+    def _update_averages(self) -> None:
+        decay = self._decay
+        if callable(decay):
+            decay = decay(self._updates)
+            _check_decay(decay)
+        average_all = get_ema_multi_avg_fn(decay)
+        # Tensors of one dtype, which are averaged all at once.
+        averages: list[Tensor] = []
+        weights: list[Tensor] = []
         for average, weight in self._pairs():
-            if first or not (average.is_floating_point() or average.is_complex()):
+            if not average.is_floating_point() and not average.is_complex():
                 average.copy_(weight)
             elif average.dtype == weight.dtype:
-                same[0].append(average)
-                same[1].append(weight)
-            else:  # one at a time: all at once would need memory for another model in float32
+                averages.append(average)
+                weights.append(weight)
+            else:
+                # At once they would need memory for another model in float32.
                 average_all([average], [weight.to(average.dtype)], self._updates)
-        if same[0]:
-            average_all(*same, self._updates)
-        self._updates += 1
+        if averages:
+            average_all(averages, weights, self._updates)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which the averages are the model's weights, for validation or export.
+        """Use the averages as the model's weights within a context, for validation or export.
 
-        At the end, also after an exception, the model's own weights are restored bit for bit; changes made within are
-        lost. Within, no gradients are recorded, since gradients of averages would train nothing; use
-        ``torch.enable_grad()`` for gradients of inputs. Do not enter it between a forward pass and its backward pass.
-        Needs memory for another copy of this process's part of the weights. Not a collective.
+        At the end, also after an exception, the model's own weights are restored bit for bit;
+        changes made within are lost. Within, no gradients are recorded, since gradients of averages
+        would train nothing; use ``torch.enable_grad()`` for gradients of inputs. Do not enter it
+        between a forward pass and its backward pass. Needs memory for another copy of this
+        process's part of the weights. Not a collective.
         """
         # Keeps the tensors themselves: a forward pass within may add or replace buffers.
         before = [(weight.detach().clone(), weight) for _, weight in self._pairs()]
@@ -121,46 +167,50 @@ class ExponentialMovingAverage(nn.Module):
             self._write(before)
 
     def get_extra_state(self) -> int:
-        """The number of updates, for ``state_dict``."""
+        """Return the number of updates, for ``state_dict``."""
         return self._updates
 
     def set_extra_state(self, state: int) -> None:
         """Restore the number of updates."""
         self._updates = state
 
+    def _current_weights(self) -> dict[str, Tensor]:
+        """Return the weights to average by name. A forward pass may add or replace buffers."""
+        weights = dict(self._contract.parameters())
+        if self._averages_buffers:
+            weights.update(self._contract.module.named_buffers())
+        return weights
+
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """The local averages of this process, each with its weight."""
-        weights = self._current()
-        if changed := sorted(weights.keys() ^ self._places.keys()):
-            problem = (
-                f"these were added to the model or removed from it since: {', '.join(changed)}"
-            )
+        """Return the local averages of this process, each with its weight."""
+        weights = self._current_weights()
+        changed = weights.keys() ^ self._averages.keys()
+        if changed:
+            names = ", ".join(sorted(changed))
             raise UsageError(
                 "an average of the weights",
-                problem,
+                f"these were added to the model or removed from it since: {names}",
                 suggestion="fabric.ema(model) after such a change",
             )
-        places = ((self._places[name], weight) for name, weight in weights.items())
-        return [
-            (local_tensor(owner[name]), local_tensor(weight)) for (owner, name), weight in places
-        ]
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for name, weight in weights.items():
+            average = self._averages[name].tensor
+            pairs.append((local_tensor(average), local_tensor(weight)))
+        return pairs
 
     @torch.no_grad()
     def _write(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        # Otherwise the next forward pass would use parameters that are already gathered, or cast by autocast.
-        self._reshard()
+        """Write the first tensor of each pair into the second, which is a weight."""
+        # Otherwise the next forward pass would use parameters that are already gathered, or cast
+        # by autocast.
+        self._contract.reshard()
         torch.clear_autocast_cache()
         for value, weight in pairs:
             weight.copy_(value)
 
 
-def _weights(contract: Any, buffers: bool) -> dict[str, Tensor]:
-    return {**contract.parameters(), **(dict(contract.module.named_buffers()) if buffers else {})}
-
-
-def _checked(decay: float) -> float:
+def _check_decay(decay: float) -> None:
     if not 0 <= decay <= 1:
         raise ConfigurationError(
             f"ema with decay={decay!r}", expected="a number in [0, 1], such as 0.999"
         )
-    return decay

@@ -1,13 +1,14 @@
 """Scaling of the loss, so that float16 gradients do not underflow.
 
-[Note: Loss scale] The scale changes only at the start of a backward pass, and only if no optimizer holds scaled
-gradients that were neither used in a step nor cleared. It never changes during accumulation or between two optimizers
-that share a backward pass. Gradients that were unscaled and are kept for another backward pass are first scaled again,
-which is exact, since scales are powers of two.
+[Note: Loss scale] The scale changes only at the start of a backward pass, and only if no optimizer
+holds scaled gradients that were neither used in a step nor cleared. It never changes during
+accumulation or between two optimizers that share a backward pass. Gradients that were unscaled and
+are kept for another backward pass are first scaled again, which is exact, since scales are powers
+of two.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -21,35 +22,47 @@ from fabric._torch import backoff_or_grow, foreach_multiply, local_tensor, unsca
 from fabric.errors import ConfigurationError, UsageError
 from fabric.precision import LossScale
 
-__all__ = ["LossScaler", "has_nonzero_gradients", "local_gradients"]
+__all__ = ["LossScaler", "has_closure", "has_nonzero_gradients", "local_gradients"]
+
+_GROWTH_FACTOR = 2.0
+_BACKOFF_FACTOR = 0.5
 
 
 @dataclass
 class _OptimizerState:
+    """What the scaler knows about an optimizer.
+
+    Attributes:
+        found_inf: 1 if the gradients overflowed when they were last unscaled, else 0.
+        is_scaled: whether the gradients are scaled, if there are any.
+        removed_gradients: each parameter with its gradient, while a step is skipped.
+        was_skipped: whether the last step was skipped.
+    """
+
     found_inf: Tensor
-    is_scaled: bool = False  # the gradients, if there are any
-    held: Sequence[
-        tuple[Any, Tensor]
-    ] = ()  # parameters and their gradients while a step is skipped
-    skipped: bool = False  # whether the last step was
+    is_scaled: bool = False
+    removed_gradients: Sequence[tuple[Tensor, Tensor | None]] = ()
+    was_skipped: bool = False
 
 
 class LossScaler:
     """Dynamic loss scaling for any number of optimizers that may share backward passes.
 
-    The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision Training", 2018): a step
-    whose gradients overflowed is skipped and the scale halved; after ``growth_interval`` good steps it is doubled. Two
-    things differ: when the scale changes, see ``[Note: Loss scale]``, and that users call the optimizers' own ``step``,
-    whose hooks unscale the gradients and remove them during a skipped step.
+    The method is that of :class:`torch.amp.GradScaler` (Micikevicius et al., "Mixed Precision
+    Training", 2018): a step whose gradients overflowed is skipped and the scale halved; after
+    ``growth_interval`` good steps the scale is doubled. Two things differ: when the scale changes,
+    see ``[Note: Loss scale]``, and that users call the optimizers' own ``step``, whose hooks
+    unscale the gradients and remove them during a skipped step.
 
     Args:
         device: the device of the loss.
         settings: the initial scale, and the growth interval.
-        max_over_ranks: a collective for the maximum of a float32 tensor over ranks; None in a single process.
+        max_over_ranks: a collective that returns the maximum of a float32 tensor over ranks. None
+            in a single process.
 
     Attributes:
-        gradients_differ: whether ranks step with different gradients; an overflow on one of them then skips the step on
-            all.
+        gradients_differ: whether ranks step with different gradients. An overflow on one rank then
+            skips the step on all ranks.
         accumulates: whether some backward passes leave gradients that are not yet synchronized.
     """
 
@@ -61,9 +74,8 @@ class LossScaler:
     ) -> None:
         self._scale = torch.full((), settings.init_scale, dtype=torch.float32, device=device)
         self._growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
-        self._pending: Tensor | None = (
-            None  # whether any step since the last change of scale overflowed
-        )
+        # Whether any step since the last change of scale overflowed. None if there was no step.
+        self._pending_found_inf: Tensor | None = None
         self._growth_interval = settings.growth_interval
         self._max_over_ranks = max_over_ranks
         self.gradients_differ = False
@@ -77,7 +89,7 @@ class LossScaler:
         return float(self._scale)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Register hooks: from now on the optimizer's ``step`` unscales first, and does nothing after an overflow."""
+        """Have an optimizer's step unscale first, and do nothing after an overflow."""
         self._states[optimizer] = _OptimizerState(torch.zeros_like(self._scale))
         self._hooks.callback(optimizer.register_step_pre_hook(self._before_step).remove)
         self._hooks.callback(optimizer.register_step_post_hook(self._after_step).remove)
@@ -87,16 +99,14 @@ class LossScaler:
         self._hooks.close()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """Multiply the loss by the scale; to be called once at the start of each backward pass.
+        """Multiply the loss by the scale, at the start of each backward pass.
 
-        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks hold different
-        gradients.
+        A float16 loss is returned as float32, so that it does not overflow. Collective if ranks
+        hold different gradients.
         """
-        if self._pending is not None and not self._any_holds_scaled():
-            backoff_or_grow(
-                self._scale, self._growth_tracker, self._pending, 2.0, 0.5, self._growth_interval
-            )
-            self._pending = None
+        if self._pending_found_inf is not None and not self._any_holds_scaled():
+            self._update_scale(self._pending_found_inf)
+            self._pending_found_inf = None
         for optimizer, state in self._states.items():
             if not state.is_scaled:
                 for grads in local_gradients(optimizer):
@@ -106,6 +116,16 @@ class LossScaler:
             loss = loss.float()
         return loss * self._scale.to(loss.device, loss.dtype)
 
+    def _update_scale(self, found_inf: Tensor) -> None:
+        backoff_or_grow(
+            self._scale,
+            self._growth_tracker,
+            found_inf,
+            _GROWTH_FACTOR,
+            _BACKOFF_FACTOR,
+            self._growth_interval,
+        )
+
     def unscale(self, optimizer: Optimizer) -> bool:
         """Unscale an optimizer's gradients, once per step; further calls change nothing.
 
@@ -113,106 +133,123 @@ class LossScaler:
 
         Returns:
             Whether any gradient is infinite or NaN, in which case the next step will be skipped.
+
+        Raises:
+            ConfigurationError: the gradients are float16.
         """
         state = self._states[optimizer]
         if not state.is_scaled:
             return bool(state.found_inf)
-        groups = local_gradients(optimizer)
-        if any(grads[0].dtype is torch.float16 for grads in groups):
-            raise ConfigurationError(
-                'precision="16-mixed" with float16 parameters',
-                "their gradients are float16 too, and lose in unscaling what the scale had kept",
-                suggestion='model.float(), or Fabric(precision="16-true")',
-            )
-        found = torch.zeros_like(self._scale)
-        # In float64 first: the reciprocal of a large float32 scale is not exact in float32 on every device.
-        inverse = (
-            self._scale.double().reciprocal().float()
-            if self._scale.device.type != "mps"
-            else 1 / self._scale
-        )
-        for grads in groups:
-            found_here = found.to(grads[0].device)
-            unscale_and_check(grads, found_here, inverse.to(grads[0].device))
-            if found_here is not found:  # gradients on another device than the scale
-                found = torch.maximum(found, found_here.to(found.device))
-        agree = self._max_over_ranks if self.gradients_differ else None
-        state.found_inf = found if agree is None else agree(found)
+        grads_by_kind = local_gradients(optimizer)
+        for grads in grads_by_kind:
+            if grads[0].dtype is torch.float16:
+                raise ConfigurationError(
+                    'precision="16-mixed" with float16 parameters',
+                    "their gradients are float16 too, and lose in unscaling what the scale had "
+                    "kept",
+                    suggestion='model.float(), or Fabric(precision="16-true")',
+                )
+        found_inf = self._unscale_and_find_inf(grads_by_kind)
+        if self.gradients_differ and self._max_over_ranks is not None:
+            found_inf = self._max_over_ranks(found_inf)
+        state.found_inf = found_inf
         state.is_scaled = False
-        return bool(state.found_inf)
+        return bool(found_inf)
+
+    def _unscale_and_find_inf(self, grads_by_kind: Sequence[list[Tensor]]) -> Tensor:
+        """Unscale gradients in place, and return 1 if any of them is infinite or NaN, else 0."""
+        if self._scale.device.type == "mps":  # has no float64
+            inverse = 1 / self._scale
+        else:
+            # The reciprocal of a large float32 scale is not exact in float32 on every device.
+            inverse = self._scale.double().reciprocal().float()
+        found_inf = torch.zeros_like(self._scale)
+        for grads in grads_by_kind:
+            device = grads[0].device
+            found_on_device = found_inf.to(device)
+            unscale_and_check(grads, found_on_device, inverse.to(device))
+            if found_on_device is not found_inf:  # a copy: the scale is on another device
+                found_inf = torch.maximum(found_inf, found_on_device.to(found_inf.device))
+        return found_inf
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the last step of an optimizer was skipped because gradients overflowed."""
-        return self._states[optimizer].skipped
+        """Return whether the last step of an optimizer was skipped because gradients overflowed."""
+        return self._states[optimizer].was_skipped
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """The state from which :meth:`load_state_dict` resumes exactly."""
-        pending = None if self._pending is None else float(self._pending)
+        """Return the state from which :meth:`load_state_dict` resumes exactly."""
+        pending = self._pending_found_inf
         return {
             "scale": float(self._scale),
             "growth_tracker": int(self._growth_tracker),
-            "pending": pending,
+            "pending": None if pending is None else float(pending),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of another scaler. Raises a KeyError for a missing entry, with nothing changed."""
-        scale, growth_tracker, pending = (
-            state[name] for name in ("scale", "growth_tracker", "pending")
-        )
+        """Restore the state of another scaler.
+
+        Raises:
+            KeyError: an entry is missing. Nothing has changed.
+        """
+        scale = state["scale"]
+        growth_tracker = state["growth_tracker"]
+        pending = state["pending"]
         self._scale.fill_(scale)
         self._growth_tracker.fill_(growth_tracker)
-        self._pending = None if pending is None else torch.full_like(self._scale, pending)
+        self._pending_found_inf = None
+        if pending is not None:
+            self._pending_found_inf = torch.full_like(self._scale, pending)
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if kwargs.get("closure", *args[1:2]) is not None:
+        if has_closure(args, kwargs):
             raise UsageError(
                 f"{type(optimizer).__name__}.step(closure) under loss scaling",
                 "the closure computes new gradients inside the step, after the overflow check",
                 "step() without a closure under 16-mixed; closures under every other precision",
             )
         state = self._states[optimizer]
-        state.skipped = self.unscale(optimizer)
-        found = state.found_inf
-        self._pending = found if self._pending is None else torch.maximum(self._pending, found)
-        if state.skipped:
-            parameters = [
-                parameter for group in optimizer.param_groups for parameter in group["params"]
-            ]
-            state.held = [(parameter, parameter.grad) for parameter in parameters]
-            for parameter in parameters:
-                parameter.grad = None
+        state.was_skipped = self.unscale(optimizer)
+        pending = self._pending_found_inf
+        if pending is None:
+            self._pending_found_inf = state.found_inf
+        else:
+            self._pending_found_inf = torch.maximum(pending, state.found_inf)
+        if state.was_skipped:
+            # Without gradients the optimizer's own step changes nothing.
+            state.removed_gradients = _remove_gradients(optimizer)
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         state = self._states[optimizer]
-        for parameter, grad in state.held:
+        for parameter, grad in state.removed_gradients:
             parameter.grad = grad
-        state.held = ()
+        state.removed_gradients = ()
 
     def _any_holds_scaled(self) -> bool:
-        """Whether any optimizer holds scaled gradients that are not zero; the same on all ranks.
+        """Return whether any optimizer holds scaled gradients that are not zero, on any rank.
 
-        ``zero_grad(set_to_none=False)`` also clears gradients. Those of an optimizer that has not stepped are read,
-        which waits for the device.
+        ``zero_grad(set_to_none=False)`` also clears gradients. The gradients of an optimizer that
+        has not stepped are read, which waits for the device.
         """
-        waiting = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
-        holds = any(map(has_nonzero_gradients, waiting))
-        if (
-            not waiting
-            or self._max_over_ranks is None
-            or not (self.gradients_differ or self.accumulates)
-        ):
-            return holds
+        scaled = [optimizer for optimizer, state in self._states.items() if state.is_scaled]
+        holds_scaled = any(map(has_nonzero_gradients, scaled))
+        if not scaled or self._max_over_ranks is None:
+            return holds_scaled
+        if not self.gradients_differ and not self.accumulates:
+            return holds_scaled
         # Gradients that are zero on this rank may not be zero on others.
-        return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds))))
+        return bool(self._max_over_ranks(torch.full_like(self._scale, float(holds_scaled))))
 
 
 def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
-    """The local, dense values of an optimizer's gradients, sharing their memory, grouped by device and dtype."""
-    grads: defaultdict[Any, list[Tensor]] = defaultdict(list)
+    """Return the local, dense values of an optimizer's gradients, grouped by device and dtype.
+
+    The values share the memory of the gradients.
+    """
+    grads: defaultdict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
@@ -220,12 +257,42 @@ def local_gradients(optimizer: Optimizer) -> list[list[Tensor]]:
                 continue
             if grad.is_sparse:
                 # Values of repeated indices may overflow when they are added.
-                parameter.grad = grad = grad.coalesce()
-                grad = grad._values()
+                parameter.grad = grad.coalesce()
+                grad = parameter.grad._values()
             grads[grad.device, grad.dtype].append(local_tensor(grad))
     return list(grads.values())
 
 
 def has_nonzero_gradients(optimizer: Optimizer) -> bool:
-    """Whether an optimizer has nonzero gradients on this rank; waits for the device if it has gradients."""
-    return any(bool(grad.any()) for grads in local_gradients(optimizer) for grad in grads)
+    """Return whether an optimizer has nonzero gradients on this rank.
+
+    Waits for the device if the optimizer has gradients.
+    """
+    for grads in local_gradients(optimizer):
+        for grad in grads:
+            if grad.any():
+                return True
+    return False
+
+
+def has_closure(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call of ``Optimizer.step`` passes a closure.
+
+    Args:
+        args: the arguments of the call as a hook gets them, with the optimizer first.
+        kwargs: the keyword arguments of the call.
+    """
+    if len(args) > 1:
+        return args[1] is not None
+    return kwargs.get("closure") is not None
+
+
+def _remove_gradients(optimizer: Optimizer) -> list[tuple[Tensor, Tensor | None]]:
+    """Remove the gradients of an optimizer's parameters, and return each parameter with its own."""
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters.extend(group["params"])
+    removed = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return removed

@@ -1,5 +1,9 @@
-"""Parameters without a forward pass: replicated under every strategy, their gradients averaged before each step."""
+"""Parameter lists: parameters without a forward pass.
 
+They are replicated under every strategy, and their gradients are averaged before each step.
+"""
+
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -8,10 +12,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fabric.contract import GradientContract
 from fabric.errors import UsageError
+from fabric.optim.loss_scaler import has_closure
 from fabric.strategies import Strategy
 
 __all__ = ["PARAMETER_LISTS", "ParameterLists"]
@@ -20,63 +26,84 @@ PARAMETER_LISTS = nn.ParameterList | nn.ParameterDict
 
 
 class ParameterLists:
-    """The parameters of a job without a forward pass; held weakly, and also when the list of them is gone.
+    """The parameters in the parameter lists of a job.
+
+    They are held weakly, and also when the list that they were in is gone.
 
     Args:
-        strategy: of the job.
+        strategy: the strategy of the job.
         cleanup: removes the hook around steps.
     """
 
     def __init__(self, strategy: Strategy, cleanup: ExitStack) -> None:
         self._strategy = strategy
         self._cleanup = cleanup
-        self._parameters: Any = WeakTensorKeyDictionary()
-        self._hook: Any = None
+        self._parameters = WeakTensorKeyDictionary()
+        self._hook: RemovableHandle | None = None
 
     def replicate(self, module: nn.Module) -> GradientContract:
-        """Give all ranks rank 0's values of a module's parameters, and average their gradients from now on.
+        """Give all ranks rank 0's values of a list, and average its gradients from now on.
 
-        Collective. Returns the contract of the module.
+        Collective. Returns the contract of the list.
         """
         for parameter in module.parameters():
             parameter.data.copy_(self._strategy.broadcast(parameter.data))
             self._parameters[parameter] = None
-        # Of all optimizers: one with such parameters may have been set up before them.
+        # The hook is for all optimizers: an optimizer may have been set up before its parameters.
         if self._hook is None:
-            self._hook = self._cleanup.enter_context(
-                register_optimizer_step_pre_hook(self.average_gradients)
-            )
+            self._hook = register_optimizer_step_pre_hook(self._before_step)
+            self._cleanup.callback(self._hook.remove)
+        # Not the contract of the strategy's class, which is for modules with a forward pass.
         contract = Strategy.gradient_contract(self._strategy, module)
-        replicated = contract.parameters if self._strategy.is_distributed else dict
-        return replace(contract, replicated=replicated, gradients_differ=False)
+        contract = replace(contract, gradients_differ=False)
+        if self._strategy.is_distributed:
+            contract = replace(contract, replicated=contract.parameters)
+        return contract
 
-    def average_gradients(self, optimizer: Optimizer, *call: Any) -> None:
-        """Average the gradients of an optimizer's bare parameters over the ranks; a hook before its steps.
+    def average_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients of an optimizer's listed parameters over the ranks.
 
-        Collective where there are any. Averages stay as they are, and a gradient that no rank has stays away.
-
-        Raises:
-            UsageError: a step with a closure, whose gradients would stay those of this rank.
+        Collective if the optimizer has parameters of lists. Gradients that are equal on all ranks
+        do not change, and a gradient that is None on all ranks stays None.
         """
-        bare = self._parameters
-        # Most often there are none, and an optimizer may have thousands.
-        own = (
-            [each for group in optimizer.param_groups for each in group["params"] if each in bare]
-            if bare
-            else []
-        )
-        if not own or not self._strategy.is_distributed:
+        parameters = self._parameters_to_average(optimizer)
+        if parameters:
+            self._average(parameters)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        parameters = self._parameters_to_average(optimizer)
+        if not parameters:
             return
-        args, kwargs = call or ((), {})
-        if kwargs.get("closure", *args[1:2]) is not None:
-            request = f"{type(optimizer).__name__}.step(closure) of an nn.ParameterList or nn.ParameterDict"
-            problem = "its gradients are averaged before the step, and those of the closure are computed within"
+        if has_closure(args, kwargs):
             raise UsageError(
-                request, problem, suggestion="fabric.backward(loss), then optimizer.step()"
+                f"{type(optimizer).__name__}.step(closure) of an nn.ParameterList or "
+                "nn.ParameterDict",
+                "its gradients are averaged before the step, and those of the closure are "
+                "computed within",
+                suggestion="fabric.backward(loss), then optimizer.step()",
             )
-        grads = [torch.zeros_like(each) if each.grad is None else each.grad for each in own]
-        *means, shares = self._strategy.all_reduce(
-            [*grads, grads[0].new_tensor([p.grad is not None for p in own])]
-        )
-        for parameter, mean, share in zip(own, means, shares.tolist(), strict=True):
+        self._average(parameters)
+
+    def _parameters_to_average(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        # Most often there are no lists, and an optimizer may have thousands of parameters.
+        if not self._parameters or not self._strategy.is_distributed:
+            return []
+        listed: list[nn.Parameter] = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._parameters:
+                    listed.append(parameter)
+        return listed
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Average gradients in one message. A missing gradient counts as zero."""
+        grads: list[torch.Tensor] = []
+        has_grad: list[bool] = []
+        for parameter in parameters:
+            has_grad.append(parameter.grad is not None)
+            grads.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        *means, shares = self._strategy.all_reduce([*grads, grads[0].new_tensor(has_grad)])
+        for parameter, mean, share in zip(parameters, means, shares.tolist(), strict=True):
             parameter.grad = mean if share else None
