@@ -46,7 +46,7 @@ ORDER = {
         "init_module base standalone parallel data_parallel ddp fsdp.state fsdp.options fsdp.api fsdp "
         "tp_plan model_parallel sequence_parallel"
     ),
-    "testing": "oracles base generators threads pool conformance plugin",
+    "testing": "oracles base generators threads pool conformance contracts plugin",
     "tools": "timeline throughput plotting doctor dry_run",
 }
 

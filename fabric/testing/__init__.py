@@ -7,10 +7,30 @@ fixture is in :mod:`fabric.testing.plugin`.
 from fabric.testing import oracles
 from fabric.testing.base import PerRank, World, assert_same, differences
 from fabric.testing.conformance import assert_equivalent, check_communicator, check_strategy
+from fabric.testing.contracts import (
+    check_accelerator,
+    check_checkpoint_io,
+    check_environment,
+    check_launcher,
+    check_precision,
+)
 from fabric.testing.pool import RankPool
 from fabric.testing.threads import ThreadedWorld
 
 __all__ = [
-    "PerRank", "RankPool", "ThreadedWorld", "World", "assert_equivalent", "assert_same", "check_communicator",
-    "check_strategy", "differences", "oracles",
-]  # fmt: skip
+    "PerRank",
+    "RankPool",
+    "ThreadedWorld",
+    "World",
+    "assert_equivalent",
+    "assert_same",
+    "check_accelerator",
+    "check_checkpoint_io",
+    "check_communicator",
+    "check_environment",
+    "check_launcher",
+    "check_precision",
+    "check_strategy",
+    "differences",
+    "oracles",
+]

@@ -19,7 +19,7 @@ from fabric.strategies import Strategy, StrategyName
 from fabric.testing.base import assert_same
 from fabric.testing.pool import RankPool
 
-__all__ = ["assert_equivalent", "check_communicator", "check_strategy"]
+__all__ = ["apply_checks", "assert_equivalent", "check_communicator", "check_strategy"]
 
 _DTYPES = (
     torch.float32,
@@ -45,7 +45,9 @@ def check_communicator(run: Callable[[Callable[[Communicator], None]], Any]) -> 
     Raises:
         AssertionError: a check fails; the text says which, and its cause why.
     """
-    _apply(run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups)
+    apply_checks(
+        run, _check_oracles, _check_one_rank, _check_messages, _check_objects, _check_groups
+    )
 
 
 def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **options: Any) -> None:
@@ -62,7 +64,7 @@ def check_strategy(strategy: Strategy | StrategyName, world_size: int = 2, **opt
     with RankPool(
         world_size, **{"strategy": strategy, "precision": "64-true", "timeout": 120.0, **options}
     ) as pool:
-        _apply(pool.run, _check_strategy_collectives, _check_training)
+        apply_checks(pool.run, _check_strategy_collectives, _check_training)
 
 
 def assert_equivalent(
@@ -116,7 +118,13 @@ def assert_equivalent(
     assert_same(results, expected, rtol=rtol, atol=atol)
 
 
-def _apply(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., None]) -> None:
+def apply_checks(run: Callable[[Callable[..., None]], Any], *checks: Callable[..., None]) -> None:
+    """Run checks one after the other. The first failure raises with the check's docstring.
+
+    Args:
+        run: calls a check with its arguments.
+        *checks: functions that raise if what their docstring says is not so.
+    """
     for check in checks:
         try:
             run(check)

@@ -1,0 +1,480 @@
+"""Conformance suites for a precision, accelerator, environment, launcher or checkpoint format."""
+
+import copy
+import os
+import pickle
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import torch
+from torch import Tensor, nn
+
+from fabric._fabric import Fabric
+from fabric.accelerators import Accelerator
+from fabric.checkpoint import CheckpointIO
+from fabric.environments import Environment
+from fabric.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    RankFailedError,
+)
+from fabric.launchers import Launcher, LaunchSpec
+from fabric.precision import Precision
+from fabric.strategies import DDPStrategy
+from fabric.testing.base import assert_same
+from fabric.testing.conformance import apply_checks, assert_equivalent
+from fabric.testing.pool import RankPool
+from fabric.world import World
+
+__all__ = [
+    "check_accelerator",
+    "check_checkpoint_io",
+    "check_environment",
+    "check_launcher",
+    "check_precision",
+]
+
+_assert_raises = TestCase().assertRaises
+_TIMEOUT = 120.0  # seconds for the runs of one suite on several ranks
+
+
+# -- precision --------------------------------------------------------------------------------------------------------
+
+
+def check_precision(precision: Precision, device_type: str = "cpu", rtol: float = 1e-2) -> None:
+    """Check that a precision behaves as :class:`fabric.precision.Precision` documents.
+
+    A small model is trained on one rank and on two, under DDP and under FSDP.
+
+    Args:
+        precision: the precision. It must be picklable, and its class importable by the ranks.
+        device_type: the type of the device to train on.
+        rtol: relative tolerance of losses and parameters between numbers of ranks.
+
+    Raises:
+        AssertionError: a check fails. The text says which, and its cause why.
+    """
+    checks = (_check_precision_pickles, _check_conversion, _check_forward_context)
+    apply_checks(lambda check: check(precision, device_type), *checks)
+    assert_equivalent(
+        _train_in_precision,
+        strategies=("ddp", "fsdp"),
+        precision=precision,
+        accelerator=device_type,
+        rtol=rtol,
+        atol=rtol,
+        timeout=_TIMEOUT,
+    )
+
+
+def _check_precision_pickles(precision: Precision, device_type: str) -> None:
+    """A precision can be pickled, and its copy is equal to it."""
+    assert_same(pickle.loads(pickle.dumps(precision)) == precision, True)  # noqa: S301 - pickled here
+
+
+def _check_conversion(precision: Precision, device_type: str) -> None:
+    """Precision.convert_module keeps the parameter objects, since optimizers hold them."""
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    before = dict(module.named_parameters())
+    precision.convert_module(module)
+    after = dict(module.named_parameters())
+    assert list(after) == list(before), f"names were {list(before)} and are {list(after)}"
+    for name, parameter in after.items():
+        assert parameter is before[name], f"{name} is another object"
+        assert parameter.requires_grad, f"{name} no longer requires a gradient"
+
+
+def _check_forward_context(precision: Precision, device_type: str) -> None:
+    """Precision.forward_context gives a new context each time, which restores the modes of torch."""
+    before = _modes(device_type)
+    for _ in range(2):
+        with precision.forward_context(device_type), precision.forward_context(device_type):
+            pass
+        assert_same(_modes(device_type), before)
+        with _assert_raises(KeyError), precision.forward_context(device_type):
+            raise KeyError
+        assert_same(_modes(device_type), before)
+
+
+def _modes(device_type: str) -> dict[str, Any]:
+    return {
+        "autocast": torch.is_autocast_enabled(device_type),
+        "autocast dtype": torch.get_autocast_dtype(device_type),
+        "grad mode": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+def _train_in_precision(fabric: Fabric) -> dict[str, Any]:
+    """Return the losses and the parameters after three steps on a global batch."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    inputs = torch.randn(8, 4).chunk(fabric.world_size)[fabric.global_rank]
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    losses = []
+    for _ in range(3):
+        loss = model(fabric.to_device(inputs)).float().square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(fabric.all_reduce(loss.detach()).cpu())
+    state = fabric.all_gather(losses[-1])  # all ranks are done
+    assert state.isfinite().all(), f"the loss is {losses[-1]}"
+    return {"losses": losses}
+
+
+# -- accelerator ------------------------------------------------------------------------------------------------------
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Check that an accelerator behaves as :class:`fabric.accelerators.Accelerator` documents.
+
+    Where the hardware is not available, only what can be asked without it is checked.
+
+    Args:
+        accelerator: the accelerator.
+
+    Raises:
+        AssertionError: a check fails. The text says which, and its cause why.
+    """
+    checks: list[Callable[[Accelerator], None]] = [_check_hardware, _check_wrong_devices]
+    if accelerator.is_available():
+        checks += [_check_devices, _check_training_on_device]
+    apply_checks(lambda check: check(accelerator), *checks)
+
+
+def _check_hardware(accelerator: Accelerator) -> None:
+    """An accelerator is stateless, named after a device type of torch, and knows how many devices there are."""
+    torch.device(accelerator.name)  # raises for a name that torch does not know
+    count = accelerator.device_count()
+    assert isinstance(count, int), f"device_count() is {count!r}"
+    assert count >= 0, f"device_count() is {count}"
+    other = type(accelerator)()
+    assert_same((other.name, other.device_count()), (accelerator.name, count))
+    assert_same(accelerator.is_available(), other.is_available())
+    if accelerator.is_available():
+        assert count > 0, "is_available() is true, and device_count() is 0"
+
+
+def _check_wrong_devices(accelerator: Accelerator) -> None:
+    """Accelerator.parse_devices refuses what names no device."""
+    for devices in (0, -2, "", "x", []):
+        with _assert_raises(ConfigurationError):
+            accelerator.parse_devices(devices)
+    with _assert_raises(ArgumentTypeError):
+        accelerator.parse_devices(object())  # pyright: ignore[reportArgumentType] - wrong on purpose
+
+
+def _check_devices(accelerator: Accelerator) -> None:
+    """Accelerator.parse_devices returns devices of its type, the same for a number and its text."""
+    assert len(accelerator.parse_devices("auto")) >= 1, 'devices="auto" selects none'
+    devices = accelerator.parse_devices(1)
+    assert_same(len(devices), 1)
+    assert_same(devices[0].type, accelerator.name)
+    assert_same(accelerator.parse_devices("1") == devices, True)
+
+
+def _check_training_on_device(accelerator: Accelerator) -> None:
+    """A step on one device of the accelerator gives the numbers of the CPU."""
+    losses = []
+    for hardware in (accelerator, "cpu"):
+        with Fabric(accelerator=hardware, devices=1, strategy="single_device") as fabric:
+            losses.append(_train_in_precision(fabric)["losses"])
+    assert_same(losses[0], losses[1], rtol=1e-4, atol=1e-5)
+    accelerator.release()
+    accelerator.return_freed_memory()
+
+
+# -- environment ------------------------------------------------------------------------------------------------------
+
+
+def check_environment(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
+    """Check that an environment behaves as :class:`fabric.environments.Environment` documents.
+
+    Args:
+        environment: the environment.
+        variables: the environment variables of all ranks of one job, by rank.
+
+    Raises:
+        AssertionError: a check fails. The text says which, and its cause why.
+    """
+    checks = (_check_purity, _check_other_launchers, _check_worlds)
+    apply_checks(lambda check: check(environment, variables), *checks)
+
+
+def _check_other_launchers(
+    environment: Environment, variables: Sequence[Mapping[str, str]]
+) -> None:
+    """Environment.detect returns None if its launcher did not start the process."""
+    assert isinstance(environment.name, str), f"name is {environment.name!r}"
+    for env in ({}, {"PATH": "/bin", "HOME": "/root"}):
+        assert_same(environment.detect(env), None)
+
+
+def _check_worlds(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
+    """Environment.detect returns the ranks of the job, each once."""
+    places = set()
+    for rank, env in enumerate(variables):
+        world = environment.detect(env)
+        assert isinstance(world, World), f"rank {rank}: detect() returned {world!r}"
+        assert_same((world.rank, world.world_size), (rank, len(variables)))
+        places.add((world.node_rank, world.local_rank))
+        if len(variables) > 1:
+            has_rendezvous = world.port is not None or world.store is not None
+            assert has_rendezvous, f"rank {rank}: {world} has no port and no store to meet at"
+    assert len(places) == len(variables), "two ranks have the same node_rank and local_rank"
+
+
+def _check_purity(environment: Environment, variables: Sequence[Mapping[str, str]]) -> None:
+    """Environment.detect reads its argument and nothing else, and changes nothing."""
+    before = dict(os.environ)
+    for env in variables:
+        mapping = dict(env)
+        assert_same(environment.detect(mapping) == environment.detect(dict(env)), True)
+        assert_same(mapping, dict(env))
+    assert_same(dict(os.environ) == before, True)
+
+
+# -- launcher ---------------------------------------------------------------------------------------------------------
+
+
+def check_launcher(launcher: Launcher, num_processes: int = 2) -> None:
+    """Check that a launcher that runs functions behaves as :class:`fabric.launchers.Launcher` documents.
+
+    Args:
+        launcher: the launcher.
+        num_processes: the number of processes to start.
+
+    Raises:
+        AssertionError: a check fails. The text says which, and its cause why.
+        ConfigurationError: the launcher runs scripts, for which there is no suite.
+    """
+    if not launcher.runs_function:
+        raise ConfigurationError(
+            f"check_launcher({type(launcher).__name__})",
+            "it runs a script again, and the suite launches functions",
+        )
+    checks = (_check_results, _check_processes, _check_failing_rank, _check_connected_ranks)
+    apply_checks(lambda check: check(launcher, num_processes), *checks)
+
+
+def _check_results(launcher: Launcher, size: int) -> None:
+    """Launcher.launch returns the results that LaunchSpec.results selects, tensors by value and without a graph."""
+    argument = torch.ones(2, requires_grad=True)
+    doubled = torch.full((2,), 2.0)
+    spec = LaunchSpec(num_processes=size, results="all")
+    arguments = {"factor": 2}
+    results = launcher.launch(_double_and_clear, (argument,), arguments, spec)
+    assert_same(results, [doubled] * size)
+    assert not results[0].requires_grad, "a tensor of the results requires a gradient"
+    spec = replace(spec, results="first")
+    assert_same(launcher.launch(_double_and_clear, (argument,), arguments, spec), doubled)
+    spec = replace(spec, results="none")
+    assert_same(launcher.launch(_double_and_clear, (argument,), arguments, spec), None)
+    assert_same(argument.detach(), torch.ones(2))
+
+
+def _double_and_clear(tensor: Tensor, factor: int) -> Tensor:
+    result = tensor * factor
+    tensor.data.zero_()  # the argument of this process alone
+    return result
+
+
+def _check_processes(launcher: Launcher, size: int) -> None:
+    """Every rank has a process of its own, with the variables from which World.from_env reads its place."""
+    spec = LaunchSpec(num_processes=size, results="all")
+    worlds = launcher.launch(_world_of_process, (), {}, spec)
+    assert_same([world["rank"] for world in worlds], list(range(size)))
+    assert_same([world["world_size"] for world in worlds], [size] * size)
+    assert len({world["process"] for world in worlds}) == size, "two ranks share a process"
+
+
+def _world_of_process() -> dict[str, int]:
+    world = World.from_env(os.environ)
+    if world is None:
+        return {"rank": -1, "world_size": -1, "process": os.getpid()}
+    return {"rank": world.rank, "world_size": world.world_size, "process": os.getpid()}
+
+
+def _check_failing_rank(launcher: Launcher, size: int) -> None:
+    """A rank that raises ends the job: launch raises a RankFailedError with its rank and its traceback."""
+    spec = LaunchSpec(num_processes=size)
+    with _assert_raises(RankFailedError) as caught:
+        launcher.launch(_raise_in_last_rank, (), {}, spec)
+    assert_same(caught.exception.rank, size - 1)
+    text = str(caught.exception)
+    assert "the last rank fails" in text, f"the error does not show the rank's exception: {text}"
+
+
+def _raise_in_last_rank() -> None:
+    world = World.from_env(os.environ) or World()
+    if world.rank == world.world_size - 1:
+        raise ValueError("the last rank fails")
+    threading.Event().wait(timeout=30)  # a launcher that does not end the other ranks is slow
+
+
+def _check_connected_ranks(launcher: Launcher, size: int) -> None:
+    """Fabric connects the ranks that were started, and its collectives work."""
+    fabric = Fabric(
+        accelerator="cpu", devices=size, strategy="ddp", launcher=launcher, timeout=_TIMEOUT
+    )
+    sums = fabric.launch(_sum_of_ranks, return_all=True)
+    assert_same(sums, [sum(range(size))] * size)
+
+
+def _sum_of_ranks(fabric: Fabric) -> int:
+    return fabric.all_reduce(fabric.global_rank, reduce_op="sum")
+
+
+# -- checkpoint format ------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint_io(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """Check that a format behaves as :class:`fabric.checkpoint.CheckpointIO` documents.
+
+    Args:
+        checkpoint_io: the format. It must be picklable.
+        folder: an empty folder that the checks may write to.
+
+    Raises:
+        AssertionError: a check fails. The text says which, and its cause why.
+    """
+    checks = (
+        _check_round_trip,
+        _check_replacement,
+        _check_missing,
+        _check_truncated,
+        _check_code,
+        _check_fabric_saves,
+    )
+    apply_checks(lambda check: check(checkpoint_io, folder), *checks)
+
+
+def _plain_state() -> dict[str, Any]:
+    base = torch.arange(12.0).reshape(3, 4)
+    return {
+        "model": OrderedDict(weight=base, column=base[:, 1], empty=torch.empty(0, 3)),
+        "dtypes": [
+            torch.tensor([1.5, float("nan"), float("inf")]).to(dtype)
+            for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+        ],
+        "integers": (torch.tensor(3), torch.tensor([2**62]), torch.tensor([True, False])),
+        "complex": torch.tensor([1 + 2j]),
+        "numbers": {1: 2**70, "pi": 3.141592653589793, "infinite": float("-inf"), "flag": True},
+        "texts": ["", "ä\n", b"\x00\xff", None],
+        "set": {1, 2},
+    }
+
+
+def _check_round_trip(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """CheckpointIO.load returns what save was given: the same types, bits and keys, on the CPU."""
+    path = folder / "round-trip"
+    state = _plain_state()
+    untouched = copy.deepcopy(state)
+    checkpoint_io.save(state, path)
+    checkpoint_io.wait()
+    assert_same(state, untouched)
+    loaded = checkpoint_io.load(path)
+    assert_same(loaded, untouched)
+    loaded["model"]["weight"].add_(1)
+    assert_same(checkpoint_io.load(path), untouched)
+
+
+def _check_replacement(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """CheckpointIO.save replaces what was there, and leaves it untouched if it fails."""
+    path = folder / "replaced"
+    for number in range(2):
+        checkpoint_io.save({"number": number}, path)
+        checkpoint_io.wait()
+        assert_same(checkpoint_io.load(path), {"number": number})
+    with _assert_raises(Exception):
+        checkpoint_io.save({"number": 2, "thread": threading.Lock()}, path)
+        checkpoint_io.wait()
+    assert_same(checkpoint_io.load(path), {"number": 1})
+
+
+def _check_missing(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """Loading or removing what is not there raises a CheckpointNotFoundError. What is there can be removed."""
+    path = folder / "missing"
+    for action in (checkpoint_io.load, checkpoint_io.remove):
+        with _assert_raises(CheckpointNotFoundError):
+            action(path)
+    checkpoint_io.save({"number": 1}, path)
+    checkpoint_io.wait()
+    checkpoint_io.remove(path)
+    with _assert_raises(CheckpointNotFoundError):
+        checkpoint_io.load(path)
+
+
+def _check_truncated(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """A checkpoint of which half is missing is not loaded: load raises a CheckpointError."""
+    path = folder / "truncated"
+    existing = set(folder.rglob("*"))
+    checkpoint_io.save({"tensor": torch.arange(1000.0)}, path)
+    checkpoint_io.wait()
+    files = [file for file in set(folder.rglob("*")) - existing if file.is_file()]
+    largest = max(files, key=_size_of_file)
+    os.truncate(largest, _size_of_file(largest) // 2)
+    with _assert_raises(CheckpointError):
+        checkpoint_io.load(path)
+
+
+def _size_of_file(file: Path) -> int:
+    return file.stat().st_size
+
+
+class _MakesFolder:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
+        return os.mkdir, (self.path,)
+
+
+def _check_code(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """CheckpointIO.load runs no code of the file: an object that needs code is refused by save or by load."""
+    path = folder / "code"
+    trace = folder / "code-has-run"
+    try:
+        checkpoint_io.save({"object": _MakesFolder(str(trace))}, path)
+        checkpoint_io.wait()
+        checkpoint_io.load(path)
+    except Exception:  # noqa: BLE001 - any refusal will do; what counts is that no code has run
+        pass
+    assert not trace.exists(), "loading the checkpoint has run code"
+
+
+def _check_fabric_saves(checkpoint_io: CheckpointIO, folder: Path) -> None:
+    """Fabric saves and loads a model and its optimizer in this format, on two ranks."""
+    strategy = DDPStrategy(checkpoint_io=checkpoint_io)
+    with RankPool(2, strategy=strategy, timeout=_TIMEOUT) as pool:
+        pool.run(_save_and_load, str(folder / "fabric"))
+
+
+def _save_and_load(fabric: Fabric, path: str) -> None:
+    model, optimizer = fabric.setup(*_trained_model(seed=1))
+    fabric.save(path, {"model": model, "optimizer": optimizer, "step": 7})
+    other_model, other_optimizer = fabric.setup(*_trained_model(seed=2))
+    rest = fabric.load(path, {"model": other_model, "optimizer": other_optimizer})
+    assert_same(rest, {"step": 7})
+    assert_same(dict(other_model.state_dict()), dict(model.state_dict()))
+    assert_same(other_optimizer.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def _trained_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
