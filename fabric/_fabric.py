@@ -4,11 +4,21 @@ import atexit
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, NoReturn, Self, TypeVar, TypeVarTuple, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    TypeVar,
+    TypeVarTuple,
+    Unpack,
+    overload,
+)
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from fabric import checkpoint, collectives
 from fabric._plan import resolve
-from fabric._session import Session, loss_weights, rank_zero_first, set_up_modules
+from fabric._session import Session, find_fabric_modules, loss_weights, rank_zero_first
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
@@ -39,11 +49,11 @@ from fabric.launchers.base import refuse_while_importing_main
 from fabric.launchers.preemption import exit_preempted
 from fabric.launchers.rank import exit_with_late_error
 from fabric.loggers import Loggers
+from fabric.loggers.progress import Metrics, Progress, print_texts_of_ranks
 from fabric.module import Compiled, FabricModule, Module
 from fabric.optim.ema import ExponentialMovingAverage
 from fabric.optim.parameter_lists import PARAMETER_LISTS
 from fabric.precision import Precision, PrecisionName
-from fabric.reporting import Reporting
 from fabric.seed import seed_everything
 from fabric.strategies import StrategyName
 from fabric.strategies.base import uncompiled, without_sync
@@ -52,6 +62,9 @@ from fabric.strategies.parallel import as_list
 from fabric.strategies.sequence_parallel import sequence_parallel
 from fabric.strategies.standalone import Group, Strategy
 from fabric.world import World
+
+if TYPE_CHECKING:
+    from fabric.tools.timeline import Timings
 
 __all__ = ["Fabric"]
 
@@ -71,7 +84,7 @@ def _nothing(fabric: "Fabric") -> None:
     """What ``launch()`` runs without a function."""
 
 
-class Fabric(Reporting):
+class Fabric:
     """Runs a hand-written PyTorch loop on one device or on many, with defaults that suit the machine.
 
     [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
@@ -171,12 +184,12 @@ class Fabric(Reporting):
     @property
     def device(self) -> torch.device:
         """The device of this process."""
-        return self._running("device").runtime.device
+        return self._running_session("device").runtime.device
 
     @property
     def device_mesh(self) -> Any:
         """The mesh of ``"model_parallel"``, a torch ``DeviceMesh``; that of ``"fsdp"`` after ``setup``; else None."""
-        return next(iter(self._running("device_mesh").runtime.meshes.values()), None)
+        return next(iter(self._running_session("device_mesh").runtime.meshes.values()), None)
 
     @property
     def global_rank(self) -> int:
@@ -234,7 +247,7 @@ class Fabric(Reporting):
         refuse_while_importing_main()
         plan = self._plan
         if self._closed:
-            raise self._not_running("launch()")
+            raise self._not_running_error("launch()")
         is_given = function is not _nothing
         needs_function = kwargs or (plan.world is None and plan.launcher.runs_function)
         if not callable(function) or (needs_function and not is_given):
@@ -252,7 +265,7 @@ class Fabric(Reporting):
         if self._session and not is_given:
             problem = "the job has been launched already, or begun by a call before launch() that needs it"
             raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem)
-        self._running("launch")
+        self._running_session("launch")
         result = function(self, *args, **kwargs)
         if return_result and return_all:
             return self._communicator("launch").gather_objects(result)
@@ -333,7 +346,7 @@ class Fabric(Reporting):
         Returns:
             The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
         """
-        session = self._running("setup")
+        session = self._running_session("setup")
         session.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
@@ -345,7 +358,7 @@ class Fabric(Reporting):
     def setup_module(self, module: Compiled, move_to_device: bool = ...) -> FabricModule: ...
     def setup_module(self, module: Module, move_to_device: bool = True) -> nn.Module:
         """Set up a module on its own; see :meth:`setup`. May be collective."""
-        self._running("setup_module")
+        self._running_session("setup_module")
         return self.setup(module, move_to_device=move_to_device)
 
     @overload
@@ -356,7 +369,7 @@ class Fabric(Reporting):
     def setup_optimizers(self, *optimizers: *Os, scheduler: S) -> tuple[*Os, S]: ...
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
         """Set up optimizers of modules that are set up already; returns them, and the scheduler. See :meth:`setup`."""
-        session = self._running("setup_optimizers")
+        session = self._running_session("setup_optimizers")
         session.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
         return _without_none(*optimizers, scheduler)
@@ -384,7 +397,7 @@ class Fabric(Reporting):
             uneven: ``"pad"`` repeats samples where some processes would have fewer, ``"drop"`` leaves some out. For
                 other data ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
         """
-        session = self._running("setup_dataloaders")
+        session = self._running_session("setup_dataloaders")
         prepared = [
             session.setup_loader(
                 each, shard=use_distributed_sampler, overlap_copies=overlap_copies, uneven=uneven,
@@ -412,17 +425,19 @@ class Fabric(Reporting):
         Raises:
             ConfigurationError, UsageError: another source; the scratch space is full, on entering or within.
         """
-        return self._running("init_module").strategy.module_init_context(empty_init, source)
+        return self._running_session("init_module").strategy.module_init_context(empty_init, source)
 
     sharded_model = init_module  # its older name
 
     def init_tensor(self) -> AbstractContextManager[Any]:
         """A context in which tensors are created on this process's device and in the dtype of the precision."""
-        return created_on(self._running("init_tensor").runtime.device, self.precision.param_dtype)
+        return created_on(
+            self._running_session("init_tensor").runtime.device, self.precision.param_dtype
+        )
 
     def to_device(self, obj: T) -> T:
         """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
-        strategy = self._running("to_device").strategy
+        strategy = self._running_session("to_device").strategy
         move: Any = (
             strategy.module_to_device if isinstance(obj, nn.Module) else strategy.batch_to_device
         )
@@ -476,7 +491,7 @@ class Fabric(Reporting):
             or optimizer is not None
             or (session is not None and session.weights is not None)
         ):
-            session = self._running("backward")
+            session = self._running_session("backward")
             tensor = loss_weights(session).scale_loss(tensor, weight, optimizer)
         elif session is None:
             tensor.backward(*args, **kwargs)
@@ -497,7 +512,7 @@ class Fabric(Reporting):
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
-        return self.precision.forward_context(self._running("autocast").runtime.device.type)
+        return self.precision.forward_context(self._running_session("autocast").runtime.device.type)
 
     def clip_gradients(
         self,
@@ -521,8 +536,8 @@ class Fabric(Reporting):
             norm_type: p of the p-norm, or ``"inf"``.
             error_if_nonfinite: raise a ``NonFiniteGradientError`` before any change if the norm is not finite; waits.
         """
-        models = set_up_modules("clip_gradients", module)
-        session = self._running("clip_gradients")
+        models = find_fabric_modules("clip_gradients", module)
+        session = self._running_session("clip_gradients")
         return session.clip_gradients(
             models, optimizer, error_if_nonfinite, clip_val, max_norm, float(norm_type)
         )
@@ -533,7 +548,7 @@ class Fabric(Reporting):
         For what counts steps: ``if not fabric.step_was_skipped(optimizer): scheduler.step()``. The same on all
         processes, False without loss scaling. Not a collective.
         """
-        return self._running("step_was_skipped").step_was_skipped(optimizer)
+        return self._running_session("step_was_skipped").step_was_skipped(optimizer)
 
     def no_backward_sync(
         self, module: Module | Sequence[Module], enabled: bool = True
@@ -543,7 +558,7 @@ class Fabric(Reporting):
         It has to hold the forward and the backward pass of one set-up module or several; if not ``enabled``, it does
         nothing.
         """
-        models = set_up_modules("no_backward_sync", module)
+        models = find_fabric_modules("no_backward_sync", module)
         if self._session is not None and self._session.scaler is not None:
             self._session.scaler.accumulates |= enabled
         prepared = [
@@ -560,7 +575,7 @@ class Fabric(Reporting):
     def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[Any]:
         """This rank's part of a batch of sequences; see :func:`fabric.sequence_parallel.sequence_parallel`."""
         return sequence_parallel(
-            self._running("sequence_parallel").runtime, self.device_mesh, batch, dim
+            self._running_session("sequence_parallel").runtime, self.device_mesh, batch, dim
         )
 
     def ema(
@@ -574,7 +589,7 @@ class Fabric(Reporting):
 
         See :class:`fabric.optim.ema.ExponentialMovingAverage`.
         """
-        [model] = set_up_modules("ema", module)
+        [model] = find_fabric_modules("ema", module)
         return ExponentialMovingAverage(model, decay, buffers)
 
     def join(
@@ -592,8 +607,8 @@ class Fabric(Reporting):
             divide_by_initial_world_size: whether gradients are divided by the number of all processes, so that each
                 batch counts the same, or by the number of those that still have batches.
         """
-        models = set_up_modules("join", module)
-        return self._running("join").join(models, divide_by_initial_world_size)
+        models = find_fabric_modules("join", module)
+        return self._running_session("join").join(models, divide_by_initial_world_size)
 
     def all_reduce(
         self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean"
@@ -673,7 +688,7 @@ class Fabric(Reporting):
             The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
             order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
         """
-        session = self._running("gather_for_metrics")
+        session = self._running_session("gather_for_metrics")
         return gather_batch(
             session.strategy._data_parallel_communicator(), session.active_iterators, data
         )
@@ -684,7 +699,7 @@ class Fabric(Reporting):
         It is a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
         """
         return compute_metrics(
-            self._running("compute_metrics").strategy._loss_communicator(), metrics
+            self._running_session("compute_metrics").strategy._loss_communicator(), metrics
         )
 
     def all_to_all(self, data: T, group: Group = None) -> T:
@@ -699,7 +714,7 @@ class Fabric(Reporting):
 
         Only the object of rank ``src`` of the group counts; the others may pass None. Other leaves are pickled.
         """
-        strategy = self._running("broadcast").strategy
+        strategy = self._running_session("broadcast").strategy
         # Those of others need not know groups.
         return (
             strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
@@ -743,7 +758,7 @@ class Fabric(Reporting):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        return self._running("reduce_boolean_decision").strategy.reduce_boolean_decision(
+        return self._running_session("reduce_boolean_decision").strategy.reduce_boolean_decision(
             decision, all
         )
 
@@ -755,7 +770,7 @@ class Fabric(Reporting):
         before the end of a SLURM job. Only the read at which the processes agree to stop communicates. From the first
         read until ``teardown`` these signals no longer end this process.
         """
-        return self._running("should_stop").stopping.is_due()
+        return self._running_session("should_stop").stopping.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
         """End this process with code 75, which says: saved, start me again. Waits for saves. Collective.
@@ -771,7 +786,7 @@ class Fabric(Reporting):
         Collective. With ``local`` the first process of each node does, for files that nodes do not share. When it
         raises, the others raise a :class:`fabric.errors.UsageError` with its error.
         """
-        runtime = self._running("rank_zero_first").runtime
+        runtime = self._running_session("rank_zero_first").runtime
         return rank_zero_first(runtime.node_communicator() if local else runtime.communicator)
 
     @overload
@@ -825,7 +840,7 @@ class Fabric(Reporting):
             ArgumentTypeError: an object that could not be loaded again; nothing has been written.
             CheckpointError: this save, or one before with ``async_``, failed on a process; or another kind is there.
         """
-        with self._running("save").checkpoints("save") as checkpoints:
+        with self._running_session("save").checkpoints("save") as checkpoints:
             return checkpoints.save(path, state, filter, trainable_only, async_)
 
     def checkpoints(
@@ -835,7 +850,7 @@ class Fabric(Reporting):
 
         See :class:`fabric.checkpoint.Checkpoints`, which saves, restores, and removes the older ones.
         """
-        return checkpoint.Checkpoints(self._running, folder, keep, best)
+        return checkpoint.Checkpoints(self._running_session, folder, keep, best)
 
     def load(
         self,
@@ -867,7 +882,7 @@ class Fabric(Reporting):
             CheckpointError: it is damaged or does not fit, with all reasons.
             UnsafeCheckpointError: it holds code, which is named and was not run.
         """
-        with self._running("load").checkpoints("load") as checkpoints:
+        with self._running_session("load").checkpoints("load") as checkpoints:
             return checkpoints.load(path, state, strict, rng, weights_only is not False)
 
     def load_raw(
@@ -880,7 +895,7 @@ class Fabric(Reporting):
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
             strict, weights_only: as for :meth:`load`, and so are the errors.
         """
-        with self._running("load_raw").checkpoints("load_raw") as checkpoints:
+        with self._running_session("load_raw").checkpoints("load_raw") as checkpoints:
             checkpoints.load_raw(path, obj, strict, weights_only is not False)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
@@ -888,7 +903,7 @@ class Fabric(Reporting):
 
         For other formats: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
         """
-        with self._running("get_state_dict").checkpoints("save") as checkpoints:
+        with self._running_session("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
 
     def seed_everything(
@@ -910,11 +925,103 @@ class Fabric(Reporting):
             raise UsageError("Fabric.seed_everything(...)", problem)
         world = self._plan.world or World()
         if seed is None and world.world_size > 1:
-            self._running("seed_everything")
+            self._running_session("seed_everything")
             seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
         chosen = seed_everything(seed, rank=world.rank, per_rank=per_rank)
         self._seed = {"seed": chosen, "workers": workers, "per_rank": per_rank}
         return chosen
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None; the user's own, which called directly writes on each process: see :meth:`log`."""
+        return next(iter(self._loggers.given), None)
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return list(self._loggers.given)
+
+    def describe(self) -> str:
+        """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
+        return "\n".join(
+            [*self._plan.describe(), *(self._session.describe() if self._session else [])]
+        )
+
+    __repr__ = describe
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+    def profile(
+        self, path: str | os.PathLike[str], steps: range | None = None
+    ) -> AbstractContextManager[None]:
+        """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
+        from fabric.tools.timeline import profile  # few programs need it
+
+        return profile(self._running_session("profile"), path, steps)
+
+    def timings(self) -> "Timings":
+        """Return where the time of the latest steps went, and which rank the others wait for.
+
+        Collective. See :class:`fabric.tools.timeline.Timings`.
+        """
+        from fabric.tools.timeline import timings  # few programs need it
+
+        return timings(self._running_session("timings"))
+
+    def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
+        """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
+
+        Collective with ``all_ranks``.
+        """
+        if all_ranks:
+            print_texts_of_ranks(self._communicator("print"), args, kwargs)
+        elif self._is_first():
+            print(*args, **kwargs)
+
+    def progress(
+        self, batches: Iterable[T], desc: str = "", metrics: Metrics | None = None
+    ) -> Iterable[T]:
+        """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
+
+        The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
+        has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
+        memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
+        written, which waits for a tensor on a device. A set-up loader whose position was loaded counts on from there.
+        """
+        sampler_kwargs = self._running_session("progress").strategy.distributed_sampler_kwargs
+        num_replicas = 1
+        if sampler_kwargs is not None:
+            num_replicas = sampler_kwargs["num_replicas"]
+        return Progress(batches, desc, metrics, num_replicas, self._is_first())
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
+        for callback in self._callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is not None:
+                hook(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand metrics to every logger, on the first process only.
+
+        They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
+        """
+        if self._is_first():
+            self._loggers.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any) -> None:
+        """Hand what the run was started with, a mapping or a namespace, to every logger that takes it, on rank 0."""
+        if self._is_first():
+            self._loggers.log_hyperparams(params)
+
+    def add_logger(self, logger: Any) -> None:
+        """Log to one more from now on: in every process of a launched job, or before it. See :mod:`fabric.loggers`."""
+        self._loggers.add(logger)
 
     def __getstate__(self) -> dict[str, Any]:
         # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
@@ -924,16 +1031,16 @@ class Fabric(Reporting):
     def _enter_rank(self, world: World | None) -> None:
         """Join the job, in a process that was just started for it."""
         self._plan = replace(self._plan, world=world)
-        self._running("launch")
+        self._running_session("launch")
         if self._seed:
             self.seed_everything(**self._seed)
 
-    def _running(self, call: str) -> Session:
+    def _running_session(self, call: str) -> Session:
         """The session, begun now if this process is the whole job or was made by a launcher."""
         if self._session is None:
             world = self._plan.world
             if self._closed or world is None:
-                raise self._not_running(call)
+                raise self._not_running_error(call)
             self._session = Session(self._plan, world, check_training=self._check_training)
             if self._timings:
                 from fabric.tools.timeline import Timeline  # few programs need it
@@ -942,7 +1049,7 @@ class Fabric(Reporting):
             atexit.register(self._at_exit)
         return self._session
 
-    def _not_running(self, call: str) -> UsageError:
+    def _not_running_error(self, call: str) -> UsageError:
         if self._closed:
             return UsageError(
                 f"fabric.{call}",
@@ -959,12 +1066,15 @@ class Fabric(Reporting):
     def _communicator(
         self, call: str, group: Group = None, op: Reduce | None = None
     ) -> Communicator:
-        return self._running(call).strategy.communicator(group, op)
+        return self._running_session(call).strategy.communicator(group, op)
 
     def _world(self, call: str) -> World:
         if self._plan.world is None:
-            raise self._not_running(call)
+            raise self._not_running_error(call)
         return self._plan.world
+
+    def _is_first(self) -> bool:
+        return (self._plan.world or World()).rank == 0
 
     def _at_exit(self) -> None:
         # After an uncaught exception the other ranks may be waiting for a call that this one will never make.

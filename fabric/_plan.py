@@ -30,7 +30,7 @@ from fabric.runtime import DEFAULT_TIMEOUT
 from fabric.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from fabric.world import World
 
-__all__ = ["LATE", "RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
+__all__ = ["AFTER_SCRIPT", "RUN_OPTIONS", "Plan", "parse_strategy", "resolve"]
 
 _START_METHODS = {
     "ddp": "popen",
@@ -58,7 +58,7 @@ RUN_OPTIONS = {
     key: f"FABRIC_{key.upper()}"
     for key in ("accelerator", "strategy", "devices", "num_nodes", "precision")
 }
-LATE = (
+AFTER_SCRIPT = (
     "_AFTER_SCRIPT"  # behind the names of these variables, for options that came after the script
 )
 _DEFAULTS: Mapping[str, Any] = {
@@ -307,7 +307,7 @@ def _refuse_unconnected_processes(strategy: Strategy, num_processes: int) -> Non
 def _refuse_late_options(env: Mapping[str, str], given: Mapping[str, Any]) -> None:
     """Raise for options of ``fabric run`` after the script that nobody reads: the job would run without them."""
     late = {
-        name: env.get(variable + LATE)
+        name: env.get(variable + AFTER_SCRIPT)
         for name, variable in RUN_OPTIONS.items()
         if given[name] in ("auto", None)
     }

@@ -289,13 +289,14 @@ def _doctor(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace) -> int:
     """``fabric run``."""
     worlds = _worlds(options)
-    from fabric._plan import LATE, RUN_OPTIONS
+    from fabric._plan import AFTER_SCRIPT, RUN_OPTIONS
     from fabric.launchers.logs import RankLogs
     from fabric.launchers.script import Script, run_script
 
     given = {variable: getattr(options, name) for name, variable in RUN_OPTIONS.items()}
     given |= {
-        variable + LATE: _late_option(options, name) for name, variable in RUN_OPTIONS.items()
+        variable + AFTER_SCRIPT: _late_option(options, name)
+        for name, variable in RUN_OPTIONS.items()
     }
     variables = {variable: str(value) for variable, value in given.items() if value is not None}
     words = [options.script, *options.arguments]

@@ -114,7 +114,7 @@ class Fabric(_Fabric):
         **_: Any,
     ) -> Any:
         """Set up a module, even a second time, and optimizers; calls ``on_after_setup`` of the callbacks."""
-        session = self._running("setup")
+        session = self._running_session("setup")
         model = next(
             (each for each in session.modules if self.unwrap(each) is self.unwrap(module)), None
         )
@@ -144,7 +144,7 @@ class Fabric(_Fabric):
         return _without_none(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
-        session = self._running("setup_optimizers")
+        session = self._running_session("setup_optimizers")
         new = [each for each in optimizers if each not in session.optimizers]
         session.setup_optimizers(new)
         if not session.modules:
@@ -187,7 +187,7 @@ class Fabric(_Fabric):
         self, data: Any, group: Any = None, sync_grads: bool = False, **ours: Any
     ) -> Any:
         """Tensors of shape ``(world_size, *s)``, of numbers too; on one process ``s``."""
-        self._running("all_gather")  # which sets the rank that says it
+        self._running_session("all_gather")  # which sets the rank that says it
         tensors = convert_to_tensors(data, self.device)
         _note("all_gather returns tensors for numbers, and adds no dimension on one process")
         if self.world_size == 1 and group is None:

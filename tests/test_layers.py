@@ -26,7 +26,6 @@ LAYERS = [
     ["optim.parameter_lists", "module", "strategies.sequence_parallel", "optim.loss_weights"],
     ["_session", "optim.ema"],
     ["tools.timeline"],
-    ["reporting"],
     ["_fabric"],
     ["tools"],
     ["cli", "legacy", "testing", "plotting", "__init__"],
@@ -40,7 +39,7 @@ ORDER = {
     "data": "metrics position sharding copies uneven loader",
     "diagnostics": "stacks recorder checker hang_report bypass uneven_inputs training_checks",
     "launchers": "serialize base rank preemption supervisor logs function script",
-    "loggers": "loggers",
+    "loggers": "loggers progress",
     "optim": "loss_scaler clipping parameter_lists loss_weights ema",
     "strategies": (
         "init_module base standalone parallel data_parallel ddp fsdp.state fsdp.options fsdp.api fsdp "
