@@ -23,7 +23,7 @@ from fabric.environments import Environment, detect
 from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.launchers import LAUNCHERS, InlineLauncher, Launcher, LaunchSpec
 from fabric.launchers.base import is_interactive, notebook_start_method
-from fabric.launchers.preemption import seconds_of
+from fabric.launchers.preemption import to_seconds
 from fabric.launchers.serialize import has_cloudpickle
 from fabric.precision import Precision, parse_precision
 from fabric.runtime import DEFAULT_TIMEOUT
@@ -249,7 +249,7 @@ def _parse_name(
 
 def _parse_duration(argument: str, value: Any) -> timedelta:
     """Seconds, a timedelta or a text; zero only for the watchdog, which it turns off."""
-    seconds = seconds_of(value)
+    seconds = to_seconds(value)
     if (
         isinstance(seconds, int | float)
         and 0 <= seconds <= _LONGEST

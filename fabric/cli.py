@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         explained on standard error before any process starts. The environment is as it was before.
     """
     try:
-        options = _parser().parse_args(argv)
+        options = _build_parser().parse_args(argv)
         return options.command(options)
     except FabricError as error:
         print(error, file=sys.stderr)
@@ -56,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigurationError(self.prog, message, usage, f"{self.prog} --help")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="fabric",
         description="Grow a PyTorch loop from one device to many.",

@@ -30,7 +30,7 @@ from fabric.diagnostics.hang_report import (
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision
-from fabric.store import JobStore, find_store, generation
+from fabric.store import JobStore, find_store, unused_prefix
 from fabric.world import World
 
 __all__ = ["DEFAULT_TIMEOUT", "Runtime"]
@@ -248,7 +248,7 @@ class Runtime:
             )
         shared = default_store() if is_connected else find_store(world, self.timeout)
         # Several runtimes may follow each other in the processes of a job: each has a part of the store.
-        store = dist.PrefixStore(f"fabric/{generation(shared, world, self.timeout)}", shared)
+        store = dist.PrefixStore(f"fabric/{unused_prefix(shared, world, self.timeout)}", shared)
         store.set_timeout(self.timeout)
         if is_connected:
             if self._users:

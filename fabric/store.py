@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import rendezvous
 from fabric.errors import ConfigurationError, UsageError
 from fabric.world import World
 
-__all__ = ["JobStore", "find_store", "generation"]
+__all__ = ["JobStore", "find_store", "unused_prefix"]
 
 _POLL = 0.005  # seconds
 
@@ -118,7 +118,7 @@ def find_store(world: World, timeout: timedelta) -> dist.Store:
     )[0]
 
 
-def generation(store: dist.Store, world: World, timeout: timedelta) -> str:
+def unused_prefix(store: dist.Store, world: World, timeout: timedelta) -> str:
     """A key prefix for the ranks that connect now, unused by any earlier user of this store.
 
     The processes of a job may have several runtimes in a row, which a counter tells apart. But torchrun keeps its store

@@ -21,7 +21,7 @@ import torch
 
 import fabric
 from fabric import Fabric, errors
-from fabric.cli import _parser
+from fabric.cli import _build_parser
 from tests.ranks import run_in_ranks
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("command", commands())
 def test_the_parser_takes_a_command_of_fabric(command: str) -> None:
-    _parser().parse_args(shlex.split(command)[1:])
+    _build_parser().parse_args(shlex.split(command)[1:])
 
 
 def test_the_shell_takes_every_block_for_it() -> None:

@@ -12,7 +12,12 @@ import pytest
 
 from fabric.errors import RankFailedError
 from fabric.launchers import LAUNCHERS, LaunchSpec
-from fabric.launchers.supervisor import COLLECT, DESCRIBE, END, INTERRUPT
+from fabric.launchers.supervisor import (
+    COLLECT_TIMEOUT,
+    DESCRIBE_TIMEOUT,
+    END_GRACE,
+    INTERRUPT_GRACE,
+)
 
 TAKEN_BY_ANOTHER_THREAD = """
 import signal, threading
@@ -68,8 +73,8 @@ def test_a_signal_to_a_process_that_a_rank_forked_is_not_one_to_the_rank():
 
 def test_what_fabric_itself_waits_for_leaves_time_within_five_seconds():
     poll = 0.1
-    assert poll + COLLECT + DESCRIBE + END <= 3.5
-    assert poll + INTERRUPT <= 3.5
+    assert poll + COLLECT_TIMEOUT + DESCRIBE_TIMEOUT + END_GRACE <= 3.5
+    assert poll + INTERRUPT_GRACE <= 3.5
 
 
 def sleep_with_the_lock():

@@ -27,9 +27,16 @@ from typing import Any, Literal
 
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
-from fabric.launchers.rank import Payload, RankConfig, ending_signals, main, receive, run
+from fabric.launchers.rank import (
+    Payload,
+    RankConfig,
+    ending_signals,
+    main,
+    receive_payload,
+    run_rank,
+)
 from fabric.launchers.serialize import Call, dump_call, load
-from fabric.launchers.supervisor import Start, Started, Supervisor, exit_status
+from fabric.launchers.supervisor import StartedProcess, StartProcess, Supervisor, exit_status
 
 __all__ = ["ProcessLauncher", "fork_server", "forkserver_main", "pickled_call"]
 
@@ -106,7 +113,7 @@ class ProcessLauncher(base.Launcher):
         job = Supervisor()
         try:
             with job:
-                start: Start = {
+                start: StartProcess = {
                     "spawn": _spawn,
                     "fork": partial(_fork, partial(fn, *args, **kwargs)),
                     "forkserver": fork_server(os.getpid()).start_rank,
@@ -182,14 +189,14 @@ def _load_call(
     return partial(fn, *args, **kwargs)
 
 
-def _spawn(control: Connection, config: RankConfig) -> Started:
+def _spawn(control: Connection, config: RankConfig) -> StartedProcess:
     process = base.start_interpreter(main, control.fileno(), stdin=subprocess.DEVNULL)
     return process.pid, process.poll
 
 
-def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> Started:
+def _fork(call: Callable[[], Any], control: Connection, config: RankConfig) -> StartedProcess:
     def be_rank() -> None:
-        sys.exit(run(control, replace(config, threads=1), lambda: call))
+        sys.exit(run_rank(control, replace(config, threads=1), lambda: call))
 
     process = multiprocessing.get_context("fork").Process(target=be_rank)
     # Finalizers of garbage may wait for threads that the copy does not have: collecting it there can crash or hang.
@@ -213,7 +220,7 @@ class _ForkServer:
         self._lock = threading.Lock()
         self._server: tuple[socket.socket, Callable[[], object]] | None = None
 
-    def start_rank(self, control: Connection, config: RankConfig) -> Started:
+    def start_rank(self, control: Connection, config: RankConfig) -> StartedProcess:
         """Fork a rank, which reads its configuration from its end of the control pipe."""
         with self._lock:
             if self._server is not None:
@@ -234,7 +241,7 @@ class _ForkServer:
 fork_server = cache(_ForkServer)
 
 
-def _request(requests: socket.socket, control: Connection) -> Started:
+def _request(requests: socket.socket, control: Connection) -> StartedProcess:
     status, theirs = multiprocessing.Pipe(duplex=False)
     with theirs:
         socket.send_fds(requests, [b"!"], [control.fileno(), theirs.fileno(), 1, 2])
@@ -308,4 +315,4 @@ def _served_rank(control: Connection, output: list[int], inherited: list[Any]) -
         os.dup2(fd, number)
         os.close(fd)
     # multiprocessing ends a forked process this way, since the exit handlers are the server's.
-    sys.exit(run(control, *receive(control)))
+    sys.exit(run_rank(control, *receive_payload(control)))

@@ -30,7 +30,7 @@ from fabric.runtime import Runtime
 from fabric.store import JobStore
 from fabric.world import read, read_integer
 
-__all__ = ["StopRequest", "exit_preempted", "seconds_of", "slurm_deadline"]
+__all__ = ["StopRequest", "exit_preempted", "slurm_deadline", "to_seconds"]
 
 # Seconds for ranks to agree, beside the timeout; between looks at what the thread has found; for an answer of SLURM's
 # controller; before the end of a SLURM job, unless the user says how many.
@@ -187,7 +187,7 @@ class StopRequest:
             previous(number, frame)
 
 
-def seconds_of(length: Any) -> Any:
+def to_seconds(length: Any) -> Any:
     """A timedelta, or a text such as ``"HH:MM:SS"`` or ``"D-HH:MM:SS"``, in seconds; anything else as it is."""
     if isinstance(length, str) and (parts := _CLOCK.fullmatch(length)):
         length = timedelta(**{unit: int(number) for unit, number in parts.groupdict("0").items()})

@@ -50,7 +50,7 @@ from fabric.world import World
 
 __all__ = [
     "PREEMPTED", "ControlThread", "Failure", "Payload", "RankConfig", "SignalHandler", "ending_signals",
-    "exit_process", "exit_with_late_error", "is_secondary", "main", "raise_on_signals", "receive", "run",
+    "exit_process", "exit_with_late_error", "is_secondary", "main", "raise_on_signals", "receive_payload", "run_rank",
     "stop_signals",
 ]  # fmt: skip
 
@@ -234,13 +234,13 @@ def main() -> None:
     """Run as a rank in an interpreter of its own; the number of the control pipe is the first argument."""
     control = Connection(int(sys.argv[1]))
     os.set_inheritable(control.fileno(), False)
-    config, payload = receive(control)
-    code = run(control, config, payload)
+    config, payload = receive_payload(control)
+    code = run_rank(control, config, payload)
     if code or not config.runs_script:
         exit_process(code)
 
 
-def receive(control: Connection) -> tuple[RankConfig, Payload]:
+def receive_payload(control: Connection) -> tuple[RankConfig, Payload]:
     """Receive the configuration and payload of a rank that does not share the supervisor's memory."""
     try:
         return control.recv()
@@ -249,7 +249,7 @@ def receive(control: Connection) -> tuple[RankConfig, Payload]:
         os._exit(1)
 
 
-def run(control: Connection, config: RankConfig, payload: Payload) -> int:
+def run_rank(control: Connection, config: RankConfig, payload: Payload) -> int:
     """Run the payload as this rank.
 
     Returns:

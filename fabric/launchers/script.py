@@ -18,7 +18,7 @@ from fabric.errors import ConfigurationError, RankFailedError, UsageError
 from fabric.launchers import base
 from fabric.launchers.logs import RankLogs
 from fabric.launchers.rank import RankConfig, main
-from fabric.launchers.supervisor import Started, Supervisor, exit_status
+from fabric.launchers.supervisor import StartedProcess, Supervisor, exit_status
 from fabric.world import World
 
 __all__ = ["Script", "ScriptLauncher", "run_script"]
@@ -187,7 +187,7 @@ def run_script(
         SystemExit: the job was preempted; see :meth:`Supervisor.run`.
     """
 
-    def start(control: Connection, config: RankConfig) -> Started:
+    def start(control: Connection, config: RankConfig) -> StartedProcess:
         stdin = None if config.world.local_rank == 0 else subprocess.DEVNULL
         shown = [script.name, *script.arguments[1:]]
         output = logs and logs.open(config.world.rank)

@@ -33,25 +33,32 @@ from fabric.errors import RankFailedError
 from fabric.launchers.rank import PREEMPTED, Failure, Payload, RankConfig, ending_signals
 from fabric.world import World, available_cores
 
-__all__ = ["RankProcess", "Started", "Supervisor", "describe_exit", "exit_status", "rank_variables"]
+__all__ = [
+    "RankProcess",
+    "StartedProcess",
+    "Supervisor",
+    "describe_exit",
+    "exit_status",
+    "rank_variables",
+]
 
-Started = tuple[int, Callable[[], int | None]]
+StartedProcess = tuple[int, Callable[[], int | None]]
 """A process id, and a function that returns the exit code: negative for a signal, None while it runs."""
-Start = Callable[[Connection, RankConfig], Started]
+StartProcess = Callable[[Connection, RankConfig], StartedProcess]
 """Starts a process and gives it this end of the control pipe."""
 
 # Seconds: for the other errors to arrive; for the ranks that remain to describe theirs; for ``finally`` blocks after a
 # failure and after an interruption; for an unresponsive rank; for the system to reap a killed process; from a signal to
 # one that repeats it. What a user waits for after a fault must total less than five: a test checks this.
-COLLECT = 1.0
-DESCRIBE = 0.3
-END = 2.0
-INTERRUPT = 3.0
-RESPOND = 1.0
-REAP = 5.0
-REPEAT = 0.3
+COLLECT_TIMEOUT = 1.0
+DESCRIBE_TIMEOUT = 0.3
+END_GRACE = 2.0
+INTERRUPT_GRACE = 3.0
+RESPONSE_TIME = 1.0
+REAP_TIMEOUT = 5.0
+REPEAT_WINDOW = 0.3
 # Seconds for a script that asks fabric.should_stop to write its checkpoint; the default of torchrun and of Kubernetes.
-SAVE = 30.0
+SAVE_GRACE = 30.0
 # Signals that conventionally end a process; programs choose the meaning of the others.
 _STANDARD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL = 0.1  # seconds between two looks at the processes
@@ -100,7 +107,7 @@ class RankProcess:
     Attributes:
         config: its configuration.
         pid: its process id.
-        exit_code_of: returns its exit code, or None.
+        read_exit_code: returns its exit code, or None.
         control: this end of its control pipe; see ``rank.py``.
         stack: the file with the stack of a fatal signal.
         messages: the content of its latest message of each kind.
@@ -110,7 +117,7 @@ class RankProcess:
 
     config: RankConfig
     pid: int
-    exit_code_of: Callable[[], int | None]
+    read_exit_code: Callable[[], int | None]
     control: Connection
     stack: _PrivateFile
     messages: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +142,7 @@ class RankProcess:
     def poll(self) -> bool:
         """Whether it has ended."""
         if self.exit_code is None:
-            self.exit_code = self.exit_code_of()
+            self.exit_code = self.read_exit_code()
             self.ended = monotonic()
         return self.exit_code is not None
 
@@ -263,7 +270,7 @@ class Supervisor:
         """Kill the ranks that still run, and wait until they are gone."""
         for rank in self.ranks:
             rank.kill()
-        self.collect_until(REAP)
+        self.collect_until(REAP_TIMEOUT)
         for rank in self.ranks:
             rank.control.close()
             rank.stack.close()
@@ -271,7 +278,7 @@ class Supervisor:
 
     def start(
         self,
-        start: Start,
+        start: StartProcess,
         worlds: Sequence[World],
         payload: Payload | None,
         results: str = "none",
@@ -312,11 +319,11 @@ class Supervisor:
             before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 with theirs:
-                    pid, exit_code_of = start(theirs, config)
+                    pid, read_exit_code = start(theirs, config)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)
             rank = RankProcess(
-                config=config, pid=pid, exit_code_of=exit_code_of, control=control, stack=stack
+                config=config, pid=pid, read_exit_code=read_exit_code, control=control, stack=stack
             )
             self.ranks.append(rank)
         for rank in self.ranks if payload else ():
@@ -345,8 +352,10 @@ class Supervisor:
             elif self.signals:
                 number, _ = self.signals[0]
                 # A second signal ends the wait, unless it follows at once: `timeout` and others send each signal twice.
-                grace = SAVE if saving and number != signal.SIGINT else INTERRUPT
-                self._end(number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT)
+                grace = SAVE_GRACE if saving and number != signal.SIGINT else INTERRUPT_GRACE
+                self._end(
+                    number, grace, lambda: self.signals[-1][1] - self.signals[0][1] > REPEAT_WINDOW
+                )
                 if any(rank.exit_code != PREEMPTED for rank in self.ranks):
                     raise KeyboardInterrupt
             if any(rank.has_failed() for rank in self.ranks):
@@ -388,16 +397,16 @@ class Supervisor:
 
     def _conclude(self) -> None:
         self.collect_until(
-            COLLECT, lambda: self.signals or all(rank.is_exiting for rank in self._alive())
+            COLLECT_TIMEOUT, lambda: self.signals or all(rank.is_exiting for rank in self._alive())
         )
         for rank in self._alive():
             rank.send("describe")
         self.collect_until(
-            DESCRIBE,
+            DESCRIBE_TIMEOUT,
             lambda: self.signals or all("described" in one.messages for one in self._alive()),
         )
         error = self._root_cause()
-        self._end(signal.SIGTERM, END)
+        self._end(signal.SIGTERM, END_GRACE)
         raise error
 
     def _end(self, number: int, grace: float, stop: Callable[[], object] = bool) -> None:
@@ -411,10 +420,10 @@ class Supervisor:
         until = monotonic() + grace
         while (alive := self._alive()) and (left := until - monotonic()) > 0 and not stop():
             before = sum(rank.processor_seconds() for rank in alive)
-            self.collect_until(min(RESPOND, left), stop)
+            self.collect_until(min(RESPONSE_TIME, left), stop)
             worked = sum(rank.processor_seconds() for rank in alive) - before
             responding = any("signal" in rank.messages or rank.is_exiting for rank in alive)
-            if self._alive() == alive and worked < _IDLE * RESPOND and not responding:
+            if self._alive() == alive and worked < _IDLE * RESPONSE_TIME and not responding:
                 break
 
     def _root_cause(self) -> RankFailedError:
