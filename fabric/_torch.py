@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache, partial
 from importlib import import_module
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -246,6 +246,28 @@ def is_compiling() -> bool:
     return any(
         ("/".join(code.co_filename.split(os.sep)[-2:]), code.co_name) in compilers for code in codes
     )
+
+
+class HookEntry(NamedTuple):
+    """A hook of a module, with the dict and the key under which the module holds it."""
+
+    hooks: Any
+    key: int
+    hook: Any
+
+
+def hook_entry(handle: Any) -> HookEntry:
+    """Return where a module holds a hook, so that the hook can be removed and put back.
+
+    torch's handle removes a hook for good, and holds the dict by a private weak reference.
+    """
+    hooks = handle.hooks_dict_ref()
+    return HookEntry(hooks, handle.id, hooks[handle.id])
+
+
+# A decorator for a hook of a tensor that need not be in a pickle or copy of the tensor: without it,
+# torch warns when it pickles a tensor with hooks.
+unserializable_hook: Callable[[Any], Any] = torch.utils.hooks.unserializable_hook
 
 
 # The name under which a ``torch.compile(module)`` holds the module. Part of its state dict's names.

@@ -1,5 +1,6 @@
 """What fabric relies on in names of torch that are private or were renamed."""
 
+import pickle
 from collections import OrderedDict, namedtuple
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -12,7 +13,6 @@ from torch import nn
 from torch.utils import data
 
 from fabric import Fabric, _torch
-from fabric.diagnostics.recorder import hook_place
 
 Pair = namedtuple("Pair", "left right")
 
@@ -301,13 +301,38 @@ def test_a_hook_is_taken_off_and_put_back_where_it_hangs():
     called = []
     module.register_forward_pre_hook(lambda *_: called.append("user's"))
     handle = module.register_forward_pre_hook(lambda *_: called.append("first"), prepend=True)
-    hooks, number, hook = hook_place(handle)
-    del hooks[number]
+    hooks, key, hook = _torch.hook_entry(handle)
+    del hooks[key]
     module(1)
-    hooks[number] = hook
-    hooks.move_to_end(number, last=False)
+    hooks[key] = hook
+    hooks.move_to_end(key, last=False)
     module(1)
     assert called == ["user's", "first", "user's"]
+
+
+def test_a_parameter_and_a_buffer_are_replaced_without_an_assignment():
+    class Guarded(nn.Module):
+        def __setattr__(self, name, value):
+            if name == "training":
+                super().__setattr__(name, value)
+                return
+            raise TypeError(name)
+
+    module = Guarded()
+    weight = nn.Parameter(torch.ones(1))
+    _torch.registered_parameters(module)["weight"] = weight
+    _torch.registered_buffers(module)["mean"] = torch.zeros(1)
+    assert module.weight is weight
+    assert module.state_dict().keys() == {"weight", "mean"}
+
+
+def test_an_unserializable_hook_is_left_out_of_a_pickle_without_a_warning():
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(_torch.unserializable_hook(lambda grad: grad * 2))
+    copied = pickle.loads(pickle.dumps(weight))
+    copied.sum().backward()
+    weight.sum().backward()
+    assert (weight.grad.item(), copied.grad.item()) == (2.0, 1.0)
 
 
 def test_rows_with_versions_of_their_own_share_memory_and_nothing_else():

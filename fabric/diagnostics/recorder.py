@@ -35,7 +35,7 @@ from fabric.communicators import Collective, Communicator, Operation, Reduce, fo
 from fabric.errors import CollectiveMismatchError, UsageError
 
 __all__ = [
-    "CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "agree", "hook_place", "in_words",
+    "CallSite", "Entry", "FlightRecorder", "Hooks", "RecordedCommunicator", "agree", "in_words",
     "sign", "user_call",
 ]  # fmt: skip
 
@@ -121,12 +121,6 @@ class Hooks:
 
     before: list[Callable[[], object]] = field(default_factory=list)
     after: list[Callable[[Any, BaseException | None], object]] = field(default_factory=list)
-
-
-def hook_place(handle: Any) -> tuple[Any, int, Any]:
-    """The dict that holds a torch hook, its key, and the hook, so that it can be removed and put back."""
-    hooks = handle.hooks_dict_ref()
-    return hooks, handle.id, hooks[handle.id]
 
 
 class FlightRecorder:

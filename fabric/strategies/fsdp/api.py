@@ -25,11 +25,16 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from fabric._torch import backward_unfinished, in_backward, unreduced_parameters, version
+from fabric._torch import (
+    backward_unfinished,
+    hook_entry,
+    in_backward,
+    unreduced_parameters,
+    version,
+)
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.contract import GradientContract
 from fabric.diagnostics.bypass import call_of_method, callable_parts
-from fabric.diagnostics.recorder import hook_place
 from fabric.diagnostics.training_checks import check_same_model
 from fabric.environments import Environment
 from fabric.errors import FabricError, UsageError
@@ -442,7 +447,7 @@ class ShardedForward:
         root.register_forward_hook(self._leave, always_call=True)
         # First, before FSDP's own hooks take a part for the root of a model. Off within a forward pass, to save time.
         self._places = [
-            hook_place(
+            hook_entry(
                 part.register_forward_pre_hook(partial(self._refuse_part, path), prepend=True)
             )
             for path, part in callable_parts(root, self._sharded.__contains__)
