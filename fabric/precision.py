@@ -10,22 +10,45 @@ Integers and booleans are never touched.
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fabric.errors import ConfigurationError
+from fabric.accelerators import EntryPoint
+from fabric.errors import ArgumentTypeError, ConfigurationError
 from fabric.tree import map_tensors
 
 __all__ = [
-    "PRECISIONS", "PRECISION_ALIASES", "LossScale", "Precision", "PrecisionName", "cast_inputs", "cast_outputs",
+    "PRECISIONS",
+    "PRECISION_ALIASES",
+    "LossScale",
+    "Precision",
+    "PrecisionName",
+    "cast_inputs",
+    "cast_outputs",
     "parse_precision",
-]  # fmt: skip
+]
 
-PrecisionName = Literal[
-    "32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mixed", "64", "32", "16", "bf16", 64, 32, 16
-]  # fmt: skip
+PrecisionName = (
+    Literal[
+        "32-true",
+        "64-true",
+        "16-true",
+        "bf16-true",
+        "16-mixed",
+        "bf16-mixed",
+        "64",
+        "32",
+        "16",
+        "bf16",
+        64,
+        32,
+        16,
+    ]
+    | EntryPoint
+)
 
 # The method of modules that converts floating tensors to a dtype.
 _CONVERTERS = {
@@ -159,19 +182,35 @@ PRECISION_ALIASES = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16":
 
 
 def parse_precision(precision: Precision | PrecisionName | None) -> Precision:
-    """A row of the table from its name or alias; None is ``32-true``, and a custom row is returned as it is.
+    """Return the precision of a name, an alias or an entry point. None is ``32-true``.
+
+    A :class:`Precision` is returned unchanged.
 
     Raises:
-        ConfigurationError: there is no such precision; the text lists those there are.
+        ConfigurationError: there is no precision of that name. The text lists those that exist.
+        ArgumentTypeError: an entry point is neither a precision nor a class of one.
     """
     if isinstance(precision, Precision):
         return precision
     name = "32-true" if precision is None else str(precision).lower()
     name = PRECISION_ALIASES.get(name, name)
-    if name not in PRECISIONS:
-        expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES)))
+    if name in PRECISIONS:
+        return PRECISIONS[name]
+    # Looked up only for other names: reading what all installed packages declare takes milliseconds.
+    plugins = {plugin.name: plugin for plugin in entry_points(group="fabric.precisions")}
+    if name not in plugins:
+        expected = ", ".join(map(repr, (*PRECISIONS, *PRECISION_ALIASES, *plugins)))
         raise ConfigurationError(f"precision={precision!r}", "there is no such precision", expected)
-    return PRECISIONS[name]
+    loaded = plugins[name].load()
+    if callable(loaded):
+        loaded = loaded()
+    if not isinstance(loaded, Precision):
+        raise ArgumentTypeError(
+            f"precision={precision!r}",
+            f"its entry point {plugins[name].value!r} is of type {type(loaded).__name__}",
+            "a fabric.precision.Precision, or a subclass or function that returns one without arguments",
+        )
+    return loaded
 
 
 def cast_inputs(

@@ -358,26 +358,68 @@ def test_a_plugin_accelerator_can_be_passed_as_an_object() -> None:
     assert Fabric(accelerator=board, environment="none").accelerator is board
 
 
-@pytest.mark.parametrize("kind", ["strategy", "accelerator"])
-def test_d22_an_installed_package_adds_names_through_entry_points(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PLUGINS = """
+from fabric.accelerators import CPUAccelerator
+from fabric.precision import PRECISIONS, Precision
+from fabric.strategies import SingleDeviceStrategy
+
+class OurPrecision(Precision):
+    def __init__(self):
+        super().__init__(name="ours")
+
+def make_strategy():
+    return SingleDeviceStrategy()
+
+not_a_precision = 3
+one_of_the_table = PRECISIONS["bf16-mixed"]
+"""
+
+
+def install_plugin(folder: Path, group: str, target: str) -> None:
+    """Write a package with an entry point called ours."""
+    (folder / "ours.py").write_text(PLUGINS)
+    metadata = folder / "ours-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\nours = ours:{target}\n")
+
+
+@pytest.mark.parametrize(
+    ("argument", "group", "target", "class_name"),
+    [
+        ("strategy", "fabric.strategies", "make_strategy", "SingleDeviceStrategy"),
+        ("accelerator", "fabric.accelerators", "CPUAccelerator", "CPUAccelerator"),
+        ("precision", "fabric.precisions", "OurPrecision", "OurPrecision"),
+        ("precision", "fabric.precisions", "one_of_the_table", "Precision"),
+    ],
+)
+def test_an_installed_package_adds_names_through_entry_points(
+    argument: str,
+    group: str,
+    target: str,
+    class_name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "ours.py").write_text(
-        "from fabric.accelerators import CPUAccelerator\nfrom fabric.strategies import SingleDeviceStrategy\n"
-        "def strategy():\n    return SingleDeviceStrategy()\n"
-        "def accelerator():\n    return CPUAccelerator()\n"
-    )
-    group = {"strategy": "fabric.strategies", "accelerator": "fabric.accelerators"}[kind]
-    (tmp_path / "ours-1.0.dist-info").mkdir()
-    (tmp_path / "ours-1.0.dist-info" / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: ours\nVersion: 1.0\n"
-    )
-    (tmp_path / "ours-1.0.dist-info" / "entry_points.txt").write_text(
-        f"[{group}]\nours = ours:{kind}\n"
-    )
+    install_plugin(tmp_path, group, target)
     monkeypatch.syspath_prepend(tmp_path)
-    fabric = plan(**{kind: "ours"})
-    assert (
-        type(getattr(fabric, kind))
-        is {"strategy": SingleDeviceStrategy, "accelerator": CPUAccelerator}[kind]
-    )
+    resolved = plan(**{argument: "ours"})
+    assert type(getattr(resolved, argument)).__name__ == class_name
+
+
+def test_an_entry_point_that_is_no_precision_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, "fabric.precisions", "not_a_precision")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ArgumentTypeError, match="'ours:not_a_precision' is of type int"):
+        plan(precision="ours")
+
+
+def test_an_unknown_precision_lists_entry_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_plugin(tmp_path, "fabric.precisions", "OurPrecision")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigurationError, match="'bf16', 'ours'"):
+        plan(precision="theirs")
