@@ -1,8 +1,8 @@
-"""The module that ``setup`` returns: the user's module, reached through the strategy and the precision."""
+"""The module that ``setup`` returns: the user's module, reached through strategy and precision."""
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fabric._torch import (
+    registered_buffers,
+    registered_modules,
+    registered_parameters,
+    set_registered,
+    uncompiled,
+)
 from fabric.contract import GradientContract
 from fabric.diagnostics.bypass import BypassGuard
 from fabric.diagnostics.recorder import Hooks
 from fabric.errors import ArgumentTypeError, UsageError
 from fabric.precision import Precision, cast_inputs, cast_outputs
-from fabric.strategies.base import uncompiled
 
 __all__ = ["FabricModule"]
 
@@ -24,32 +30,38 @@ Forward = Callable[..., Any]
 Compiled = Forward  # what torch.compile makes of a module, to type checkers
 Module = nn.Module | Compiled
 
+_FORWARD_METHODS = ("training_step", "validation_step", "test_step", "predict_step")
+# Methods of nn.Module that may change the dtype of parameters.
+_CONVERSIONS = ("to", "type", "double", "float", "half", "bfloat16")
+
 
 class FabricModule(nn.Module):
     """The user's module, with its forward pass under a strategy and a precision.
 
-    The same type under every strategy. Calling it runs the prepared module: gradients are synchronized where the
-    strategy does so, inputs and outputs have the dtypes of the precision. Everything else is the user's module:
-    parameters, buffers and submodules under their own names, attributes to read and to write, methods, hooks,
-    ``train``, ``eval``, ``to``, items and a length. To type checkers it is an object of the user's class. A change of
-    dtype is refused where gradients are synchronized in the one that the parameters had in ``setup``. It may be part of
+    The same type under every strategy. Calling it runs the prepared module: gradients are
+    synchronized where the strategy does so, inputs and outputs have the dtypes of the precision.
+    Everything else is the user's module: parameters, buffers and submodules under their own names,
+    attributes to read and to write, methods, hooks, ``train``, ``eval``, ``to``, items and a
+    length. To type checkers it is an object of the user's class. A change of dtype is refused where
+    gradients are synchronized in the dtype that the parameters had in ``setup``. It may be part of
     another ``nn.Module``, and be compiled by ``torch.compile`` before or after.
 
-    A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its precision, not the
-    strategy. Neither is possible for a sharded module.
+    A copy by ``copy.deepcopy`` works like the original. A pickle holds the user's module and its
+    precision, not the strategy. Neither is possible for a sharded module.
 
-    A method that computes a loss is a forward pass too: those named ``training_step``, ``validation_step``,
-    ``test_step`` and ``predict_step`` run through the prepared module, others once they are marked with
-    :meth:`mark_forward_method`. Under a strategy that synchronizes in forward, a backward pass through any other
-    method or a submodule raises a :class:`fabric.errors.UsageError`.
+    A method that computes a loss is a forward pass too: those named ``training_step``,
+    ``validation_step``, ``test_step`` and ``predict_step`` run through the prepared module, others
+    once they are marked with :meth:`mark_forward_method`. Under a strategy that synchronizes in
+    forward, a backward pass through any other method or a submodule raises a
+    :class:`fabric.errors.UsageError`.
 
     Args:
         module: the user's module.
-        prepared: what the strategy made of it.
-        precision: dtypes of the forward pass.
-        device: device of this process.
-        hooks: what is called around a forward pass.
-        contract: how its gradients are synchronized; None for a copy or a loaded pickle.
+        prepared: the prepared module, which the strategy returned for it.
+        precision: the dtypes of the forward pass.
+        device: the device of this process.
+        hooks: the functions to call before and after a forward pass.
+        contract: how its gradients are synchronized. None for a copy or a loaded pickle.
         guard: watches methods that bypass the forward pass, under a strategy that needs it.
     """
 
@@ -63,12 +75,17 @@ class FabricModule(nn.Module):
         contract: GradientContract | None = None,
         guard: BypassGuard | None = None,
     ) -> None:
-        # Not nn.Module.__init__: the state is that of the user's module, and what is not found here is looked up there.
+        # Not nn.Module.__init__: the state is that of the user's module, and what is not found on
+        # this object is looked up on the user's module.
         original = uncompiled(module)
-        self.__dict__.update(
-            _parameters=original._parameters,
-            _buffers=original._buffers,
-            _modules=original._modules,
+        set_registered(
+            self,
+            registered_parameters(original),
+            registered_buffers(original),
+            registered_modules(original),
+        )
+        # Past __setattr__, which sets attributes of the user's module.
+        vars(self).update(
             _fabric_module=module,
             _fabric_original=original,
             _fabric_prepared=prepared,
@@ -76,12 +93,7 @@ class FabricModule(nn.Module):
             _fabric_device=device,
             _fabric_contract=contract,
             _fabric_guard=guard,
-            _fabric_forward_methods={
-                "training_step",
-                "validation_step",
-                "test_step",
-                "predict_step",
-            },
+            _fabric_forward_methods=set(_FORWARD_METHODS),
             _fabric_hooks=hooks,
         )
         self._bind_forward()
@@ -113,20 +125,21 @@ class FabricModule(nn.Module):
         return self._fabric_module
 
     def mark_forward_method(self: Any, method: str | Callable[..., Any]) -> None:
-        """Have a method of the user's module run through the prepared module, as a forward pass of its own.
+        """Run a method of the user's module through the prepared module, as a forward pass.
 
-        For type checkers, to whom what ``setup`` returns is the user's module:
+        Type checkers take what ``setup`` returns for the user's module. For them write:
         ``FabricModule.mark_forward_method(model, "loss")``.
 
         Args:
             method: the method or its name.
 
         Raises:
-            ArgumentTypeError: the user's module has no such method.
+            ArgumentTypeError: the user's module has no such method, or it is ``forward``.
         """
+        original = self._fabric_original
         name = str(getattr(method, "__name__", method))
-        if name == "forward" or not callable(getattr(self._fabric_original, name, None)):
-            problem = f"{type(self._fabric_original).__name__} has no method {name!r}, or it is forward itself"
+        if name == "forward" or not callable(getattr(original, name, None)):
+            problem = f"{type(original).__name__} has no method {name!r}, or it is forward itself"
             raise ArgumentTypeError(f"mark_forward_method({method!r})", problem)
         self._fabric_forward_methods.add(name)
 
@@ -156,7 +169,8 @@ class FabricModule(nn.Module):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._fabric_original)})
 
-    # What a container has. Python looks for these on the class, and where the user's module has none, it says so.
+    # The methods of a container, which Python looks up on the class. A user's module without one
+    # raises its own error.
     def __getitem__(self, index: Any) -> Any:
         return self._fabric_original[index]
 
@@ -173,18 +187,22 @@ class FabricModule(nn.Module):
         return f"FabricModule({self._fabric_module!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FabricModule":
-        return _rebuild(*copy.deepcopy(self._parts(self._fabric_prepared), memo))
+        arguments = self._rebuild_arguments(self._fabric_prepared)
+        return _rebuild(*copy.deepcopy(arguments, memo))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, self._parts(self._fabric_module)
+        return _rebuild, self._rebuild_arguments(self._fabric_module)
 
-    def _parts(self, prepared: nn.Module) -> tuple[Any, ...]:
-        """What a copy of this module with another prepared module is made of."""
-        if self._fabric_contract is not None and self._fabric_contract.is_sharded:
+    def _rebuild_arguments(self, prepared: nn.Module) -> tuple[Any, ...]:
+        """Return the arguments of :func:`_rebuild` for a copy with another prepared module."""
+        contract = self._fabric_contract
+        if contract is not None and contract.is_sharded:
             raise UsageError(
                 "a copy or a pickle of the model",
-                "its parameters are sharded over the ranks, and a copy of this rank's shards is no model",
-                suggestion="fabric.ema(model) for averaged weights; fabric.save(path, {'model': model}) for a copy",
+                "its parameters are sharded over the ranks, and a copy of this rank's shards is "
+                "not a model",
+                suggestion="fabric.ema(model) for averaged weights; "
+                "fabric.save(path, {'model': model}) for a copy",
             )
         return (
             self._fabric_forward_methods,
@@ -195,29 +213,33 @@ class FabricModule(nn.Module):
         )
 
     def _bind_forward(self) -> None:
-        """Have the forward pass cast to the dtypes that the parameters have now."""
+        """Choose the forward pass by the dtypes of the parameters, again after each change."""
+        # Past __setattr__, which sets attributes of the user's module.
+        vars(self)["_fabric_forward"] = self._casting_forward()
+
+    def _casting_forward(self) -> Forward:
+        """Return the prepared module's forward pass under the precision."""
+        forward: Forward = self._fabric_prepared
         contract = self._fabric_contract
         precision = self._fabric_precision
-        forward = self._fabric_prepared
         device_type = self._fabric_device.type
-        if contract is None or not contract.casts:
-            dtypes = {
-                parameter.dtype
-                for parameter in self._fabric_original.parameters()
-                if parameter.is_floating_point()
-            }
-            if precision.compute_dtype is None and len(dtypes) == 1:
-                forward = _true_forward(forward, dtypes.pop())
-            if precision.compute_dtype is not None and not precision.has_own_context:
-                # Not precision.forward_context, which would be one more call in every step.
-                autocast = partial(torch.autocast, device_type, dtype=precision.compute_dtype)
-                forward = _forward_within(forward, autocast, precision.output_dtype)
+        strategy_casts = contract is not None and contract.casts
+        if precision.compute_dtype is None and not strategy_casts:
+            dtype = _common_dtype(self._fabric_original)
+            if dtype is not None:
+                forward = _true_forward(forward, dtype)
         if precision.has_own_context:
             context = partial(precision.forward_context, device_type)
-            forward = _forward_within(forward, context, precision.output_dtype)
-        self.__dict__["_fabric_forward"] = forward
+        elif precision.compute_dtype is not None and not strategy_casts:
+            # Not precision.forward_context, which would be one more call in every step.
+            context = partial(torch.autocast, device_type, dtype=precision.compute_dtype)
+        else:
+            return forward
+        return _forward_within(forward, context, precision.output_dtype)
 
     def _through_forward(self, method: MethodType) -> Callable[..., Any]:
+        """Return a function that runs a method as the forward pass of the prepared module."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             with _forward_replaced(self._fabric_original, method):
                 return self(*args, **kwargs)
@@ -227,7 +249,8 @@ class FabricModule(nn.Module):
 
 
 def _delegate(name: str) -> Callable[..., Any]:
-    converts = name in ("to", "type", "double", "float", "half", "bfloat16")  # may change dtypes
+    """Return a method that calls the method ``name`` of the user's module."""
+    converts = name in _CONVERSIONS
 
     def method(self: FabricModule, *args: Any, **kwargs: Any) -> Any:
         if converts and self._fabric_contract is not None:
@@ -235,22 +258,27 @@ def _delegate(name: str) -> Callable[..., Any]:
         result = getattr(self._fabric_original, name)(*args, **kwargs)
         if converts:
             self._bind_forward()
-        return self if result is self._fabric_original else result
+        if result is self._fabric_original:
+            return self
+        return result
 
     method.__name__ = name
     method.__doc__ = getattr(nn.Module, name).__doc__
     return method
 
 
-# nn.Module's own methods would be found on this class before __getattr__ is asked; the user's module's are meant.
+# Python finds nn.Module's own methods on this class before it asks __getattr__, and the methods of
+# the user's module are meant.
 for _name, _ in inspect.getmembers(nn.Module, inspect.isfunction):
     if not _name.startswith("__") and _name not in FabricModule.__dict__:
         setattr(FabricModule, _name, _delegate(_name))
 
 
 def _true_forward(forward: Forward, dtype: torch.dtype) -> Forward:
+    """Return a forward pass that casts floating inputs to the dtype of the parameters."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Most models take one tensor, and most often it is right.
+        # Most models take one tensor, and most often its dtype is right.
         if kwargs or len(args) != 1 or type(args[0]) is not Tensor or args[0].dtype is not dtype:
             args, kwargs = cast_inputs(dtype, args, kwargs)
         return forward(*args, **kwargs)
@@ -275,28 +303,48 @@ def _forward_within(
     return run
 
 
+def _common_dtype(module: nn.Module) -> torch.dtype | None:
+    """Return the dtype of a module's floating parameters, or None if they differ or are missing."""
+    dtypes: set[torch.dtype] = set()
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            dtypes.add(parameter.dtype)
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
 @contextmanager
-def _forward_replaced(module: nn.Module, method: MethodType) -> Any:
-    """Within, the next call of ``module`` runs ``method``; inside of that, ``forward`` is the module's own again."""
-    own = {name: value for name, value in vars(module).items() if name == "forward"}
+def _forward_replaced(module: nn.Module, method: MethodType) -> Iterator[None]:
+    """Have the next call of ``module`` run ``method``, with the module's own ``forward`` inside."""
+    attributes = vars(module)
+    has_own_forward = "forward" in attributes  # a user may have assigned one to the object
+    own_forward = attributes.get("forward")
 
     def restore(called: nn.Module) -> None:
-        vars(called).pop("forward", None)
-        vars(called).update(own)
+        if has_own_forward:
+            vars(called)["forward"] = own_forward
+        else:
+            vars(called).pop("forward", None)
 
-    def once(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def run_method_once(called: nn.Module, *args: Any, **kwargs: Any) -> Any:
         restore(called)
         return method.__func__(called, *args, **kwargs)
 
     # A method, so that a replica of the module can have it as one of its own.
-    vars(module)["forward"] = MethodType(once, module)
+    attributes["forward"] = MethodType(run_method_once, module)
     try:
         yield
     finally:
         restore(module)
 
 
-def _rebuild(marked: set[str], *parts: Any) -> FabricModule:
-    copied = FabricModule(*parts, hooks=Hooks())
-    copied._fabric_forward_methods.update(marked)
-    return copied
+def _rebuild(
+    forward_methods: set[str],
+    module: nn.Module,
+    prepared: nn.Module,
+    precision: Precision,
+    device: torch.device,
+) -> FabricModule:
+    """Make a copied or loaded module. Pickles name this function."""
+    rebuilt = FabricModule(module, prepared, precision, device, Hooks())
+    rebuilt._fabric_forward_methods.update(forward_methods)
+    return rebuilt
