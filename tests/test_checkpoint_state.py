@@ -15,7 +15,14 @@ from torch.utils.data import DataLoader
 
 from fabric.checkpoint import FullCheckpoint
 from fabric.checkpoint.restore import check_fits, restore
-from fabric.checkpoint.state import FORMAT_VERSION, METADATA_KEY, Access, collect, pop_metadata
+from fabric.checkpoint.state import (
+    FORMAT_VERSION,
+    METADATA_KEY,
+    StateDicts,
+    check_plain,
+    pop_metadata,
+    select_content,
+)
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 
 
@@ -44,28 +51,41 @@ class Counter:
         self.value = state["value"]
 
 
-def module_state(module):
-    return module.state_dict()
+class TorchStrategy:
+    """Reads and restores state dicts as torch does, without shards."""
+
+    def get_module_state_dict(self, module, *, sharded=False):
+        return module.state_dict()
+
+    def load_module_state_dict(self, module, state_dict, strict=True):
+        module.load_state_dict(state_dict, strict=strict)
+
+    def load_optimizer_state_dict(self, optimizer, state_dict):
+        optimizer.load_state_dict(state_dict)
+
+    def full_state(self, state):
+        return state
 
 
-def load_module(module, content, strict):
-    module.load_state_dict(content, strict=strict)
+def prepared_module(module):
+    return module
 
 
-ACCESS = Access(
-    module_state, load_module, lambda optimizer, content: optimizer.load_state_dict(content), dict
-)
+STATE_DICTS = StateDicts(TorchStrategy(), prepared_module)
 
 
 def save(state, filter=None, trainable_only=False):
-    return collect(state, ACCESS.read(state), filter, trainable_only, True)
+    content = select_content(state, STATE_DICTS.read(state), filter, trainable_only)
+    for name, value in content.items():
+        check_plain(name, value)
+    return content
 
 
 def load(loaded, state, strict=True):
     if state is not None:
         pop_metadata(loaded)
-        check_fits(loaded, state, module_state, strict)
-    return restore(loaded, {} if state is None else state, ACCESS, strict)
+        check_fits(loaded, state, STATE_DICTS.of_module, strict)
+    return restore(loaded, {} if state is None else state, STATE_DICTS, strict)
 
 
 def through_a_file(content, tmp_path):
@@ -187,7 +207,7 @@ def test_plain_data_is_kept_with_its_type(tmp_path, value):
 def test_data_that_holds_itself_is_refused():
     ring = [1]
     ring.append(ring)
-    with pytest.raises(ArgumentTypeError, match="holds itself"):
+    with pytest.raises(ArgumentTypeError, match="contains itself"):
         save({"ring": ring})
 
 
@@ -229,7 +249,9 @@ def test_an_object_whose_state_is_not_plain_is_refused():
 def test_no_module_is_asked_before_the_other_entries_are_checked():
     asked = []
     with pytest.raises(ArgumentTypeError):
-        replace(ACCESS, module_state=asked.append).read({"model": nn.Linear(1, 1), "f": print})
+        replace(STATE_DICTS, prepared_module=asked.append).read(
+            {"model": nn.Linear(1, 1), "f": print}
+        )
     assert not asked
 
 

@@ -34,7 +34,7 @@ LAYERS = [
 ]
 # The files of each package, from the lowest to the highest. An __init__ comes after all files of its package.
 ORDER = {
-    "checkpoint": "state storage file async_save stored sharded restore save_load keeper",
+    "checkpoint": "encoding state storage file async_save stored sharded restore save_load keeper",
     "collectives": "buckets objects ops",
     "communicators": "base process_group",
     "data": "metrics position sharding copies uneven loader",

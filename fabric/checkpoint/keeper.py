@@ -28,7 +28,7 @@ from fabric.checkpoint import file
 from fabric.checkpoint.async_save import PendingSave
 from fabric.checkpoint.file import raise_on_any_rank_error as agreed
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
-from fabric.checkpoint.state import State, listed
+from fabric.checkpoint.state import State, join_names
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import INDEX
 from fabric.communicators import Communicator
@@ -195,11 +195,13 @@ class Checkpoints:
             else:
                 if passed:
                     raise CheckpointError(
-                        f"restore from {str(self._folder)!r}", listed(passed), "one that is whole"
+                        f"restore from {str(self._folder)!r}",
+                        join_names(passed),
+                        "one that is whole",
                     )
                 return None
         if passed and self._communicator.rank == 0:
-            warnings.warn(f"{name} is restored; {listed(passed)}", stacklevel=2)
+            warnings.warn(f"{name} is restored; {join_names(passed)}", stacklevel=2)
         self._metrics[name] = self._metrics.pop(name)
         self._publish(self._communicator)
         return int(name.rpartition("-")[2])

@@ -35,6 +35,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from fabric.checkpoint.encoding import flatten_state, local_chunks, to_json
 from fabric.checkpoint.file import (
     FullCheckpoint,
     Written,
@@ -50,10 +51,7 @@ from fabric.checkpoint.state import (
     FORMAT_VERSION,
     METADATA_KEY,
     State,
-    encode,
-    flatten_state,
-    listed,
-    local_chunks,
+    join_names,
 )
 from fabric.checkpoint.storage import Location, RemotePath
 from fabric.checkpoint.stored import DATA_NAME, FORMAT, INDEX, StoredCheckpoint, read_index
@@ -122,7 +120,7 @@ class ShardedCheckpoint:
 
             def write() -> _Files:
                 if different := kept.keys() ^ tensors.keys():
-                    problem = f"not both rank 0 and rank {rank} have these tensors: {listed(sorted(different))}"
+                    problem = f"not both rank 0 and rank {rank} have these tensors: {join_names(sorted(different))}"
                     raise CheckpointError(
                         request, problem, "a state of the same structure on every rank"
                     )
@@ -141,14 +139,12 @@ class ShardedCheckpoint:
                             {name: prod(sizes) for name, (_, sizes, _) in chunks.items()}
                         )
                     if wrong := [name for name, number in missing.items() if number]:
-                        problem = (
-                            f"what ranks hold of these does not make up a tensor: {listed(wrong)}"
-                        )
+                        problem = f"what ranks hold of these does not make up a tensor: {join_names(wrong)}"
                         raise CheckpointError(request, problem)
                     described = {
                         name: [str(tensors[name].dtype), [*tensors[name].shape]] for name in missing
                     }
-                    metadata = encode(state.get(METADATA_KEY, {}))
+                    metadata = to_json(state.get(METADATA_KEY, {}))
                     index = {
                         "files": files,
                         "tensors": described,
@@ -311,7 +307,7 @@ def _model_entry(request: str, content: State, key: str | None) -> str:
     if len(chosen) == 1:
         return chosen[0]
     problem = f"of its entries, {len(models) or 'none'} can be a model; --key names none of them"
-    raise ConfigurationError(request, problem, listed(map(repr, models)))
+    raise ConfigurationError(request, problem, join_names(map(repr, models)))
 
 
 def _write_rank(
@@ -331,7 +327,7 @@ def _write_rank(
     if per_rank:
         name = f"rank-{rank:05}-{save}.json"
         with _data_file(folder, name) as file:
-            text = json.dumps(encode(dict(per_rank)), allow_nan=False).encode()
+            text = json.dumps(to_json(dict(per_rank)), allow_nan=False).encode()
             file.write(text)
             files[name] = zlib.crc32(text), {}
     return files
