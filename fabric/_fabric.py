@@ -1045,7 +1045,7 @@ class Fabric:
             if self._timings:
                 from fabric.tools.timeline import Timeline  # few programs need it
 
-                self._session._cleanup.callback(Timeline(self._session).close)
+                self._session.attach(Timeline(self._session))
             atexit.register(self._at_exit)
         return self._session
 

@@ -50,6 +50,19 @@ ORDER = {
     "tools": "timeline throughput plotting doctor dry_run",
 }
 
+# The facade has methods that call tools, and imports the tools inside of these methods.
+LAZY_FACADE = {"_fabric"}
+MAY_IMPORT_TOOLS = LAZY_FACADE | {
+    "tools",
+    "loggers",
+    "cli",
+    "plotting",
+    "legacy",
+    "testing",
+    "__init__",
+    "__main__",
+}
+
 
 def layer_numbers() -> dict[str, int]:
     numbers = {}
@@ -139,6 +152,23 @@ def imports_from_behind(path: Path) -> set[str]:
 def test_a_file_imports_only_from_lower_layers() -> None:
     for path in FILES:
         assert imports_from_above(path) == set(), module_name(path)
+
+
+def test_the_core_imports_no_tool() -> None:
+    for path in FILES:
+        importer = module_name(path)
+        if package_of(importer) in MAY_IMPORT_TOOLS:
+            continue
+        for name in imported_modules(path):
+            assert package_of(name) != "tools", f"{importer} imports {name}"
+
+
+def test_the_facade_imports_tools_only_inside_functions() -> None:
+    for name in LAZY_FACADE:
+        tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom):
+                assert not (node.module or "").startswith("fabric.tools"), name
 
 
 def test_every_file_of_a_package_has_its_place() -> None:

@@ -24,7 +24,7 @@ import os
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from threading import get_ident
@@ -36,8 +36,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from typing_extensions import override
 
-from fabric._session import Session, rank_zero_first
+from fabric._session import Session, SessionObserver, rank_zero_first
 from fabric._torch import in_backward, profiled, wrap_collectives
 from fabric.diagnostics.recorder import Hooks, in_words
 from fabric.errors import ConfigurationError, UsageError
@@ -63,12 +64,12 @@ class Wait(str):
     """The name of a span in which this rank may wait for others."""
 
 
-class Timeline:
+class Timeline(SessionObserver):
     """Measures the phases of a session, by hooks, until it is closed; see ``[Note: Timeline]``.
 
     Attributes:
         now: returns a mark of the current time.
-        close: removes all hooks; measurements are kept.
+        is_active: whether it measures, until it is closed.
         steps: number of finished steps.
         on_step: called with ``steps`` after each step; ``bool`` outside of a profile.
         trace: the latest spans, including those of steps, up to its ``maxlen``.
@@ -91,19 +92,22 @@ class Timeline:
         self._step_began = self._round_began = self.now()
         self._is_disturbed = True  # this round has work outside of the loop
         hooks = self._hooks = ExitStack()
-        self.close = hooks.close
         hooks.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._watch("backward", session.backward)
         if (recorder := runtime.recorder) is not None:
             hooks.callback(setattr, recorder, "around", recorder.around)
             recorder.around = lambda entry: self.during(Wait(entry))
-        for model in session.modules:
-            self.watch(model)
-        session.timeline = session.measured = self
-        hooks.callback(setattr, session, "timeline", None)
+        self.is_active = True
+        hooks.callback(setattr, self, "is_active", False)
 
-    def watch(self, model: FabricModule) -> None:
+    @override
+    def close(self) -> None:
+        """Remove all hooks. What was measured is kept."""
+        self._hooks.close()
+
+    @override
+    def on_setup(self, model: FabricModule) -> None:
         """Record the forward passes of a set-up module, and when its gradients and buffers are ready."""
         contract = model._fabric_contract
         undo = self._hooks.callback
@@ -118,23 +122,36 @@ class Timeline:
             if contract.needs_forward and next(contract.module.buffers(), None) is not None:
                 undo(contract.module.register_forward_pre_hook(self._note_buffers).remove)
 
-    def over(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yields the batches; fetching each is a phase."""
+    @override
+    def around_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the same batches. Fetching each of them is a phase, as long as this is active."""
+        return self._timed(batches) if self.is_active else batches
+
+    def _timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         fetch = self.during("data")(next)
         while (batch := fetch(batches, _END)) is not _END:
             yield batch
 
+    @override
+    def around_phase(
+        self, name: str, context: AbstractContextManager[None]
+    ) -> AbstractContextManager[None]:
+        """Return a context around ``context`` that is recorded as a span, if this is active."""
+        return self._recorded(name, context) if self.is_active else context
+
     @contextmanager
-    def during(
-        self, name: str, inner: AbstractContextManager[None] | None = None
-    ) -> Iterator[None]:
-        """A context recorded as a span, around ``inner``."""
+    def during(self, name: str) -> Iterator[None]:
+        """Record the block as a span."""
         self._enter(name)
         try:
-            with inner or nullcontext():
-                yield
+            yield
         finally:
             self._exit(name)
+
+    @contextmanager
+    def _recorded(self, name: str, context: AbstractContextManager[None]) -> Iterator[None]:
+        with self.during(name), context:
+            yield
 
     def totals(self) -> dict[int, dict[str, list[float]]]:
         """Seconds of each phase, and of possible waits in it, in the latest rounds, by number.
@@ -279,15 +296,24 @@ class Timings(NamedTuple):
         return "\n".join(lines)
 
 
+def _latest_timeline(session: Session) -> Timeline | None:
+    """Return the timeline of a session that measures now, or else measured last."""
+    for observer in session.observers:
+        if isinstance(observer, Timeline):
+            return observer
+    return None
+
+
 def timings(session: Session) -> Timings:
     """``fabric.timings()`` of the latest steps, with ``Fabric(timings=True)`` or after a profile. Collective."""
-    if session.measured is None:
+    timeline = _latest_timeline(session)
+    if timeline is None:
         raise UsageError(
             "fabric.timings()",
             "nothing has been measured",
             suggestion="Fabric(timings=True), profile()",
         )
-    rounds = session.runtime.communicator.gather_objects(session.measured.totals())
+    rounds = session.runtime.communicator.gather_objects(timeline.totals())
     numbers = [number for number in rounds[0] if all(number in each for each in rounds)]
     names = list(
         dict.fromkeys(name for number in numbers for each in rounds for name in each[number])
@@ -336,7 +362,9 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
             request, expected="steps that follow each other, from 0 on, such as range(10, 20)"
         )
     runtime = session.runtime
-    current = session.timeline
+    current = _latest_timeline(session)
+    if current is not None and not current.is_active:
+        current = None
     if current is not None and current.on_step is not bool:
         raise UsageError(request, "another profile is under way")
     target = Path(f"{os.fspath(path).removesuffix('.json')}.json")
@@ -401,10 +429,12 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
         except (OSError, RuntimeError) as error:  # must not end the job or hide another error
             warnings.warn(f"{target} was not written: {error}", stacklevel=2)
 
-    with (
-        nullcontext(current) if current else closing(Timeline(session)) as timeline,
-        ExitStack() as ends,
-    ):
+    with ExitStack() as timelines, ExitStack() as ends:
+        if current is None:
+            timeline = timelines.enter_context(closing(Timeline(session)))
+            session.attach(timeline)
+        else:
+            timeline = current
         before = timeline.steps
         timeline.on_step = on_step
         ends.callback(write)
