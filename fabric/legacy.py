@@ -20,9 +20,9 @@ from typing_extensions import override
 from fabric._fabric import Fabric
 from fabric._session import prepared_module
 from fabric.accelerators import Accelerator, AcceleratorName
-from fabric.diagnostics.recorder import Hooks
 from fabric.environments import Environment
 from fabric.errors import ConfigurationError, UsageError
+from fabric.hooks import Hooks
 from fabric.module import FabricModule
 from fabric.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy
 from fabric.strategies.parallel import as_list

@@ -20,8 +20,8 @@ from fabric._torch import (
 )
 from fabric.contract import GradientContract
 from fabric.diagnostics.bypass import BypassGuard
-from fabric.diagnostics.recorder import Hooks
 from fabric.errors import ArgumentTypeError, UsageError
+from fabric.hooks import Hooks
 from fabric.precision import Precision, cast_inputs, cast_outputs
 
 __all__ = ["FabricModule"]

@@ -24,8 +24,8 @@ from fabric.communicators import Communicator, LocalCommunicator, ProcessGroupCo
 from fabric.diagnostics.hang_report import (
     DEFAULT_WATCHDOG,
     HangReporter,
-    announced_wait,
-    second_connection,
+    announce_wait,
+    connect_again,
 )
 from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from fabric.errors import ConfigurationError
@@ -110,7 +110,7 @@ class Runtime:
             return
         rank = self.world.rank
         size = self.world.world_size
-        with announced_wait(rank, size, self.watchdog):
+        with announce_wait(rank, size, self.watchdog):
             shared = store or self._connect()
         self.store = JobStore(shared, rank, size)
         self.communicator = communicator or ProcessGroupCommunicator(
@@ -119,7 +119,7 @@ class Runtime:
         if size == 1:
             return
         self.recorder = FlightRecorder()
-        own = second_connection(shared, bool(self.watchdog)) if communicator is None else None
+        own = connect_again(shared, bool(self.watchdog)) if communicator is None else None
         if own is not None:
             is_asynchronous = self.communicator.device.type != "cpu"
             self.reporter = HangReporter(
@@ -149,7 +149,7 @@ class Runtime:
         ranks = dist.get_process_group_ranks(group)
         return RecordedCommunicator(inner, self.recorder, f"torch {group.group_name}", ranks)
 
-    def background(self, purpose: str = "saves") -> Communicator:
+    def background_communicator(self, purpose: str = "saves") -> Communicator:
         """The collectives over all processes, over the CPU in a group of their own, for a thread beside the loop.
 
         Collective the first time that it is called for a purpose, each of which has its group.
@@ -194,7 +194,7 @@ class Runtime:
             time.sleep(0.02)  # several times the interpreter's switch interval
         self.accelerator.release()
         if self.recorder is not None:
-            self.recorder.check_agreed()
+            self.recorder.check_signatures()
 
     def abort(self) -> None:
         """Disconnect from the other processes without waiting for them, after an exception."""

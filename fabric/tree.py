@@ -27,13 +27,24 @@ from fabric._torch import flatten_one_level
 from fabric.errors import ConfigurationError
 
 __all__ = [
-    "PLAIN", "Structure", "check_opaque", "check_tensor", "children", "flatten", "leaf_paths", "map_leaves",
-    "map_tensors", "outline", "parameters_of", "to_device", "unflatten",
-]  # fmt: skip
+    "PLAIN_TENSOR_TYPES",
+    "Structure",
+    "check_opaque",
+    "check_tensor",
+    "children",
+    "flatten",
+    "leaf_paths",
+    "map_leaves",
+    "map_tensors",
+    "outline",
+    "parameters_of",
+    "to_device",
+    "unflatten",
+]
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})
+PLAIN_TENSOR_TYPES = frozenset({Tensor, torch.nn.Parameter})
 _STRINGS = frozenset({str})
-_LEAF_TYPES = PLAIN | {torch.Size, float, int, bool, str, bytes, type(None), complex}
+_LEAF_TYPES = PLAIN_TENSOR_TYPES | {torch.Size, float, int, bool, str, bytes, type(None), complex}
 
 
 class _Node(NamedTuple):
@@ -280,7 +291,7 @@ def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
         problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
-    elif type(tensor) not in PLAIN and hasattr(tensor, "device_mesh"):
+    elif type(tensor) not in PLAIN_TENSOR_TYPES and hasattr(tensor, "device_mesh"):
         problem = "sharded over ranks already (a DTensor)"
         suggestion = "x.full_tensor(), or x.to_local()"
     else:

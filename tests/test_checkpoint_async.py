@@ -228,7 +228,7 @@ def save_beside_the_loop(fabric: Fabric, path: Path) -> Any:
             number,
         )
         step(fabric, model, optimizer)
-    background = fabric._running_session("").runtime.background
+    background = fabric._running_session("").runtime.background_communicator
     return background() is background()
 
 

@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # is in the layer of its package, unless it has an entry of its own.
 LAYERS = [
     ["errors", "_torch"],
-    ["tree", "seed", "world", "diagnostics.stacks", "contract"],
+    ["tree", "seed", "world", "hooks", "diagnostics.call_site", "diagnostics.stacks", "contract"],
     ["store"],
     ["accelerators", "environments"],
     ["precision"],
@@ -36,9 +36,9 @@ LAYERS = [
 ORDER = {
     "checkpoint": "encoding state storage file async_save stored sharded restore save_load keeper",
     "collectives": "buckets objects ops",
-    "communicators": "base process_group",
+    "communicators": "base process_group checked",
     "data": "metrics position sharding copies uneven loader",
-    "diagnostics": "stacks recorder checker hang_report bypass uneven_inputs training_checks",
+    "diagnostics": "call_site stacks recorder checker hang_report bypass uneven_inputs training_checks",
     "launchers": "serialize base rank preemption supervisor logs function script",
     "loggers": "loggers progress",
     "optim": "loss_scaler clipping parameter_lists loss_weights ema",

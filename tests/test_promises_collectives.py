@@ -23,7 +23,8 @@ from fabric.communicators import (
     fold,
 )
 from fabric.communicators.base import BITWISE, ORDERED
-from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator, agree, sign
+from fabric.communicators.checked import checksums_agree, signed
+from fabric.diagnostics.recorder import FlightRecorder, RecordedCommunicator
 from tests.hostile.collectives import Unreadable
 from tests.ranks import outcome, run_in_ranks
 
@@ -215,7 +216,7 @@ def message(
 ) -> Collective:
     """What a rank sends first."""
     wire = (MEAN_WIRE_DTYPES if op is Reduce.MEAN else WIRE_DTYPES).get(dtype, dtype)
-    return sign(Collective(operation, torch.ones(2).to(wire), op), text, size)[0]
+    return signed(Collective(operation, torch.ones(2).to(wire), op), text, size).collective
 
 
 def agreed(sent: list[Collective]) -> bool:
@@ -226,7 +227,7 @@ def agreed(sent: list[Collective]) -> bool:
     )
     rows = [each.buffer for each in sent]
     op = sent[0].reduce
-    return agree(torch.stack(rows)[:, 0] if op is None else fold(op, rows))
+    return checksums_agree(torch.stack(rows)[:, 0] if op is None else fold(op, rows))
 
 
 @pytest.mark.timeout(120)
@@ -306,7 +307,7 @@ def late(fabric: Fabric) -> list[str]:
     found += [outcome(lambda: all_reduce(communicator, 1.0, Reduce.SUM))]
     group: Any = communicator.new_group([0, 1])
     found += [outcome(lambda: all_gather(group, ones(2 + first)))]
-    found += [outcome(recorder.check_agreed)]
+    found += [outcome(recorder.check_signatures)]
     return found
 
 

@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
 from fabric.diagnostics.bypass import BypassChecks
-from fabric.diagnostics.recorder import FlightRecorder, Hooks
+from fabric.diagnostics.recorder import FlightRecorder
 from fabric.diagnostics.uneven_inputs import UnevenInputDetector
 from fabric.errors import RankFailedError
+from fabric.hooks import Hooks
 from fabric.launchers.base import node_worlds
 from fabric.store import JobStore
 from fabric.strategies import FSDPStrategy

@@ -19,7 +19,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric._plan import resolve
-from fabric.diagnostics.hang_report import HangReporter, RankState, compose
+from fabric.diagnostics.hang_report import HangReporter, RankState, compose_report
 from fabric.diagnostics.recorder import HEADING, FlightRecorder
 from fabric.diagnostics.stacks import Stacks, read_stack
 from fabric.errors import ConfigurationError
@@ -43,7 +43,7 @@ def test_a_report_names_the_ranks_that_made_the_call_and_shows_the_stacks_of_the
         1: state(stack="one"),
         2: state(),
     }
-    report = compose(states, requester=0)
+    report = compose_report(states, requester=0)
     assert "rank 0 of 3 has waited 60 s in barrier('a') at t.py:1" in report
     assert "reached by: rank 0\n  not reached by: ranks 1, 2" in report
     assert "    one" in report
@@ -77,11 +77,11 @@ def test_a_report_of_a_group_is_about_its_members():
     states = {
         rank: state("in all_reduce", 3 if rank == 2 else 0, members=(1, 2)) for rank in range(4)
     }
-    assert "reached by: rank 2\n  not reached by: rank 1\n" in compose(states, requester=2)
+    assert "reached by: rank 2\n  not reached by: rank 1\n" in compose_report(states, requester=2)
 
 
 def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
-    report = compose(
+    report = compose_report(
         {rank: state("in forward", 3, stack=f"stack {rank}") for rank in range(2)}, requester=1
     )
     assert "every rank has reached it" in report
@@ -90,14 +90,14 @@ def test_ranks_that_wait_inside_of_the_same_phase_are_all_shown():
 
 
 def test_a_rank_that_only_computes_while_nobody_is_behind_it_makes_no_report():
-    assert compose({0: state(number=3, inside=False), 1: state(number=3)}, requester=0) == ""
+    assert compose_report({0: state(number=3, inside=False), 1: state(number=3)}, requester=0) == ""
 
 
 def test_a_report_of_many_ranks_stays_short_and_shows_the_missing_ones():
     states = {
         rank: state("in all_reduce", 3 * (rank != 4000), stack="a\nb") for rank in range(4096)
     }
-    report = compose(states, requester=0)
+    report = compose_report(states, requester=0)
     assert len(report) < 2000
     assert "rank 4000: in all_reduce\n      a" in report
 

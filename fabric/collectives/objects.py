@@ -16,10 +16,16 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from fabric.communicators import Communicator, Operation
-from fabric.communicators.base import CallDescription, from_pickle, mismatch, sendable, to_pickle
+from fabric.communicators.base import (
+    CallDescription,
+    as_fabric_error,
+    from_pickle,
+    peer_mismatch_error,
+    to_pickle,
+)
 from fabric.communicators.process_group import to_bytes, to_tensor
 from fabric.errors import ArgumentTypeError, ConfigurationError, FabricError
-from fabric.tree import PLAIN, check_tensor, flatten, unflatten
+from fabric.tree import PLAIN_TENSOR_TYPES, check_tensor, flatten, unflatten
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
@@ -47,7 +53,11 @@ class TensorMeta:
 
     def describes(self, leaf: Any) -> bool:
         """Whether this could have been made of ``leaf``, which is a dense tensor."""
-        is_dense = isinstance(leaf, Tensor) and type(leaf) in PLAIN and leaf.layout is torch.strided
+        is_dense = (
+            isinstance(leaf, Tensor)
+            and type(leaf) in PLAIN_TENSOR_TYPES
+            and leaf.layout is torch.strided
+        )
         return is_dense and vars(self) == vars(TensorMeta(leaf))
 
 
@@ -64,7 +74,7 @@ def scatter(communicator: Communicator, parts: Any, src: int, device: torch.devi
                 [_packed(part, communicator.device) for part in parts], batch_first=True
             )
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = sendable(caught)
+            error = as_fabric_error(caught)
     length = communicator.broadcast_object(rows is not None and rows.shape[1], src, call, error)
     output = torch.empty(length, dtype=torch.uint8, device=communicator.device)
     return _unpacked(communicator.scatter(rows, output, src, call), device, src)
@@ -81,7 +91,7 @@ def gather(
         *communicator.gather_objects((len(message), dst), call, error), strict=True
     )
     if len(set(named)) > 1:
-        raise mismatch(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
+        raise peer_mismatch_error(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
     rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
     return None if rows is None else [_unpacked(row, device, rank) for rank, row in enumerate(rows)]
 
@@ -109,7 +119,7 @@ def _message(tree: Any, device: torch.device) -> tuple[Tensor, FabricError | Non
     try:
         return _packed(tree, device), None
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
-        error = sendable(caught)
+        error = as_fabric_error(caught)
         return _packed(None, device, error), error
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from fabric.collectives.buckets import Bucket, describe, pack, pack_chunks
 from fabric.collectives.objects import TensorMeta
 from fabric.communicators import Collective, Communicator, Operation, Reduce
-from fabric.communicators.base import BITWISE, ORDERED, CallDescription, sendable
+from fabric.communicators.base import BITWISE, ORDERED, CallDescription, as_fabric_error
 from fabric.errors import ConfigurationError
 from fabric.tree import Structure, flatten, leaf_paths, unflatten
 
@@ -79,7 +79,7 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
                 [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
             )
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
-            error = sendable(caught)
+            error = as_fabric_error(caught)
     received = communicator.broadcast_object(metas, src, call, error)
     if communicator.rank != src:
         leaves, structure = flatten(received)

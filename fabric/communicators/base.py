@@ -1,4 +1,4 @@
-"""The collectives of a group of processes on buffers, the description of one call, and a group of one process."""
+"""The collectives of a group of processes on buffers, and the description of one call."""
 
 import pickle
 from abc import ABC, abstractmethod
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from fabric.diagnostics.call_site import CallSite
 from fabric.errors import (
     ArgumentTypeError,
     CollectiveMismatchError,
@@ -19,19 +20,36 @@ from fabric.errors import (
 )
 
 __all__ = [
-    "BITWISE", "ORDERED", "CallDescription", "Collective", "Communicator", "LocalCommunicator", "NonMember",
-    "Operation", "Reduce", "ReduceName", "from_pickle", "mismatch", "sendable", "to_pickle",
-]  # fmt: skip
+    "BITWISE",
+    "ORDERED",
+    "CallDescription",
+    "Collective",
+    "Communicator",
+    "LocalCommunicator",
+    "Message",
+    "NonMember",
+    "Operation",
+    "Reduce",
+    "ReduceName",
+    "as_fabric_error",
+    "from_pickle",
+    "peer_mismatch_error",
+    "to_pickle",
+]
 
+
+# The first byte of a message with an error. A pickle begins with another byte.
+_ERROR_PREFIX = b"\0"
 
 ReduceName = Literal["mean", "avg", "sum", "min", "max", "product", "band", "bor", "bxor"]
 
 
 class Reduce(Enum):
-    """What a reduction does to the values of the ranks; the mean is the sum divided by the number of ranks.
+    """The reductions over ranks. The mean is the sum divided by the number of ranks.
 
-    The bitwise ones are for integers and booleans. ``Reduce(x)`` takes a name in any case, ``"avg"`` too, and a
-    :class:`torch.distributed.ReduceOp`; for anything else it raises a :class:`fabric.errors.ConfigurationError`.
+    The bitwise reductions are for integers and booleans. ``Reduce(x)`` takes a name in any case,
+    including ``"avg"``, and a :class:`torch.distributed.ReduceOp`. Anything else raises a
+    :class:`fabric.errors.ConfigurationError`.
     """
 
     MEAN = "mean"
@@ -45,32 +63,35 @@ class Reduce(Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> "Reduce":
-        # A ReduceOp of torch holds one that has a name.
-        name = str(getattr(getattr(value, "op", value), "name", value)).upper()
+        # The op of a torch.distributed.ReduceOp is a member of torch's enum, which has a name.
+        torch_op = getattr(value, "op", value)
+        name = str(getattr(torch_op, "name", value)).upper()
         if value is None or name == "AVG":
             return cls.MEAN
         if name in cls.__members__:
             return cls[name]
+        names = ", ".join(repr(op.value) for op in cls)
         raise ConfigurationError(
             f"reduce_op={value!r}",
             "there is no such reduction",
-            f"{', '.join(repr(op.value) for op in cls)}, 'avg', or one of these as a torch.distributed.ReduceOp",
+            f"{names}, 'avg', or one of these as a torch.distributed.ReduceOp",
             'reduce_op="mean"',
         )
 
 
 ReduceOp = Reduce | torch.distributed.ReduceOp | torch.distributed.ReduceOp.RedOpType
-# The bitwise ones, of integers and booleans; and those without a gradient, which are not defined for complex numbers.
+# The bitwise reductions of integers and booleans.
 BITWISE = {
     Reduce.BAND: torch.bitwise_and,
     Reduce.BOR: torch.bitwise_or,
     Reduce.BXOR: torch.bitwise_xor,
 }
+# The reductions that have no gradient and are not defined for complex numbers.
 ORDERED = {Reduce.MIN: torch.minimum, Reduce.MAX: torch.maximum, Reduce.PRODUCT: torch.mul}
 
 
 class Operation(Enum):
-    """The kinds of collectives and messages; each is described at the method of :class:`Communicator` of that name."""
+    """The kinds of collectives and messages, each a method of :class:`Communicator`."""
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
@@ -87,39 +108,52 @@ class Operation(Enum):
     NEW_GROUP = "new_group"
 
 
+def _no_arguments() -> str:
+    return ""
+
+
 class CallDescription(NamedTuple):
-    """What the user called, which may cost several collectives or none.
+    """A call of the user, which may take several collectives or none.
 
     Attributes:
-        operation: its name, ``"all_reduce"`` for one.
-        arguments: returns a text of everything in which the ranks have to agree: the reduction, the rank of a source or
-            destination, the structure of the collection with the shape and dtype of each leaf. Empty where nothing has
-            to agree, as on the ranks that only receive. Called only where somebody reads the text.
-        text: all that has to agree, for a signature in the message (see ``[Note: Signatures]``); empty where this rank
-            could not make its call, and None where the message carries none.
-        reads: whether this rank waits for the values that it gets.
-        place: where the user called, of a call that another thread makes.
+        operation: the name of the operation, for example ``"all_reduce"``.
+        arguments: returns a text of everything in which the ranks have to agree: the reduction, the
+            source or destination, the structure of the collection with the shape and dtype of each
+            leaf. The text is empty where nothing has to agree, as on ranks that only receive. The
+            function is called only when somebody reads the text.
+        text: everything that has to agree, for a signature in the message (see ``[Note: Signatures]``
+            in ``checked.py``). Empty if this rank could not make its call. None, the default, if the
+            message carries no signature.
+        reads_result: whether this rank waits for the values that it receives. Default: False.
+        call_site: where the user made the call. Needed only for calls that another thread makes.
     """
 
     operation: str
-    arguments: Callable[[], str] = str
+    arguments: Callable[[], str] = _no_arguments
     text: str | None = None
-    reads: bool = False
-    place: object = None
+    reads_result: bool = False
+    call_site: CallSite | None = None
+
+
+class Message(NamedTuple):
+    """The two ranks of a message."""
+
+    source: int
+    destination: int
 
 
 class Collective(NamedTuple):
-    """One call of a collective on this rank; a tuple, since one is made for every call.
+    """One call of a collective on this rank. It is a tuple, since every call makes one.
 
     Attributes:
-        operation: which one.
-        buffer: the tensor that is passed, and of broadcast, recv and scatter the one that is written to. Of the
-            operations on objects the object, pickled; of new_group the ranks.
+        operation: the kind of collective.
+        buffer: the tensor that is passed. Broadcast, recv and scatter write to it. For operations on
+            objects, the pickled object; for new_group, the ranks.
         reduce: the reduction of all_reduce and reduce_scatter.
-        peer: the source or destination, where there is one.
-        rows: of scatter, on the source, what is sent.
-        name: of a barrier.
-        call: the call of the user that this is a part of, where it is known.
+        peer: the source or destination, if the operation has one.
+        rows: what scatter sends, on the source only.
+        name: the name of a barrier.
+        call: the call of the user that the collective belongs to, if it is known.
     """
 
     operation: Operation
@@ -131,40 +165,50 @@ class Collective(NamedTuple):
     call: CallDescription | None = None
 
     @property
-    def facts(self) -> dict[str, str]:
-        """What has to be the same on all ranks, by name, in the order in which differences are of interest."""
-        own = self.operation.value
-        buffer = self.buffer
-        called = own if self.call is None else self.call.operation
-        facts = {
-            "operation": called,
-            "collective": own if own != called else None,
-            "op": self.reduce and self.reduce.value,
-            "dst" if self.operation is Operation.GATHER else "src": self.peer,
-            "name": repr(self.name) if self.name else None,
-            "ranks": buffer if self.operation is Operation.NEW_GROUP else None,
-        }
-        if isinstance(buffer, Tensor):
-            facts |= {
-                "dtype": str(buffer.dtype).removeprefix("torch."),
-                "shape": tuple(buffer.shape),
-            }
-        return {name: str(fact) for name, fact in facts.items() if fact is not None}
+    def user_operation(self) -> str:
+        """The name of the operation, as the user called it."""
+        if self.call is None:
+            return self.operation.value
+        return self.call.operation
 
-    def message(self, rank: int) -> tuple[Any, Any]:
-        """Source and destination of a message, which rank ``rank`` sends or receives."""
-        return (rank, self.peer) if self.operation is Operation.SEND else (self.peer, rank)
+    @property
+    def facts(self) -> dict[str, str]:
+        """The facts that must be the same on all ranks, by name, the most informative one first."""
+        facts: dict[str, str] = {"operation": self.user_operation}
+        if self.operation.value != self.user_operation:
+            facts["collective"] = self.operation.value
+        if self.reduce is not None:
+            facts["op"] = self.reduce.value
+        if self.peer is not None:
+            peer_name = "dst" if self.operation is Operation.GATHER else "src"
+            facts[peer_name] = str(self.peer)
+        if self.name:
+            facts["name"] = repr(self.name)
+        if self.operation is Operation.NEW_GROUP:
+            facts["ranks"] = str(self.buffer)
+        if isinstance(self.buffer, Tensor):
+            facts["dtype"] = str(self.buffer.dtype).removeprefix("torch.")
+            facts["shape"] = str(tuple(self.buffer.shape))
+        return facts
+
+    def message(self, rank: int) -> Message:
+        """Return the source and the destination of a message that ``rank`` sends or receives."""
+        assert self.peer is not None, "a message has a peer"
+        if self.operation is Operation.SEND:
+            return Message(rank, self.peer)
+        return Message(self.peer, rank)
 
 
 @dataclass(frozen=True)
 class NonMember:
-    """What a process outside of a group has in its place; false, and an error as the ``group`` of any collective.
+    """The result of ``new_group`` on a process that is not a member. It is false.
 
-    Not None, which as a ``group`` means all processes of the job: a process outside would silently call a collective
-    of theirs.
+    Passing it as the ``group`` of a collective is an error. It is not None, since None as a
+    ``group`` means all processes of the job: a process outside of the group would silently join
+    a collective of the whole job.
 
     Attributes:
-        ranks: the members, as they were asked for.
+        ranks: the members, in the order in which they were passed.
     """
 
     ranks: list[int]
@@ -176,19 +220,22 @@ class NonMember:
 class Communicator(ABC):
     """The collectives of one group of processes, on buffers.
 
-    A *buffer* is a contiguous tensor on ``device`` that belongs to the caller, not part of an autograd graph, of a
-    dtype that the backend carries (booleans travel as uint8). Reductions and broadcasts write into it. What users pass
-    in is packed into buffers, and the results are given their structure back, in :mod:`fabric.collectives`.
+    A *buffer* is a contiguous tensor on ``device`` that belongs to the caller and is not part of an
+    autograd graph. Its dtype is one that the backend carries (booleans travel as uint8). Reductions
+    and broadcasts write into the buffer. :mod:`fabric.collectives` packs the user's collections into
+    buffers, and unpacks the results.
 
-    A communicator implements :meth:`run`, and :meth:`close` if it owns something. The other methods, which no class
-    overrides, check ranks, describe the call and make it. Every method is a collective, but for :meth:`send` and
-    :meth:`recv`, which two ranks call, and :meth:`close`: every rank of the group must call it, in the same order.
-    Ranks are ranks in the group, from 0 to ``size - 1``. ``call`` is what the user called, for diagnostics.
+    A communicator implements :meth:`run`, and :meth:`close` if it owns something. No class overrides
+    the other methods, which check ranks, describe the call and make it.
+
+    Collective: every rank of the group must call the methods, in the same order. The exceptions are
+    :meth:`send` and :meth:`recv`, which two ranks call, and :meth:`close`. Ranks are ranks in the
+    group, from 0 to ``size - 1``. The argument ``call`` describes the user's call, for diagnostics.
 
     Attributes:
-        rank: rank of this process in the group.
-        size: number of processes in the group.
-        device: where buffers have to live.
+        rank: the rank of this process in the group.
+        size: the number of processes in the group.
+        device: the device of buffers.
     """
 
     rank: int
@@ -197,55 +244,75 @@ class Communicator(ABC):
 
     @abstractmethod
     def run(self, collective: Collective) -> Any:
-        """Make one call, and return what the method of that name returns. Its ranks have been checked.
+        """Make one call, and return what the method of that name returns.
 
-        Of the operations on objects these are their pickles, and a new group is None on a rank outside.
+        The ranks in the call have been checked. Operations on objects return the pickled objects.
+        A new group is None on a rank that is not a member.
         """
 
     def close(self) -> None:
-        """Release what this communicator owns; not a collective, and calling it again does nothing."""
+        """Release what this communicator owns. Not a collective. A second call does nothing."""
 
     def new_group(self, ranks: Sequence[int]) -> "Communicator | NonMember":
-        """A communicator of these ranks, in ascending order; a :class:`NonMember` on a rank that is not one.
+        """Make a group of some ranks of this group.
 
-        Every rank of this group must call it.
+        Collective: every rank of this group must call it.
+
+        Args:
+            ranks: the members. The new group orders them ascending.
+
+        Returns:
+            The communicator of the new group, or a :class:`NonMember` on a rank that is not a member.
 
         Raises:
-            ConfigurationError: these are not different ranks of this group.
-            UsageError: this is a part of the job, which torch lets make no groups without the rest.
+            ConfigurationError: ``ranks`` are not different ranks of this group.
+            UsageError: this group is a part of the job. torch makes groups only with all processes.
         """
         ranks = list(ranks)
-        everyone = range(self.size)
-        if not ranks or len(set(ranks)) != len(ranks) or not set(ranks) <= set(everyone):
+        all_ranks = range(self.size)
+        is_valid = bool(ranks) and len(set(ranks)) == len(ranks) and set(ranks) <= set(all_ranks)
+        if not is_valid:
             raise ConfigurationError(
                 f"new_group({ranks})",
                 f"ranks are missing, repeated or outside this group of {self.size}",
                 f"different ranks between 0 and {self.size - 1}",
-                f"new_group({list(everyone)}) for all of them",
+                f"new_group({list(all_ranks)}) for all of them",
             )
-        return self.run(Collective(Operation.NEW_GROUP, sorted(ranks))) or NonMember(ranks)
+        group = self.run(Collective(Operation.NEW_GROUP, sorted(ranks)))
+        return group or NonMember(ranks)
 
     def all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
         """Reduce ``buffer`` (any shape) over the ranks, in place, and return it."""
         return self.run(Collective(Operation.ALL_REDUCE, buffer, op))
 
     def all_gather(self, buffer: Tensor) -> Tensor:
-        """A new tensor of shape ``(size, *buffer.shape)``: the buffer of every rank, of equal shape, in rank order."""
+        """Return a new tensor of shape ``(size, *buffer.shape)`` with the buffers in rank order.
+
+        The buffers have the same shape on all ranks.
+        """
         return self.run(Collective(Operation.ALL_GATHER, buffer))
 
     def reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
-        """Reduce ``buffer`` of shape ``(size, *s)`` over the ranks; a new tensor of shape ``s``, this rank's row."""
+        """Reduce ``buffer`` of shape ``(size, *s)`` over the ranks.
+
+        Returns:
+            A new tensor of shape ``s``, this rank's row of the result.
+        """
         return self.run(Collective(Operation.REDUCE_SCATTER, buffer, op))
 
     def all_to_all(self, buffer: Tensor) -> Tensor:
         """Send row i of ``buffer`` of shape ``(size, *s)`` to rank i.
 
-        A new tensor of that shape, whose row j is from rank j.
+        Returns:
+            A new tensor of the same shape. Row j comes from rank j.
         """
         return self.run(Collective(Operation.ALL_TO_ALL, buffer))
 
     def broadcast(self, buffer: Tensor, src: int) -> Tensor:
-        """Overwrite ``buffer`` with that of rank ``src``, of the same shape and dtype, and return it."""
+        """Overwrite ``buffer`` with the buffer of rank ``src``, and return it.
+
+        The buffers have the same shape and dtype on all ranks.
+        """
         return self._run_with_peer(Operation.BROADCAST, buffer, src)
 
     def scatter(
@@ -260,19 +327,25 @@ class Communicator(ABC):
     def gather(
         self, buffer: Tensor, dst: int, call: CallDescription | None = None
     ) -> Tensor | None:
-        """A new tensor of shape ``(size, *buffer.shape)`` on rank ``dst``, as by :meth:`all_gather`; None elsewhere."""
+        """Return what :meth:`all_gather` returns on rank ``dst``, and None on the other ranks."""
         return self._run_with_peer(Operation.GATHER, buffer, dst, call=call)
 
     def send(self, buffer: Tensor, dst: int) -> None:
-        """Send ``buffer`` to another rank, which has to call :meth:`recv`; messages of a pair of ranks keep order."""
+        """Send ``buffer`` to rank ``dst``, which has to call :meth:`recv`.
+
+        The messages of a pair of ranks keep their order.
+        """
         self._run_with_peer(Operation.SEND, buffer, dst)
 
     def recv(self, buffer: Tensor, src: int) -> Tensor:
-        """Overwrite ``buffer`` with what another rank sends, of the same shape and dtype, and return it."""
+        """Overwrite ``buffer`` with the buffer that rank ``src`` sends, and return it.
+
+        The sent buffer has the same shape and dtype.
+        """
         return self._run_with_peer(Operation.RECV, buffer, src)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank has called it; ``name`` appears in the error when one does not."""
+        """Wait until every rank has called this. ``name`` appears in the error if a rank does not."""
         self.run(Collective(Operation.BARRIER, name=name or "unnamed"))
 
     def broadcast_object(
@@ -282,56 +355,82 @@ class Communicator(ABC):
         call: CallDescription | None = None,
         error: FabricError | None = None,
     ) -> Any:
-        """Rank ``src``'s value, any object that pickles, on every rank.
+        """Return the value of rank ``src`` on every rank.
+
+        Args:
+            value: any object that pickles. Only the value of rank ``src`` counts.
+            src: the rank of the sender.
+            call: the user's call.
+            error: an error of this rank, to be raised on all ranks in place of sending the value.
 
         Raises:
-            FabricError: the ``error`` of rank ``src``, if it passed one, or an ArgumentTypeError if its value does not
-                pickle; every rank raises it.
+            FabricError: the ``error`` of rank ``src``, or an ArgumentTypeError if its value does not
+                pickle. Every rank raises the error.
         """
         self.check_rank(Operation.BROADCAST, src)
         if self.size == 1 and error is None:
             return value
-        own = _packed(value, error) if self.rank == src else None
-        return from_pickle(
-            self.run(Collective(Operation.BROADCAST_OBJECT, own, peer=src, call=call)), src
-        )
+        sent = _to_pickle_or_error(value, error) if self.rank == src else None
+        collective = Collective(Operation.BROADCAST_OBJECT, sent, peer=src, call=call)
+        return from_pickle(self.run(collective), src)
 
     def gather_objects(
         self, value: Any, call: CallDescription | None = None, error: FabricError | None = None
     ) -> list[Any]:
-        """Every rank's value, any object that pickles, in rank order, on every rank.
+        """Return the values of all ranks in rank order, on every rank.
+
+        Args:
+            value: any object that pickles.
+            call: the user's call.
+            error: an error of this rank, to be raised on all ranks in place of sending the value.
 
         Raises:
-            FabricError: the first ``error`` that a rank passed, or an ArgumentTypeError if its value does not pickle;
-                every rank raises it.
+            FabricError: the ``error`` of the lowest rank that passed one or, if its value does not
+                pickle, an ArgumentTypeError. Every rank raises the error.
         """
         if self.size == 1 and error is None:
             return [value]
-        values = self.run(Collective(Operation.GATHER_OBJECTS, _packed(value, error), call=call))
-        return [from_pickle(one, rank) for rank, one in enumerate(values)]
+        sent = _to_pickle_or_error(value, error)
+        messages = self.run(Collective(Operation.GATHER_OBJECTS, sent, call=call))
+        return [from_pickle(message, rank) for rank, message in enumerate(messages)]
 
     def check_rank(self, operation: Operation, rank: int) -> None:
-        """Raise a ConfigurationError unless this is the rank of a member, and of another one for a message."""
+        """Check the source or destination of an operation.
+
+        Raises:
+            ConfigurationError: ``rank`` is not a rank of this group, or a message of this rank would
+                go to this rank.
+        """
         is_member = type(rank) is int and 0 <= rank < self.size
-        if is_member and (rank != self.rank or operation not in (Operation.SEND, Operation.RECV)):
+        is_message = operation in (Operation.SEND, Operation.RECV)
+        if not is_member:
+            problem = f"there is no rank {rank!r} in a group of {self.size}"
+        elif is_message and rank == self.rank:
+            problem = "a rank does not send to itself"
+        else:
             return
         argument = "dst" if operation in (Operation.SEND, Operation.GATHER) else "src"
         raise ConfigurationError(
             f"{operation.value}(..., {argument}={rank!r}) on rank {self.rank}",
-            "a rank does not send to itself"
-            if is_member
-            else f"there is no rank {rank!r} in a group of {self.size}",
+            problem,
             f"{argument} from 0 to {self.size - 1}, and of send and recv another rank than {self.rank}",
             f"{argument}=0 for the first rank",
         )
 
-    def _run_with_peer(self, operation: Operation, buffer: Any, peer: int, **details: Any) -> Any:
+    def _run_with_peer(
+        self,
+        operation: Operation,
+        buffer: Tensor,
+        peer: int,
+        rows: Tensor | None = None,
+        call: CallDescription | None = None,
+    ) -> Any:
         self.check_rank(operation, peer)
-        return self.run(Collective(operation, buffer, peer=peer, **details))
+        return self.run(Collective(operation, buffer, peer=peer, rows=rows, call=call))
 
 
 class LocalCommunicator(Communicator):
-    """The collectives of a single process: what they mean over a group of one, without a process group."""
+    """The collectives of a single process, without a process group."""
 
     def __init__(self, device: torch.device) -> None:
         self.rank = 0
@@ -360,54 +459,72 @@ class LocalCommunicator(Communicator):
 
 
 def to_pickle(value: Any, error: FabricError | None = None) -> bytes:
-    """The pickle of a value, or a zero and that of an error in its place; raises an ArgumentTypeError."""
+    """Pickle a value to send.
+
+    Args:
+        value: the value.
+        error: an error of this rank. It is pickled after a zero byte, in place of the value, and
+            :func:`from_pickle` raises it.
+
+    Raises:
+        ArgumentTypeError: the value does not pickle.
+    """
     try:
-        return pickle.dumps(value) if error is None else b"\0" + pickle.dumps(error)
-    except Exception as caught:
+        if error is not None:
+            return _ERROR_PREFIX + pickle.dumps(error)
+        return pickle.dumps(value)
+    except Exception as pickle_error:
         raise ArgumentTypeError(
             f"sending an object of type {type(value).__name__}",
-            f"it does not pickle: {type(caught).__name__}: {caught}",
+            f"it does not pickle: {type(pickle_error).__name__}: {pickle_error}",
             "objects that pickle; tensors inside collections travel as tensors",
             "send what the object is made of: its state_dict(), its numbers, its name",
-        ) from caught
+        ) from pickle_error
 
 
 def from_pickle(message: bytes, src: int) -> Any:
-    """The value that :func:`to_pickle` packed on rank ``src``; raises the error in its place.
+    """Return the value that :func:`to_pickle` packed on rank ``src``.
 
-    Raises an ArgumentTypeError where it cannot be unpickled.
+    Raises:
+        FabricError: the error that rank ``src`` sent in place of the value.
+        ArgumentTypeError: the value cannot be unpickled.
     """
     try:
-        value = pickle.loads(message.removeprefix(b"\0"))  # noqa: S301 - from a rank of this job, as torch does itself
+        # The message comes from a rank of this job; torch's object collectives unpickle, too.
+        value = pickle.loads(message.removeprefix(_ERROR_PREFIX))  # noqa: S301
     except Exception as error:
         request = "receiving an object of a module that each rank has to import"
         raise ArgumentTypeError(request, f"it cannot be read here: {error!r}") from error
-    if not message.startswith(b"\0"):
+    if not message.startswith(_ERROR_PREFIX):
         return value
     value.add_note(f"raised on rank {src}")
     raise value
 
 
-def sendable(error: Exception) -> FabricError:
-    """The error of a rank that cannot make its message, as all ranks raise it."""
+def as_fabric_error(error: Exception) -> FabricError:
+    """Return the error that all ranks raise if this rank cannot make its message."""
     if isinstance(error, FabricError):
         return error
-    return ArgumentTypeError(
-        "a collection to be sent", f"to take it apart raises {type(error).__name__}: {error}"
-    )
+    problem = f"to take it apart raises {type(error).__name__}: {error}"
+    return ArgumentTypeError("a collection to be sent", problem)
 
 
-def mismatch(request: str, named: Sequence[int]) -> CollectiveMismatchError:
-    """The error of ranks that name different sources or destinations."""
-    problem = f"other ranks name others, from {min(named)} to {max(named)}"
+def peer_mismatch_error(request: str, peers: Sequence[int]) -> CollectiveMismatchError:
+    """Return the error for ranks that pass different sources or destinations.
+
+    Args:
+        request: the call of this rank.
+        peers: the sources or destinations of the ranks, or only the lowest and the highest one.
+    """
+    problem = f"other ranks name others, from {min(peers)} to {max(peers)}"
     return CollectiveMismatchError(
         request, problem, "one source or destination, the same on all ranks"
     )
 
 
-def _packed(value: Any, error: FabricError | None) -> bytes:
-    """:func:`to_pickle`, with the error in the place of a value that does not pickle."""
+def _to_pickle_or_error(value: Any, error: FabricError | None) -> bytes:
+    """Pickle a value, or the error that says that the value does not pickle."""
     try:
         return to_pickle(value, error)
-    except ArgumentTypeError as caught:
-        return to_pickle(None, caught)
+    except ArgumentTypeError as pickle_error:
+        return to_pickle(None, pickle_error)

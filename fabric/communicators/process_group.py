@@ -18,7 +18,7 @@ from fabric.communicators.base import (
     Communicator,
     Operation,
     Reduce,
-    mismatch,
+    peer_mismatch_error,
 )
 from fabric.errors import UsageError
 
@@ -156,7 +156,7 @@ class ProcessGroupCommunicator(Communicator):
         )
         length, last, first = facts.tolist()
         if last != -first:
-            raise mismatch(f"src={src} on rank {self.rank}", [-first, last])
+            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [-first, last])
         buffer = self.broadcast(to_tensor(message or bytes(length)).to(self.device), src)
         return to_bytes(buffer) if message is None else message
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from fabric.collectives import broadcast
 from fabric.communicators.base import CallDescription, Collective, Communicator, Operation
 from fabric.data.position import ActiveIterator, EpochState, LoaderSpec
-from fabric.diagnostics.recorder import user_call
+from fabric.diagnostics.call_site import user_call
 from fabric.errors import ArgumentTypeError, CheckpointError, ConfigurationError, UsageError
 from fabric.seed import rng_state, set_rng_state
 
@@ -187,7 +187,7 @@ class Agreement:
 
     def _ask(self, *facts: int) -> Future[list[list[int]]]:
         # Connects in this thread, so that all ranks create their groups in the same order.
-        call = CallDescription("the next batch", place=user_call(sys._getframe(1)))
+        call = CallDescription("the next batch", call_site=user_call(sys._getframe(1)))
         return self._thread.submit(_exchange, self._connect("batches"), facts, call)
 
     @contextmanager

@@ -25,7 +25,8 @@ import torch.distributed as dist
 
 from fabric.communicators import Collective, Operation
 from fabric.communicators.base import CallDescription
-from fabric.diagnostics.recorder import Entry, in_words, user_call
+from fabric.diagnostics.call_site import user_call
+from fabric.diagnostics.recorder import Entry, ranks_in_words
 from fabric.diagnostics.stacks import exit_reason, has_ended, node
 from fabric.errors import CollectiveMismatchError
 from fabric.store import JobStore
@@ -82,7 +83,7 @@ class Call(NamedTuple):
             ends = {"from": str(entry.members[0]), "to": str(entry.members[1])}
             facts = ends | {name: facts[name] for name in ("dtype", "shape")}
         return cls(
-            entry.group, tuple(entry.members), entry.operation, str(entry.place), facts, data
+            entry.group, tuple(entry.members), entry.operation, str(entry.call_site), facts, data
         )
 
     def __str__(self) -> str:
@@ -220,7 +221,8 @@ class CollectiveChecker:
             if missing and now - started > self._timeout:
                 latest = _table({r: _latest(records[r]) for r in missing})
                 self._stop(
-                    call, f"after {self._timeout:g} s {in_words(missing)} did not call:{latest}"
+                    call,
+                    f"after {self._timeout:g} s {ranks_in_words(missing)} did not call:{latest}",
                 )
             searches = bool(stopped) or now > next_search
             if searches:
@@ -243,9 +245,11 @@ class CollectiveChecker:
             ):
                 break
             sleep(_FIRST_PAUSE)
+        ranks = ranks_in_words(call.members)
+        problem = f"{ranks} make different calls:{_table(calls)}"
         self._stop(
             call,
-            f"{in_words(call.members)} make different calls:{_table(calls)}\n  They differ in {difference(calls)}",
+            f"{problem}\n  They differ in {difference(calls)}",
             "the same calls in the same order on every rank of a group, on data of one structure, shapes and dtypes",
             "no branch on the rank around a collective; on the ranks named here, the call that the others make",
         )
@@ -329,7 +333,7 @@ def difference(calls: Mapping[int, Call]) -> str:
             ranks.setdefault(value, []).append(rank)
         if len(ranks) > 1:
             return f"{name}: " + "; ".join(
-                f"{value} on {in_words(having)}" for value, having in ranks.items()
+                f"{value} on {ranks_in_words(having)}" for value, having in ranks.items()
             )
     return ""
 
@@ -362,4 +366,6 @@ def _calls(records: Mapping[int, _Record], group: str, number: int) -> dict[int,
 def _latest(record: _Record) -> str:
     if not record.calls:
         return "it has made no checked call (are calls checked on every rank?)"
-    return f"its latest call was {record.calls[-1]}, with {in_words(record.calls[-1].members)}"
+    return (
+        f"its latest call was {record.calls[-1]}, with {ranks_in_words(record.calls[-1].members)}"
+    )

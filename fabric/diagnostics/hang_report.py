@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from fabric._torch import is_compiling
-from fabric.diagnostics.recorder import HEADING, FlightRecorder, in_words, user_call
+from fabric.diagnostics.call_site import user_call
+from fabric.diagnostics.recorder import HEADING, FlightRecorder, ranks_in_words
 from fabric.diagnostics.stacks import Stacks, exit_reason, read_stack
 from fabric.errors import ConfigurationError
 from fabric.launchers.rank import ControlThread
@@ -30,9 +31,9 @@ __all__ = [
     "DEFAULT_WATCHDOG",
     "HangReporter",
     "RankState",
-    "announced_wait",
-    "compose",
-    "second_connection",
+    "announce_wait",
+    "compose_report",
+    "connect_again",
 ]
 
 DEFAULT_WATCHDOG = timedelta(seconds=60)
@@ -73,7 +74,7 @@ class RankState(NamedTuple):
     stack: str = ""
 
 
-def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
+def compose_report(states: Mapping[int, RankState], requester: int, reason: str = "") -> str:
     """The report.
 
     Args:
@@ -95,13 +96,15 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     waited = f"rank {requester} of {len(states)} has waited {round(waiting.waited, 1):g} s {waiting.place}"
     lines = [f"fabric: {reason or waited}"]
     if missing:
-        lines.append(f"reached by: {in_words([rank for rank in members if rank not in missing])}")
-        lines.append(f"not reached by: {in_words(missing)}")
+        lines.append(
+            f"reached by: {ranks_in_words([rank for rank in members if rank not in missing])}"
+        )
+        lines.append(f"not reached by: {ranks_in_words(missing)}")
         if ">" not in waiting.key and any(
             states[rank].stack for rank in missing
         ):  # no message; and it still runs
             lines.append(
-                f"it is collective: {in_words(members)} have to make it, outside of any branch on the rank"
+                f"it is collective: {ranks_in_words(members)} have to make it, outside of any branch on the rank"
             )
     elif waiting.inside:
         lines.append(
@@ -121,7 +124,7 @@ def compose(states: Mapping[int, RankState], requester: int, reason: str = "") -
     return "\n  ".join(lines)
 
 
-def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
+def announce_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
     """A context for the wait until all ranks connect; ranks 0 and 1 print it, as either may be missing."""
     text = f"rank {rank} of {size} waits for all to call fabric.launch() or to use Fabric"
     reminder = threading.Timer(watchdog.total_seconds(), print, [text], {"file": sys.stderr})
@@ -133,7 +136,7 @@ def announced_wait(rank: int, size: int, watchdog: timedelta) -> ExitStack:
     return stack
 
 
-def second_connection(store: dist.Store, is_required: bool) -> dist.Store | None:
+def connect_again(store: dist.Store, is_required: bool) -> dist.Store | None:
     """A store connection for reports alone, since the main thread may block the other one.
 
     None if a user's store cannot be cloned and it is not required.
@@ -306,7 +309,7 @@ class HangReporter:
             r: RankState(*published[r]) if r in published else self._unresponsive(r) for r in ranks
         }
         requester, user_request = json.loads(request)
-        text = compose(
+        text = compose_report(
             states, requester, "a report was requested by a signal" if user_request else ""
         )
         store.set(f"report/{number}", text)
@@ -331,7 +334,7 @@ class HangReporter:
         call = recorder.calls.get(recorder.thread) or next(
             iter(list(recorder.calls.values())), None
         )
-        key = call.group if call else phase or recorder.newest
+        key = call.group if call else phase or recorder.latest_key
         latest = call or recorder.latest
         members = latest.members if latest and latest.group == key else ()
         more = f", step {recorder.step}"

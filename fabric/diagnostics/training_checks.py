@@ -35,8 +35,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fabric._torch import datasets_iterated_in_full, local_tensor, real_tensors
 from fabric.communicators import Collective, Communicator, Operation
 from fabric.contract import GradientContract
-from fabric.diagnostics.recorder import Hooks
 from fabric.errors import UsageError
+from fabric.hooks import Hooks
 from fabric.store import JobStore
 from fabric.tree import parameters_of
 

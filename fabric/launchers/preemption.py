@@ -87,7 +87,7 @@ class StopRequest:
                     self._is_requested or time.monotonic() >= self._deadline
                 )
             )
-        with reporter.recorder.during("should_stop"):
+        with reporter.recorder.record_phase("should_stop"):
             while (
                 self._calls >= self._held_at
                 and self._agreed == math.inf

@@ -44,7 +44,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.fsdp.options import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
-from fabric.tree import PLAIN, flatten, parameters_of
+from fabric.tree import PLAIN_TENSOR_TYPES, flatten, parameters_of
 from fabric.world import World
 
 __all__ = ["DryRun", "Traffic", "plan"]
@@ -263,7 +263,9 @@ class _Trace(DispatchMode):
         self._gathered.update(
             each for each in self.see(gathered, _GATHERED) if each.kind == _GATHERED
         )
-        if any(kind not in PLAIN and not issubclass(kind, FakeTensor) for kind in types):
+        if any(
+            kind not in PLAIN_TENSOR_TYPES and not issubclass(kind, FakeTensor) for kind in types
+        ):
             return NotImplemented  # DTensor calls operators on what it has
         self.see(made := run_fake(self._fake, func, args, kwargs))
         if found := collective_of(func, args):

@@ -16,7 +16,7 @@ import torch
 from fabric._fabric import Fabric
 from fabric._torch import DispatchMode, FakeTensor, in_backward
 from fabric.errors import ConfigurationError, UsageError
-from fabric.tree import PLAIN
+from fabric.tree import PLAIN_TENSOR_TYPES
 
 __all__ = ["Throughput"]
 
@@ -159,7 +159,7 @@ class _FlopCounter(DispatchMode):
         # DTensor's shape propagation
         kwargs = kwargs or {}
         is_fake = FakeTensor in types
-        if not is_fake and not PLAIN.issuperset(types):
+        if not is_fake and not PLAIN_TENSOR_TYPES.issuperset(types):
             return NotImplemented  # DTensor calls operators on local tensors
         made = func(*args, **kwargs)
         operation = getattr(

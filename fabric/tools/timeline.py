@@ -40,8 +40,9 @@ from typing_extensions import override
 
 from fabric._session import Session, SessionObserver, rank_zero_first
 from fabric._torch import in_backward, profiled, wrap_collectives
-from fabric.diagnostics.recorder import Hooks, in_words
+from fabric.diagnostics.recorder import ranks_in_words
 from fabric.errors import ConfigurationError, UsageError
+from fabric.hooks import Hooks
 from fabric.module import FabricModule
 
 __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
@@ -96,8 +97,8 @@ class Timeline(SessionObserver):
         hooks.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._watch("backward", session.backward)
         if (recorder := runtime.recorder) is not None:
-            hooks.callback(setattr, recorder, "around", recorder.around)
-            recorder.around = lambda entry: self.during(Wait(entry))
+            hooks.callback(setattr, recorder, "collective_context", recorder.collective_context)
+            recorder.collective_context = lambda entry: self.during(Wait(entry))
         self.is_active = True
         hooks.callback(setattr, self, "is_active", False)
 
@@ -423,7 +424,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
                 target.write_text(json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"}))
                 if missing := {*everyone} - found.keys():
                     warnings.warn(
-                        f"{target} lacks {in_words(missing)}, which did not get to its end",
+                        f"{target} lacks {ranks_in_words(missing)}, which did not get to its end",
                         stacklevel=2,
                     )
         except (OSError, RuntimeError) as error:  # must not end the job or hide another error
