@@ -1,4 +1,13 @@
-"""The facade: one object that holds an accelerator, a precision and a strategy."""
+"""The facade: one object that holds an accelerator, a precision and a strategy.
+
+[Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must
+call, in the same order. A group is the result of :meth:`Fabric.new_group`, a process group of
+torch, or None for the whole job. The ``data`` of a collective is any collection of tensors and
+Python numbers. It must have the same structure, dtypes and shapes on every process. It is not
+changed, and the result has the same types of collections. A leaf that cannot be sent or reduced
+raises a :class:`fabric.errors.ConfigurationError` that names the leaf. Calls that differ between
+processes raise a :class:`fabric.errors.CollectiveMismatchError` on all of them.
+"""
 
 import atexit
 import functools
@@ -8,10 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from types import TracebackType
 from typing import (
     TYPE_CHECKING,
     Any,
     Literal,
+    NamedTuple,
     NoReturn,
     Self,
     TypeVar,
@@ -27,7 +38,7 @@ from torch.utils.data import DataLoader
 
 from fabric import checkpoint, collectives
 from fabric._plan import resolve
-from fabric._session import Session, find_fabric_modules, loss_weights, rank_zero_first
+from fabric._session import Session, find_fabric_modules, rank_zero_first
 from fabric.accelerators import Accelerator, AcceleratorName
 from fabric.checkpoint import PendingSave
 from fabric.communicators import Communicator, NonMember, Reduce
@@ -41,7 +52,6 @@ from fabric.data import (
     without_repeats,
 )
 from fabric.data.metrics import compute_metrics
-from fabric.diagnostics.hang_report import DEFAULT_WATCHDOG
 from fabric.environments import Environment
 from fabric.errors import CheckpointError, UsageError
 from fabric.launchers import InlineLauncher, Launcher, StartMethod
@@ -76,55 +86,76 @@ T = TypeVar("T")
 _Path = str | os.PathLike[str]
 _State = Mapping[str, Any]
 _Source = Literal["every_rank", "rank0"]
-_Optims = Optimizer | Sequence[Optimizer] | None
-_Keep = Mapping[str, Callable[[str, Any], bool]] | None
+_Optimizers = Optimizer | Sequence[Optimizer] | None
+_EntryFilters = Mapping[str, Callable[[str, Any], bool]] | None
 
 
-def _nothing(fabric: "Fabric") -> None:
-    """What ``launch()`` runs without a function."""
+class _Seeding(NamedTuple):
+    """The arguments of the latest ``seed_everything``, which started processes repeat."""
+
+    seed: int
+    workers: bool
+    per_rank: bool
 
 
 class Fabric:
-    """Runs a hand-written PyTorch loop on one device or on many, with defaults that suit the machine.
+    """The accelerator, precision and strategy of a hand-written PyTorch loop, on one device or many.
 
-    [Note: Collectives] A *collective* is a method that every process of the job, or of ``group``, must call, in the
-    same order. A group is what :meth:`new_group` returns, a process group of torch, or None for the whole job. The
-    ``data`` of a collective is any collection of tensors and Python numbers with the same structure, dtypes and shapes
-    on every process; it is not changed, and the same types of collections are returned. What cannot be sent or reduced
-    raises a :class:`fabric.errors.ConfigurationError` that names the leaf, and calls that differ between processes a
-    :class:`fabric.errors.CollectiveMismatchError` on all of them.
+    The defaults suit the machine. Methods marked *collective* must be called by every process of
+    the job, or of the group passed as ``group``, in the same order.
 
     Args:
-        accelerator: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an entry point in the group
-            ``fabric.accelerators``, an :class:`fabric.accelerators.Accelerator`, or ``"auto"`` for what is there.
-        strategy: ``"ddp"`` and its variants (see :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``,
-            ``"single_device"``, ``"model_parallel"``, an entry point in the group ``fabric.strategies``, a
-            :class:`fabric.strategies.Strategy`, or ``"auto"``: a single device for one process, DDP for several.
-        devices: how many, or which; see :mod:`fabric.accelerators`. On the CPU it is the number of processes, or of
-            replicas under ``"dp"``; ``"auto"`` is 1 there and all devices elsewhere.
-        num_nodes: number of nodes; ``"auto"`` is what the launcher of the job says, else 1.
-        precision: ``"32-true"`` (or None), ``"64-true"``, ``"16-true"``, ``"bf16-true"``, ``"16-mixed"``,
-            ``"bf16-mixed"``, or one of the aliases ``64``, ``32``, ``16``, ``"bf16"``.
-        environment: where a process learns its rank; None detects torchrun, SLURM, MPI and Ray, ``"none"`` nothing,
-            and ignores the options of ``fabric run``: for a job of this process alone.
-        launcher: how processes are started: ``"popen"``, ``"spawn"``, ``"fork"``, ``"forkserver"`` or a
-            :class:`fabric.launchers.Launcher`; None leaves it to the strategy.
-        check_collectives: whether the ranks compare every collective before they make it, so that one that differs or
-            is missing raises :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called; the
-            environment variable ``FABRIC_CHECK=1`` turns it on too. Off, it costs nothing.
-        timeout: how long a collective may wait for other ranks before it raises an error that names those that are
-            missing, in seconds or as a timedelta; None is the strategy's, half an hour.
-        watchdog: likewise, before the first rank prints where each rank is, and the stacks of those that are missing;
-            0 leaves that to the error.
-        time_limit: how long until :attr:`should_stop`, in seconds, as a timedelta or as ``"HH:MM:SS"``.
-        stop_margin: likewise, how long before the end of a SLURM job; None is a minute, or half of what is left then.
-        callbacks, loggers: objects whose methods :meth:`call` calls, and that :meth:`log` writes to.
-        check_training: whether the first steps of each optimizer are checked for parameters that do not train and for
-            replicas that drift apart. It issues no collective and costs nothing after these steps.
-        timings: whether steps are measured for :meth:`timings`.
+        accelerator: the hardware: ``"cpu"``, ``"cuda"`` (or ``"gpu"``), ``"mps"``, the name of an
+            entry point in the group ``fabric.accelerators``, or an
+            :class:`fabric.accelerators.Accelerator`. ``"auto"`` takes the first available one of
+            CUDA, MPS and CPU.
+        strategy: the parallel strategy: ``"ddp"`` and its variants (see
+            :class:`fabric.strategies.DDPStrategy`), ``"fsdp"``, ``"dp"``, ``"single_device"``,
+            ``"model_parallel"``, the name of an entry point in the group ``fabric.strategies``, or
+            a :class:`fabric.strategies.Strategy`. ``"auto"`` is a single device for one process
+            and DDP for several.
+        devices: the number of devices of this node, or their indices; see
+            :mod:`fabric.accelerators`. On the CPU it is the number of processes, or of replicas
+            under ``"dp"``. ``"auto"`` is 1 on the CPU and all devices on other hardware.
+        num_nodes: the number of nodes. ``"auto"`` asks the launcher of the job, and is 1 without a
+            launcher.
+        precision: the dtypes: ``"32-true"``, ``"64-true"``, ``"16-true"``, ``"bf16-true"``,
+            ``"16-mixed"``, ``"bf16-mixed"``, one of the aliases ``64``, ``32``, ``16`` and
+            ``"bf16"``, the name of an entry point in the group ``fabric.precisions``, or a
+            :class:`fabric.precision.Precision`. None is ``"32-true"``.
+        environment: the source of this process's rank. None detects torchrun, SLURM, MPI and Ray.
+            ``"none"`` detects nothing and ignores the options of ``fabric run``: use it for a job
+            of this process alone.
+        launcher: the way to start processes: ``"popen"``, ``"spawn"``, ``"fork"``,
+            ``"forkserver"``, or a :class:`fabric.launchers.Launcher`. None leaves the choice to the
+            strategy.
+        check_collectives: whether the ranks compare every collective before they make it. A
+            collective that differs or is missing then raises a
+            :class:`fabric.errors.CollectiveMismatchError` with the line where each rank called. The
+            environment variable ``FABRIC_CHECK=1`` turns the check on, too. It costs nothing while
+            it is off.
+        timeout: how long a collective may wait for other ranks, in seconds or as a timedelta. After
+            that it raises an error that names the missing ranks. None is the timeout of the
+            strategy, 30 minutes by default.
+        watchdog: how long a collective may wait before the first rank prints a hang report, in
+            seconds or as a timedelta. The report says where each rank is, with the stacks of the
+            missing ranks. 0 disables the report.
+        time_limit: how long the job may run before :attr:`should_stop` becomes true, in seconds, as
+            a timedelta or as ``"HH:MM:SS"``. None is no limit.
+        stop_margin: how long before the end of a SLURM job :attr:`should_stop` becomes true, in
+            seconds, as a timedelta or as ``"HH:MM:SS"``. None is one minute, or half of the
+            remaining time if that is less.
+        callbacks: an object or a list of objects whose methods :meth:`call` calls.
+        loggers: a logger or a list of loggers that :meth:`log` writes to; see
+            :mod:`fabric.loggers`.
+        check_training: whether to check the first steps of each optimizer for parameters that do
+            not train and for replicas that drift apart. The check issues no collective and costs
+            nothing after these steps.
+        timings: whether to measure the steps for :meth:`timings`.
 
     Raises:
-        ConfigurationError, ArgumentTypeError: a value or a combination that cannot work; nothing has been started.
+        ConfigurationError: a value, or a combination of values, cannot work. Nothing was started.
+        ArgumentTypeError: a value has a type that its argument does not take.
     """
 
     def __init__(
@@ -139,7 +170,7 @@ class Fabric:
         launcher: Launcher | StartMethod | None = None,
         check_collectives: bool = False,
         timeout: timedelta | float | None = None,
-        watchdog: timedelta | float = DEFAULT_WATCHDOG,
+        watchdog: timedelta | float = 60.0,
         time_limit: timedelta | float | str | None = None,
         stop_margin: timedelta | float | str | None = None,
         callbacks: Any = None,
@@ -148,23 +179,32 @@ class Fabric:
         timings: bool = False,
     ) -> None:
         self._plan = resolve(
-            accelerator=accelerator, strategy=strategy, devices=devices, num_nodes=num_nodes, precision=precision,
-            environment=environment, launcher=launcher, check_collectives=check_collectives, timeout=timeout,
-            watchdog=watchdog, time_limit=time_limit, stop_margin=stop_margin,
-        )  # fmt: skip
+            accelerator=accelerator,
+            strategy=strategy,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            environment=environment,
+            launcher=launcher,
+            check_collectives=check_collectives,
+            timeout=timeout,
+            watchdog=watchdog,
+            time_limit=time_limit,
+            stop_margin=stop_margin,
+        )
         self._callbacks = as_list(callbacks)
         self._loggers = Loggers(as_list(loggers))
         self._check_training = check_training
         self._timings = timings
-        self._seed: dict[str, Any] | None = None
+        self._seeding: _Seeding | None = None
         self._session: Session | None = None
         self._closed = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A subclass's own ``run`` is launched in every process of the job when it is called."""
+        """Let a call of a subclass's own ``run`` launch the job."""
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
-            cls.run = _launched(cls.__dict__["run"])
+            cls.run = _launch_on_call(cls.__dict__["run"])
 
     @property
     def accelerator(self) -> Accelerator:
@@ -173,12 +213,12 @@ class Fabric:
 
     @property
     def strategy(self) -> Strategy:
-        """What is done to modules."""
+        """The parallel strategy."""
         return self._plan.strategy
 
     @property
     def precision(self) -> Precision:
-        """The dtypes."""
+        """The dtypes of parameters, computation and gradients."""
         return self._plan.precision
 
     @property
@@ -188,105 +228,162 @@ class Fabric:
 
     @property
     def device_mesh(self) -> Any:
-        """The mesh of ``"model_parallel"``, a torch ``DeviceMesh``; that of ``"fsdp"`` after ``setup``; else None."""
-        return next(iter(self._running_session("device_mesh").runtime.meshes.values()), None)
+        """The torch ``DeviceMesh`` of the strategy, or None.
+
+        ``"model_parallel"`` has one from the start, and ``"fsdp"`` after ``setup``.
+        """
+        meshes = self._running_session("device_mesh").runtime.meshes
+        return next(iter(meshes.values()), None)
 
     @property
     def global_rank(self) -> int:
-        """Rank of this process among all processes of the job."""
+        """The rank of this process among all processes of the job."""
         return self._world("global_rank").rank
 
     @property
     def local_rank(self) -> int:
-        """Rank of this process among those of its node."""
+        """The rank of this process among the processes of its node."""
         return self._world("local_rank").local_rank
 
     @property
     def node_rank(self) -> int:
-        """Number of the node of this process."""
+        """The number of the node of this process."""
         return self._world("node_rank").node_rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes of the job; known before they exist."""
+        """The number of processes of the job. It is known before the processes exist."""
         return self._plan.world_size
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the first process of all nodes."""
+        """Whether this process is the first one of all nodes."""
         return self.global_rank == 0
 
+    @overload
+    def launch(self, *, return_result: bool = ..., return_all: bool = ...) -> Any: ...
+    @overload
     def launch(
         self,
-        function: Callable[..., Any] = _nothing,
+        function: Callable[..., Any],
         /,
         *args: Any,
+        return_result: bool = ...,
+        return_all: bool = ...,
+        **kwargs: Any,
+    ) -> Any: ...
+    def launch(
+        self,
+        *function_and_args: Any,
         return_result: bool = True,
         return_all: bool = False,
         **kwargs: Any,
     ) -> Any:
         """Start the processes of the job and connect them.
 
-        On one device, and in processes that torchrun, ``fabric run``, SLURM or MPI made, nothing is started, and the
-        call may be left out: the first that needs a device or other ranks connects the processes. With the start method
-        ``popen`` every process runs the script again: where it launches, this call does not return but ends with the
-        exit code of the ranks. With ``spawn``, ``fork`` and ``forkserver`` each runs ``function(fabric, ...)``.
+        Nothing is started on one device, or in processes made by torchrun, ``fabric run``, SLURM or
+        MPI. There the call may be left out: the first call that needs a device or other ranks
+        connects the processes.
+
+        With the start method ``popen`` every process runs the script again. In the process that
+        starts the others this call does not return: it exits with the exit code of the ranks. With
+        ``spawn``, ``fork`` and ``forkserver`` each process runs ``function(fabric, *args,
+        **kwargs)``.
 
         Args:
-            function: what every process runs; under ``popen`` and where nothing is started it may be left out.
-            *args, **kwargs: its arguments after the fabric.
-            return_result, return_all: whether the result is returned, and whether all are, as a list by rank.
+            *function_and_args: the function that every process runs, and its arguments after the
+                fabric. They may be left out under ``popen``, and if nothing is started.
+            return_result: whether to return the result of the function.
+            return_all: whether to return the results of all processes, as a list by rank.
+            **kwargs: the keyword arguments of the function.
 
         Returns:
-            What ``function`` returned: in process 0, copied to the CPU; where nothing is started, in this process.
+            The function's result: that of process 0, copied to the CPU, or, if nothing is started,
+            the result in this process. A list by rank with ``return_all``.
 
         Raises:
             RankFailedError: a process raised, exited early or was killed.
-            UsageError: a function is needed and missing, or this is a second ``launch()`` without one.
+            UsageError: a function is needed and missing, or this is a second ``launch()`` without a
+                function.
         """
         refuse_while_importing_main()
-        plan = self._plan
         if self._closed:
             raise self._not_running_error("launch()")
-        is_given = function is not _nothing
-        needs_function = kwargs or (plan.world is None and plan.launcher.runs_function)
-        if not callable(function) or (needs_function and not is_given):
-            request = f"fabric.launch({repr(function) if is_given else ''})"
-            problem = f"start method {plan.launcher.name!r} has no function to run in each process with these arguments"
-            raise UsageError(
-                request,
-                problem,
-                suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
-            )
+        self._check_launch(function_and_args, kwargs)
+        function: Callable[..., Any] = _return_none
+        args: Sequence[Any] = ()
+        if function_and_args:
+            function, *args = function_and_args
+
+        plan = self._plan
         if plan.world is None:
-            results = "none" if not return_result else "all" if return_all else "first"
-            spec = replace(plan.launch_spec, results=results)
+            spec = plan.launch_spec
+            if not return_result:
+                spec = replace(spec, results="none")
+            elif return_all:
+                spec = replace(spec, results="all")
             return plan.launcher.launch(_run_in_rank, (self, function, args, kwargs), {}, spec)
-        if self._session and not is_given:
-            problem = "the job has been launched already, or begun by a call before launch() that needs it"
-            raise UsageError(f"fabric.launch() on rank {plan.world.rank}", problem)
+
         self._running_session("launch")
         result = function(self, *args, **kwargs)
-        if return_result and return_all:
+        if not return_result:
+            return None
+        if return_all:
             return self._communicator("launch").gather_objects(result)
-        return result if return_result else None
+        return result
+
+    def _check_launch(self, function_and_args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Raise a UsageError for a missing function, or for a second launch without a function."""
+        plan = self._plan
+        if function_and_args:
+            has_function = callable(function_and_args[0])
+            request = f"fabric.launch({function_and_args[0]!r})"
+        else:
+            starts_function = plan.world is None and plan.launcher.runs_function
+            has_function = not kwargs and not starts_function
+            request = "fabric.launch()"
+        if not has_function:
+            raise UsageError(
+                request,
+                f"start method {plan.launcher.name!r} has no function to run in each process with "
+                "these arguments",
+                suggestion="fabric.launch(main, 1, 2), not fabric.launch(main(1, 2))",
+            )
+        if plan.world is not None and self._session is not None and not function_and_args:
+            raise UsageError(
+                f"fabric.launch() on rank {plan.world.rank}",
+                "the job has been launched already, or begun by a call before launch() that needs "
+                "it",
+            )
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop of a subclass: calling it launches the job and runs the subclass's ``run`` in every process."""
-        expected = "a method run(self, ...) of a subclass; or fabric.launch(main), with the loop in main(fabric)"
-        raise UsageError(f"{type(self).__name__}.run()", "it has no loop of its own", expected)
+        """Run the loop of a subclass in every process of the job, after launching the job.
+
+        A subclass defines its loop as ``run``. A call from outside of the job launches the job.
+
+        Raises:
+            UsageError: the class defines no ``run``.
+        """
+        raise UsageError(
+            f"{type(self).__name__}.run()",
+            "it has no loop of its own",
+            "a method run(self, ...) of a subclass; or fabric.launch(main), with the loop in "
+            "main(fabric)",
+        )
 
     def teardown(self) -> None:
-        """Close the strategy, the process group and the loggers. Calling it again does nothing."""
+        """Close the strategy, the process group and the loggers. A second call does nothing."""
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        # A stack, so that everything is closed even when one of them raises.
+        # A stack closes everything even if one of the callbacks raises.
         with ExitStack() as stack:
             if self._is_first():
-                has_failed = sys.exc_info()[0] or getattr(sys, "last_value", None)
-                stack.callback(self._loggers.close, "failed" if has_failed else "success")
+                status = "success"
+                if sys.exc_info()[0] or getattr(sys, "last_value", None):
+                    status = "failed"
+                stack.callback(self._loggers.close, status)
             if self._session is not None:
                 stack.callback(self._session.close)
             self._session = None
@@ -294,7 +391,12 @@ class Fabric:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: Any, exception: BaseException | None, trace: Any) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exception: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             if exception is not None and self._session is not None:
                 self.strategy.on_exception(exception)
@@ -304,12 +406,16 @@ class Fabric:
             except CheckpointError as error:
                 if exception is None:
                     raise
-                # A background save often fails because of what happened, and must not take its place.
+                # The exception often is the cause of a failed background save, and must not be
+                # replaced by the failure.
                 exception.add_note(f"Besides: {error}")
 
-    # Without optimizers it is no tuple, and every module is also a function: the first that fits counts.
+    # The overloads overlap: the result is no tuple without optimizers, and every module is also a
+    # callable. A type checker takes the first overload that fits.
     @overload
-    def setup(self, module: M, *, scheduler: None = ..., move_to_device: bool = ...) -> M: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup(  # pyright: ignore[reportOverlappingOverload]
+        self, module: M, *, scheduler: None = ..., move_to_device: bool = ...
+    ) -> M: ...
     @overload
     def setup(
         self, module: M, *optimizers: *Os, scheduler: None = ..., move_to_device: bool = ...
@@ -336,28 +442,40 @@ class Fabric:
         """Set up a module together with the optimizers of its parameters. May be collective.
 
         Args:
-            module: the model; its parameters are moved and converted in place. An ``nn.ParameterList`` or
-                ``nn.ParameterDict``, which has no forward pass, is replicated; its gradients are averaged before each
-                step or clipping.
-            *optimizers: optimizers of its parameters; they are returned as they are, with hooks around their step.
-            scheduler: a learning-rate scheduler of one of them.
+            module: the model. Its parameters are moved and converted in place. An
+                ``nn.ParameterList`` or ``nn.ParameterDict``, which has no forward pass, is
+                replicated, and its gradients are averaged before each step or clipping.
+            *optimizers: optimizers of the module's parameters. They are returned unchanged, with
+                hooks around their step.
+            scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
             move_to_device: whether parameters and buffers move to this process's device.
 
         Returns:
-            The :class:`fabric.module.FabricModule`; with optimizers or a scheduler a tuple of it and them, in order.
+            The :class:`fabric.module.FabricModule`. With optimizers or a scheduler, a tuple of the
+            module, the optimizers and the scheduler.
+
+        Raises:
+            ArgumentTypeError: ``module`` is no module.
+            UsageError: the module or an optimizer has been set up already, or an optimizer has none
+                of the module's parameters.
         """
         session = self._running_session("setup")
         session.check_setup(module, optimizers)
         model = session.setup_module(module, move_to_device)
         session.setup_optimizers(optimizers)
-        return _without_none(model, *optimizers, scheduler)
+        return _single_or_tuple(model, *optimizers, scheduler)
 
     @overload
-    def setup_module(self, module: M, move_to_device: bool = ...) -> M: ...  # pyright: ignore[reportOverlappingOverload]
+    def setup_module(  # pyright: ignore[reportOverlappingOverload]
+        self, module: M, move_to_device: bool = ...
+    ) -> M: ...
     @overload
     def setup_module(self, module: Compiled, move_to_device: bool = ...) -> FabricModule: ...
     def setup_module(self, module: Module, move_to_device: bool = True) -> nn.Module:
-        """Set up a module on its own; see :meth:`setup`. May be collective."""
+        """Set up a module without optimizers, and return it. May be collective.
+
+        The arguments and errors are described in :meth:`setup`.
+        """
         self._running_session("setup_module")
         return self.setup(module, move_to_device=move_to_device)
 
@@ -368,11 +486,23 @@ class Fabric:
     @overload
     def setup_optimizers(self, *optimizers: *Os, scheduler: S) -> tuple[*Os, S]: ...
     def setup_optimizers(self, *optimizers: Any, scheduler: Any = None) -> Any:
-        """Set up optimizers of modules that are set up already; returns them, and the scheduler. See :meth:`setup`."""
+        """Set up optimizers of modules that are set up already, and return them.
+
+        Args:
+            *optimizers: optimizers of parameters of set-up modules.
+            scheduler: a learning-rate scheduler of one of the optimizers. None if there is none.
+
+        Returns:
+            One optimizer by itself. Several, or an optimizer and a scheduler, as a tuple.
+
+        Raises:
+            UsageError: an optimizer has been set up already, or has no parameter of a set-up
+                module.
+        """
         session = self._running_session("setup_optimizers")
         session.check_setup(None, optimizers)
         session.setup_optimizers(optimizers)
-        return _without_none(*optimizers, scheduler)
+        return _single_or_tuple(*optimizers, scheduler)
 
     @overload
     def setup_dataloaders(  # pyright: ignore[reportOverlappingOverload]
@@ -383,68 +513,99 @@ class Fabric:
         self, loader: DataLoader[Any], /, *more: DataLoader[Any], **options: Unpack[LoaderOptions]
     ) -> list[FabricDataLoader]: ...
     def setup_dataloaders(
-        self, loader: DataLoader[Any], /, *more: DataLoader[Any], use_distributed_sampler: bool = True,
-        move_to_device: bool = True, overlap_copies: bool = True, uneven: Uneven = "pad",
-    ) -> FabricDataLoader | list[FabricDataLoader]:  # fmt: skip
-        """Shard the data of loaders over the processes, and move batches; a :class:`FabricDataLoader`, or a list.
+        self,
+        loader: DataLoader[Any],
+        /,
+        *more: DataLoader[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        overlap_copies: bool = True,
+        uneven: Uneven = "pad",
+    ) -> FabricDataLoader | list[FabricDataLoader]:
+        """Shard the data of loaders over the processes, and move their batches to the device.
 
         Args:
-            loader, *more: the loaders; they are left as they are, what is returned is built around copies.
-            use_distributed_sampler: whether to shard the data over the processes; if not, each sees all of it.
+            loader: the loader. It is not changed: the result is built around a copy.
+            *more: further loaders.
+            use_distributed_sampler: whether to shard the data over the processes. If not, each
+                process sees all of the data.
             move_to_device: whether batches move to this process's device.
-            overlap_copies: whether a CUDA device gets each batch on a stream of its own, from pinned memory, during the
-                step before. A batch in host memory must not be written to then, and workers return CPU tensors.
-            uneven: ``"pad"`` repeats samples where some processes would have fewer, ``"drop"`` leaves some out. For
-                other data ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
+            overlap_copies: whether a CUDA device gets each batch during the step before, from
+                pinned memory and on a separate stream. Batches in host memory must not be written
+                to then, and workers must return CPU tensors.
+            uneven: what happens if some processes would have fewer samples. ``"pad"`` repeats
+                samples, and ``"drop"`` leaves samples out. Data that fabric does not shard by index
+                needs ``"shortest"`` or ``"longest"``; see :class:`fabric.data.FabricDataLoader`.
+
+        Returns:
+            The :class:`fabric.data.FabricDataLoader`, or a list of them for several loaders.
+
+        Raises:
+            ArgumentTypeError: an argument is no DataLoader.
+            ConfigurationError: a loader is set up already, or ``uneven`` does not fit its data.
         """
         session = self._running_session("setup_dataloaders")
-        prepared = [
-            session.setup_loader(
-                each, shard=use_distributed_sampler, overlap_copies=overlap_copies, uneven=uneven,
-                device=session.runtime.device if move_to_device else None,
-                seed_workers=self._seed is None or self._seed["workers"],
+        device = session.runtime.device if move_to_device else None
+        prepared: list[FabricDataLoader] = []
+        for dataloader in (loader, *more):
+            fabric_loader = session.setup_loader(
+                dataloader,
+                shard=use_distributed_sampler,
+                overlap_copies=overlap_copies,
+                uneven=uneven,
+                device=device,
+                seed_workers=self._seeding is None or self._seeding.workers,
             )
-            for each in (loader, *more)
-        ]  # fmt: skip
+            prepared.append(fabric_loader)
         return prepared if more else prepared[0]
 
     def init_module(
         self, empty_init: bool = False, source: _Source = "every_rank"
     ) -> AbstractContextManager[Any]:
-        """A context in which modules are created on this process's device and in the dtype of the precision.
+        """Create modules in a context on this process's device, in the dtype of the precision.
 
-        Under a strategy that shards, they are built on the CPU with the values of a plain build, but in scratch space
-        on disk in place of memory, and get to the device shard by shard in ``setup``. That takes room for the whole
-        model, once for each process of the node, in the folder for temporary files, which ``TMPDIR`` names.
+        A strategy that shards builds modules on the CPU, with the values of a plain build, in
+        scratch space on disk instead of memory. ``setup`` moves them to the device shard by shard.
+        The scratch space takes room for the whole model, once for each process of the node, in the
+        folder for temporary files, which ``TMPDIR`` names.
 
         Args:
-            empty_init: fill parameters with nan, for a model that a checkpoint fills; takes no scratch space.
-            source: ``"every_rank"``, or ``"rank0"`` where a strategy shards: only rank 0 has values and scratch space,
-                and code on other ranks cannot read large parameters. Collective on exiting the context.
+            empty_init: whether to fill parameters with nan instead of their initial values, for a
+                model that a checkpoint fills. It takes no scratch space.
+            source: the ranks that have values. ``"rank0"`` matters only to a strategy that shards:
+                only rank 0 has values and scratch space then, code on other ranks cannot read large
+                parameters, and exiting the context is collective.
 
         Raises:
-            ConfigurationError, UsageError: another source; the scratch space is full, on entering or within.
+            ConfigurationError: ``source`` has another value.
+            UsageError: the scratch space is full, on entering the context or within.
         """
-        return self._running_session("init_module").strategy.module_init_context(empty_init, source)
+        strategy = self._running_session("init_module").strategy
+        return strategy.module_init_context(empty_init, source)
 
-    sharded_model = init_module  # its older name
+    sharded_model = init_module  # the older name
 
     def init_tensor(self) -> AbstractContextManager[Any]:
-        """A context in which tensors are created on this process's device and in the dtype of the precision."""
-        return created_on(
-            self._running_session("init_tensor").runtime.device, self.precision.param_dtype
-        )
+        """Create tensors in a context on this process's device, in the dtype of the precision."""
+        device = self._running_session("init_tensor").runtime.device
+        return created_on(device, self.precision.param_dtype)
 
     def to_device(self, obj: T) -> T:
-        """Move a module in place, or the tensors of any collection, to this process's device; the same type back."""
+        """Move a module in place, or the tensors of a collection, to this process's device.
+
+        Args:
+            obj: a module, or any collection of tensors and other objects.
+
+        Returns:
+            The same module, or a collection of the same types.
+        """
         strategy = self._running_session("to_device").strategy
-        move: Any = (
-            strategy.module_to_device if isinstance(obj, nn.Module) else strategy.batch_to_device
-        )
-        return move(obj)
+        if isinstance(obj, nn.Module):
+            return strategy.module_to_device(obj)
+        return strategy.batch_to_device(obj)
 
     def is_wrapped(self, obj: Any) -> bool:
-        """Whether ``obj`` is a module or loader that ``setup`` returned, or an optimizer that is set up here."""
+        """Return whether an object is set up: a result of ``setup``, or an optimizer set up here."""
         if isinstance(obj, Optimizer):
             return self._session is not None and obj in self._session.optimizers
         return self.unwrap(obj) is not obj
@@ -454,50 +615,65 @@ class Fabric:
     @overload
     def unwrap(self, obj: T) -> T: ...
     def unwrap(self, obj: Any) -> Any:
-        """The user's module of a set-up module, the torch loader of a set-up loader; anything else as it is."""
-        inner = uncompiled(obj) if isinstance(obj, nn.Module) else obj
-        if isinstance(inner, FabricModule):
-            return inner.module
-        return obj.loader if isinstance(obj, FabricDataLoader) else obj
+        """Return the user's module of a set-up module, or the torch loader of a set-up loader.
+
+        Other objects are returned unchanged.
+        """
+        if isinstance(obj, FabricDataLoader):
+            return obj.loader
+        if isinstance(obj, nn.Module):
+            inner = uncompiled(obj)
+            if isinstance(inner, FabricModule):
+                return inner.module
+        return obj
 
     def backward(
         self,
         tensor: Tensor,
         *args: Any,
         weight: float | Tensor | None = None,
-        optimizer: _Optims = None,
+        optimizer: _Optimizers = None,
         **kwargs: Any,
     ) -> None:
-        """Compute gradients, in place of ``tensor.backward(*args, **kwargs)``; scales the loss where needed.
+        """Compute gradients, instead of ``tensor.backward(*args, **kwargs)``.
 
-        Collective where gradients are synchronized; a weight adds one message to a step. Raises a
-        :class:`fabric.errors.UsageError` where gradients would not be synchronized (see
-        :class:`fabric.module.FabricModule`), where losses with and without a weight, or for different optimizers, are
-        added up in one gradient, or where all weights of a step are zero.
+        Scales the loss if the precision needs it. Collective where gradients are synchronized. A
+        weight adds one message to a step.
 
         Args:
-            weight: the number of terms that the loss sums up on this process, zero or more. ``clip_gradients`` or
-                ``step`` turns the gradients into those of the sum of all losses over the sum of all weights, of all
-                processes, since the last step or ``zero_grad``. A tensor on a CUDA device is not waited for.
-            optimizer: the one that the loss is for, or several; None for all that are set up.
+            tensor: the loss.
+            *args: the arguments of ``Tensor.backward``.
+            weight: the number of terms that the loss sums up on this process, zero or more.
+                ``clip_gradients`` or ``step`` then turns the gradients into those of the sum of all
+                losses divided by the sum of all weights, over all processes and all losses since
+                the last step or ``zero_grad``. A weight on a CUDA device is not waited for. None
+                leaves the loss as it is.
+            optimizer: the optimizers that the loss is for. None means all that are set up.
+            **kwargs: the keyword arguments of ``Tensor.backward``.
+
+        Raises:
+            UsageError: gradients would not be synchronized (see
+                :class:`fabric.module.FabricModule`); losses with and without a weight, or for
+                different optimizers, are added up in one gradient; or all weights of a step are
+                zero.
         """
         session = self._session
-        active = () if session is None else session.active_iterators
-        for spec, state in active:
-            if spec.uneven == "longest":
-                tensor, weight = without_repeats(state, tensor, weight)
-        if (
-            weight is not None
-            or optimizer is not None
-            or (session is not None and session.weights is not None)
-        ):
+        if session is not None:
+            for spec, state in session.active_iterators:
+                if spec.uneven == "longest":
+                    tensor, weight = without_repeats(state, tensor, weight)
+        is_weighted = weight is not None or optimizer is not None
+        if session is not None and session.weights is not None:
+            is_weighted = True
+        if is_weighted:
             session = self._running_session("backward")
-            tensor = loss_weights(session).scale_loss(tensor, weight, optimizer)
+            tensor = session.loss_weights().scale_loss(tensor, weight, optimizer)
         elif session is None:
             tensor.backward(*args, **kwargs)
             return
         elif session.scaler is not None:
             tensor = session.scaler.scale_loss(tensor)
+
         try:
             for call in session.backward.before:
                 call()
@@ -507,12 +683,17 @@ class Fabric:
             for call in session.backward.after:
                 call(tensor, error)
             raise
-        for call in (*session.backward.after,):  # one may remove itself
+        # A copy of the list: a function may remove itself.
+        for call in (*session.backward.after,):
             call(tensor, None)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context that forward passes run in, for code outside of one; does nothing for ``*-true`` precisions."""
-        return self.precision.forward_context(self._running_session("autocast").runtime.device.type)
+        """Run code outside of a forward pass in the autocast context of the precision.
+
+        The context does nothing under ``*-true`` precisions.
+        """
+        device = self._running_session("autocast").runtime.device
+        return self.precision.forward_context(device.type)
 
     def clip_gradients(
         self,
@@ -523,18 +704,27 @@ class Fabric:
         norm_type: float | Literal["inf"] = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip the gradients of an optimizer's parameters in place; return the total norm before, of shape ``()``.
+        """Clip the gradients of an optimizer's parameters in place, and return their norm.
 
-        Collective where gradients are sharded or weighted. Under a loss scale they are unscaled first; where they have
-        overflowed, so that the step will be skipped, the norm is no error.
+        Collective if gradients are sharded or weighted. A loss scale is removed from the gradients
+        first. If scaled gradients have overflowed, the step will be skipped, and the norm is no
+        error. Exactly one of ``clip_val`` and ``max_norm`` is given.
 
         Args:
-            module: the set-up module that the parameters belong to, several, or a module around them.
-            optimizer: the optimizer, set up too.
-            clip_val: each value into ``[-clip_val, clip_val]``.
-            max_norm: total norm at most this; exactly one of the two limits is given, and it is positive.
-            norm_type: p of the p-norm, or ``"inf"``.
-            error_if_nonfinite: raise a ``NonFiniteGradientError`` before any change if the norm is not finite; waits.
+            module: the set-up module of the parameters, several modules, or a module around them.
+            optimizer: the set-up optimizer.
+            clip_val: the largest absolute value of a gradient, positive.
+            max_norm: the largest total norm, positive.
+            norm_type: the p of the p-norm, or ``"inf"``.
+            error_if_nonfinite: whether to raise if the norm is not finite. The check waits for the
+                device.
+
+        Returns:
+            The total norm before clipping, of shape ``()``.
+
+        Raises:
+            NonFiniteGradientError: the norm is not finite. No gradient was changed.
+            UsageError: the optimizer is not set up, or updates no parameter of the module.
         """
         models = find_fabric_modules("clip_gradients", module)
         session = self._running_session("clip_gradients")
@@ -543,40 +733,69 @@ class Fabric:
         )
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the last ``step`` of a set-up optimizer changed nothing, since gradients overflowed in ``16-mixed``.
+        """Return whether the last ``step`` of an optimizer was skipped because of an overflow.
 
-        For what counts steps: ``if not fabric.step_was_skipped(optimizer): scheduler.step()``. The same on all
-        processes, False without loss scaling. Not a collective.
+        Gradients can overflow under ``"16-mixed"``. Use the method for what counts steps: ``if not
+        fabric.step_was_skipped(optimizer): scheduler.step()``. The result is the same on all
+        processes, and False without loss scaling. Not a collective.
+
+        Raises:
+            UsageError: the optimizer is not set up.
         """
         return self._running_session("step_was_skipped").step_was_skipped(optimizer)
 
     def no_backward_sync(
         self, module: Module | Sequence[Module], enabled: bool = True
     ) -> AbstractContextManager[Any]:
-        """A context without synchronization of gradients, for all micro-batches of an accumulation but the last.
+        """Do not synchronize gradients in a context, to accumulate gradients.
 
-        It has to hold the forward and the backward pass of one set-up module or several; if not ``enabled``, it does
-        nothing.
+        Use the context for all micro-batches of an accumulation but the last. It has to contain the
+        forward and the backward pass.
+
+        Args:
+            module: the set-up module, or several.
+            enabled: whether the context has an effect.
         """
         models = find_fabric_modules("no_backward_sync", module)
-        if self._session is not None and self._session.scaler is not None:
-            self._session.scaler.accumulates |= enabled
-        prepared = [
-            model._fabric_prepared
-            for model in models
-            if not isinstance(model.module, PARAMETER_LISTS)
-        ]
+        if enabled and self._session is not None and self._session.scaler is not None:
+            self._session.scaler.accumulates = True
+        prepared: list[nn.Module] = []
+        for model in models:
+            if not isinstance(model.module, PARAMETER_LISTS):
+                prepared.append(model._fabric_prepared)
         return without_sync(self.strategy, prepared, enabled)
 
     def accumulate(self, loader: FabricDataLoader, steps: int) -> Windows:
-        """A loop of pairs ``(batch, last)``, in windows of ``steps``; see :class:`fabric.data.Windows`."""
+        """Return a loop over pairs ``(batch, last)``, in windows of ``steps`` micro-batches.
+
+        Args:
+            loader: the set-up loader.
+            steps: the number of micro-batches in a window, 1 or more. The last window of an epoch
+                may be shorter.
+
+        Returns:
+            The :class:`fabric.data.Windows`. ``last`` is true for the last micro-batch of a window,
+            and the same on all processes.
+        """
         return Windows(loader, steps)
 
     def sequence_parallel(self, batch: Any, dim: int = 1) -> AbstractContextManager[Any]:
-        """This rank's part of a batch of sequences; see :func:`fabric.sequence_parallel.sequence_parallel`."""
-        return sequence_parallel(
-            self._running_session("sequence_parallel").runtime, self.device_mesh, batch, dim
-        )
+        """Split the sequences of a batch over ranks, for one forward and backward pass.
+
+        Collective over the ranks that have parts of the same sequences. All of them pass the same
+        batch. Without a ``"sequence"`` dimension in the mesh the batch is not split. See
+        :func:`fabric.strategies.sequence_parallel.sequence_parallel`.
+
+        Args:
+            batch: any collection. It contains everything that depends on a token's position, with
+                labels that are already shifted.
+            dim: the dimension of the tokens. Tensors without this dimension are not split.
+
+        Returns:
+            A context that yields the same collection with this rank's tokens.
+        """
+        runtime = self._running_session("sequence_parallel").runtime
+        return sequence_parallel(runtime, self.device_mesh, batch, dim)
 
     def ema(
         self,
@@ -585,9 +804,15 @@ class Fabric:
         *,
         buffers: bool = False,
     ) -> ExponentialMovingAverage:
-        """Return averages of a set-up module's weights. Not a collective.
+        """Return exponential moving averages of a set-up module's weights. Not a collective.
 
         See :class:`fabric.optim.ema.ExponentialMovingAverage`.
+
+        Args:
+            module: the set-up module.
+            decay: the weight of the old average in an update, in ``[0, 1]``, or a function of the
+                number of updates so far that returns it.
+            buffers: whether to average the buffers, too. If not, the module's own buffers are used.
         """
         [model] = find_fabric_modules("ema", module)
         return ExponentialMovingAverage(model, decay, buffers)
@@ -595,48 +820,76 @@ class Fabric:
     def join(
         self, module: Module | Sequence[Module], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """A context for a training loop in which processes may have different numbers of batches, under DDP.
+        """Let processes have different numbers of batches in a training loop under DDP. Collective.
 
-        Collective: every process enters it, and exits it once all have finished. A process without further batches
-        answers the others' collectives with gradients of zero. Afterwards every process has the modules, their
-        optimizers and the loss scale of one that stepped last; schedulers stay. Within, collectives of the whole job
-        and forward passes without gradients raise a ``UsageError``; so do strategies that cannot do it, such as FSDP.
+        Every process enters the context, and exits it once all have finished. A process without
+        further batches answers the collectives of the others with gradients of zero. Afterwards
+        every process has the modules, their optimizers and the loss scale of a process that stepped
+        last. Schedulers stay as they are.
 
         Args:
-            module: the set-up module that is trained, or several, whose passes follow each other in that order.
-            divide_by_initial_world_size: whether gradients are divided by the number of all processes, so that each
-                batch counts the same, or by the number of those that still have batches.
+            module: the set-up module that is trained, or several, in the order of their passes.
+            divide_by_initial_world_size: whether to divide gradients by the number of all
+                processes, so that each batch counts the same. If not, they are divided by the
+                number of processes that still have batches.
+
+        Raises:
+            UsageError: the strategy cannot join, as FSDP. Within the context: a collective of the
+                whole job, or a forward pass without gradients.
         """
         models = find_fabric_modules("join", module)
-        return self._running_session("join").join(models, divide_by_initial_world_size)
+        session = self._running_session("join")
+        return session.join(models, divide_by_initial_world_size)
 
     def all_reduce(
         self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean"
     ) -> T:
-        """Reduce every tensor and number over the processes. Collective, see [Note: Collectives].
+        """Reduce every tensor and number over the processes. Collective.
 
-        Sum and mean are differentiable. Tensors come back as new tensors on their device; Python integers never wrap.
+        Sum and mean are differentiable. Python integers never wrap around.
 
         Args:
-            data, group: see [Note: Collectives].
-            reduce_op: ``"mean"``/``"avg"``, ``"sum"``, ``"min"``, ``"max"``, ``"product"``, ``"band"``, ``"bor"``,
-                ``"bxor"`` or a torch ``ReduceOp``. Integers have no mean; booleans have min (all), max (any), bitwise.
+            data: a tensor, a number, or any collection of them, with the same structure, dtypes and
+                shapes on every process. It is not changed.
+            group: the processes: a result of :meth:`new_group` or a torch process group. None is
+                all processes of the job.
+            reduce_op: ``"mean"`` (or ``"avg"``), ``"sum"``, ``"min"``, ``"max"``, ``"product"``,
+                ``"band"``, ``"bor"``, ``"bxor"``, or a torch ``ReduceOp``. Integers have no mean.
+                Booleans have ``"min"`` (all), ``"max"`` (any) and the bitwise operations.
+
+        Returns:
+            The same collection, with new tensors of the same shapes on the same devices.
+
+        Raises:
+            ConfigurationError: a leaf cannot be reduced.
+            CollectiveMismatchError: the calls differ between processes.
         """
-        return collectives.all_reduce(
-            self._communicator("all_reduce", group, op := Reduce(reduce_op)), data, op
-        )
+        op = Reduce(reduce_op)
+        communicator = self._communicator("all_reduce", group, op)
+        return collectives.all_reduce(communicator, data, op)
 
     def reduce_scatter(
         self, data: T, group: Group = None, reduce_op: ReduceName | ReduceOp = "mean"
     ) -> T:
-        """Reduce every tensor over the processes, each of which keeps its own row. Collective, see [Note: Collectives].
+        """Reduce every tensor over the processes, and keep this process's row. Collective.
 
-        The tensors of ``data`` have the shape ``(size, *s)`` for a group of ``size`` processes, those of the collection
-        that is returned ``s``: row ``rank`` of what :meth:`all_reduce` returns. Sum and mean are differentiable.
+        Sum and mean are differentiable.
+
+        Args:
+            data: tensors of shape ``(size, *s)`` for a group of ``size`` processes.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+            reduce_op: the reduction, as for :meth:`all_reduce`.
+
+        Returns:
+            The same collection, with tensors of shape ``s``: row ``rank`` of the result of
+            :meth:`all_reduce`.
+
+        Raises:
+            ConfigurationError: a leaf cannot be reduced, or has another number of rows.
+            CollectiveMismatchError: the calls differ between processes.
         """
-        return collectives.reduce_scatter(
-            self._communicator("reduce_scatter", group), data, Reduce(reduce_op)
-        )
+        communicator = self._communicator("reduce_scatter", group)
+        return collectives.reduce_scatter(communicator, data, Reduce(reduce_op))
 
     @overload
     def all_gather(
@@ -659,16 +912,27 @@ class Fabric:
         ragged: bool = False,
         concat: bool = False,
     ) -> Any:
-        """Collect every tensor and number from all processes, by rank. Collective, see [Note: Collectives].
+        """Collect every tensor and number from all processes, by rank. Collective.
 
         Args:
-            sync_grads: whether gradients flow back to the process that passed a part.
+            data: a tensor, a number, or any collection of them, with the same structure and dtypes
+                on every process, and the same shapes unless ``ragged`` or ``concat`` is true. It is
+                not changed.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+            sync_grads: whether gradients flow back to the process that passed the values.
             ragged: whether the length of tensors along dim 0 may differ between processes.
-            concat: likewise, and what is collected becomes one tensor; a 0-dim tensor counts as one of length 1.
+            concat: whether to concatenate the tensors of all processes along dim 0. Their lengths
+                may differ, and a 0-dim tensor counts as one of length 1.
 
         Returns:
-            The same collection: tensors of shape ``s`` as ``(size, *s)``, on one process too; numbers as lists. With
-            ``ragged`` as the list of ``size`` tensors, with ``concat`` as one of shape ``(n_0 + n_1 + ..., *s)``.
+            The same collection. A tensor of shape ``s`` becomes one of shape ``(size, *s)`` for a
+            group of ``size`` processes, on one process too. A number becomes a list. With
+            ``ragged`` a tensor becomes a list of ``size`` tensors, and with ``concat`` one tensor
+            of shape ``(n_0 + n_1 + ..., *s)``.
+
+        Raises:
+            ConfigurationError: a leaf cannot be sent.
+            CollectiveMismatchError: the calls differ between processes.
         """
         communicator = self._communicator("all_gather", group)
         if ragged or concat:
@@ -678,123 +942,206 @@ class Fabric:
         return collectives.all_gather(communicator, data, sync_grads=sync_grads)
 
     def gather_for_metrics(self, data: T) -> T:
-        """Collect what was computed from a batch from all processes, each sample once, in the order of the data.
+        """Collect values computed from a batch from all processes, each sample once. Collective.
 
-        Collective, in the body of a loop over a set-up loader. Dim 0 of each tensor in ``data``, a collection, counts
-        the samples of this batch; each is one under ``batch_size=None``. An evaluation over n samples counts n: those
-        that were repeated so that all processes get equally many (``uneven="pad"``) are removed again.
+        Call it in the body of a loop over a set-up loader. An evaluation over n samples counts n
+        samples: samples that were repeated so that all processes get equally many
+        (``uneven="pad"``) are removed again.
+
+        Args:
+            data: a collection of tensors of shape ``(n, *s)``, for the n samples of this process's
+                batch. Under ``batch_size=None`` each tensor is one sample.
 
         Returns:
-            The same collection: tensors of shape ``(n, *s)`` as new, detached tensors of shape ``(m, *s)``, in the
-            order in which the loader's sampler, or batch sampler, yielded the m samples of this batch of all processes.
+            The same collection, with new, detached tensors of shape ``(m, *s)``, for the m samples
+            of the batches of all processes, in the order of the loader's sampler.
         """
         session = self._running_session("gather_for_metrics")
-        return gather_batch(
-            session.strategy._data_parallel_communicator(), session.active_iterators, data
-        )
+        communicator = session.strategy._data_parallel_communicator()
+        return gather_batch(communicator, session.active_iterators, data)
 
     def compute_metrics(self, metrics: Any) -> Any:
-        """``metrics.compute()`` over the samples of all processes, in one exchange; the same on each. Collective.
+        """Compute metrics over the samples of all processes, in one exchange. Collective.
 
-        It is a metric or collection of torchmetrics, moved by :meth:`to_device`; a process may have no samples.
+        Args:
+            metrics: a metric or collection of torchmetrics, moved by :meth:`to_device`. A process
+                may have no samples.
+
+        Returns:
+            The result of ``metrics.compute()``, the same on every process.
         """
-        return compute_metrics(
-            self._running_session("compute_metrics").strategy._loss_communicator(), metrics
-        )
+        session = self._running_session("compute_metrics")
+        return compute_metrics(session.strategy._loss_communicator(), metrics)
 
     def all_to_all(self, data: T, group: Group = None) -> T:
-        """Send row i of every tensor to process i. Collective and differentiable, see [Note: Collectives].
+        """Send row i of every tensor to process i. Collective and differentiable.
 
-        The tensors that are passed and returned have the shape ``(size, *s)``: row j of a result is from process j.
+        Args:
+            data: tensors of shape ``(size, *s)`` for a group of ``size`` processes.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+
+        Returns:
+            The same collection, with tensors of shape ``(size, *s)``: row j is from process j.
+
+        Raises:
+            ConfigurationError: a leaf cannot be sent, or has another number of rows.
+            CollectiveMismatchError: the calls differ between processes.
         """
         return collectives.all_to_all(self._communicator("all_to_all", group), data)
 
     def broadcast(self, obj: T, src: int = 0, group: Group = None) -> T:
-        """Send any object from one process to all; tensors in it are sent as tensors. Collective and differentiable.
+        """Send any object from one process to all. Collective and differentiable.
 
-        Only the object of rank ``src`` of the group counts; the others may pass None. Other leaves are pickled.
+        Tensors in a collection are sent as tensors, and other leaves are pickled.
+
+        Args:
+            obj: the object to send. Only the object of rank ``src`` counts: the other processes may
+                pass None.
+            src: the rank of the sender within the group.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+
+        Returns:
+            The object of rank ``src``.
         """
         strategy = self._running_session("broadcast").strategy
-        # Those of others need not know groups.
-        return (
-            strategy.broadcast(obj, src) if group is None else strategy.broadcast(obj, src, group)
-        )
+        # A strategy of another package may override broadcast without the argument group.
+        if group is None:
+            return strategy.broadcast(obj, src)
+        return strategy.broadcast(obj, src, group)
 
     def scatter(self, parts: Sequence[T] | None = None, src: int = 0, group: Group = None) -> T:
-        """Send one object or collection to each process, and return this process's part. Collective.
+        """Send one object or collection to each process. Collective.
 
-        ``parts``, on rank ``src`` of the group alone, has one for each rank; shapes and kinds may differ. Tensors are
-        detached; those that were on an accelerator are on this process's device.
+        Args:
+            parts: the objects by rank, on rank ``src`` alone. Shapes and types may differ. The
+                other processes pass None.
+            src: the rank of the sender within the group.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+
+        Returns:
+            The object of this process. Its tensors are detached. Tensors that were on an
+            accelerator are on this process's device.
         """
         return collectives.scatter(self._communicator("scatter", group), parts, src, self.device)
 
     def gather(self, obj: T, dst: int = 0, group: Group = None) -> list[T] | None:
-        """Collect one object or collection from each process on one of them. Collective.
+        """Collect one object or collection from each process on one process. Collective.
 
-        Returns the list by rank, detached, on rank ``dst`` of the group, else None. Shapes and kinds may differ.
+        Args:
+            obj: the object of this process. Shapes and types may differ between processes.
+            dst: the rank of the receiver within the group.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+
+        Returns:
+            The objects by rank, with detached tensors, on rank ``dst``. None on the other
+            processes.
         """
         return collectives.gather(self._communicator("gather", group), obj, dst, self.device)
 
     def send(self, obj: Any, dst: int, group: Group = None) -> None:
-        """Send any object to rank ``dst`` of the group, which has to call :meth:`recv`; in order, not a collective."""
+        """Send any object to one process, which has to call :meth:`recv`. Not a collective.
+
+        Objects arrive in the order in which they were sent.
+
+        Args:
+            obj: any object or collection.
+            dst: the rank of the receiver within the group.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+        """
         collectives.send(self._communicator("send", group), obj, dst)
 
     def recv(self, src: int, group: Group = None) -> Any:
-        """Receive what rank ``src`` of the group sends; tensors are detached, and on this process's kind of device."""
+        """Receive an object that another process sends with :meth:`send`. Not a collective.
+
+        Args:
+            src: the rank of the sender within the group.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+
+        Returns:
+            The object. Its tensors are detached. Tensors that were on an accelerator are on this
+            process's device.
+        """
         return collectives.recv(self._communicator("recv", group), src, self.device)
 
     def barrier(self, name: str | None = None, group: Group = None) -> None:
-        """Wait until every process calls it; ``name`` appears in the error when one does not. Collective."""
+        """Wait until every process has called it. Collective.
+
+        Args:
+            name: a name for the error that is raised if a process does not call it.
+            group: the processes, as for :meth:`all_reduce`. None is all processes of the job.
+        """
         self._communicator("barrier", group).barrier(name)
 
     def new_group(self, ranks: Sequence[int]) -> Communicator | NonMember:
-        """A group of some processes, for the argument ``group`` of the collectives.
+        """Make a group of some processes, for the argument ``group`` of the collectives.
 
-        Collective: every process of the job must call it, also those outside. ``ranks`` are the global ranks of the
-        members, in any order; in the group they are numbered in ascending order. The group is true; a process outside
-        gets a :class:`fabric.communicators.NonMember`, which is false, and with which every collective raises.
+        Collective: every process of the job must call it, also the processes outside of the group.
+
+        Args:
+            ranks: the global ranks of the members, in any order. Within the group they are numbered
+                in ascending order.
+
+        Returns:
+            The group, which is true. A process outside of the group gets a
+            :class:`fabric.communicators.NonMember`, which is false, and with which every collective
+            raises.
         """
         return self._communicator("new_group").new_group(ranks)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all processes decided so, or with ``all=False`` any of them. Collective."""
-        return self._running_session("reduce_boolean_decision").strategy.reduce_boolean_decision(
-            decision, all
-        )
+        """Return whether all processes decided so, or any of them. Collective.
+
+        Args:
+            decision: the decision of this process.
+            all: whether all processes must agree. False asks for any process.
+        """
+        strategy = self._running_session("reduce_boolean_decision").strategy
+        return strategy.reduce_boolean_decision(decision, all)
 
     @property
     def should_stop(self) -> bool:
-        """Whether it is time to save and stop. Every process has to read it equally often; all get the same answer.
+        """Whether it is time to save and stop. Every process has to read it equally often.
 
-        It becomes true after SIGTERM, SIGHUP or SIGUSR2 to any process, under SLURM also SIGUSR1, at ``time_limit`` and
-        before the end of a SLURM job. Only the read at which the processes agree to stop communicates. From the first
-        read until ``teardown`` these signals no longer end this process.
+        All processes get the same answer. It becomes true after SIGTERM, SIGHUP or SIGUSR2 to any
+        process, under SLURM also after SIGUSR1, at ``time_limit``, and before the end of a SLURM
+        job. Only the read at which the processes agree to stop communicates. From the first read
+        until ``teardown`` these signals no longer end this process.
         """
         return self._running_session("should_stop").stopping.is_due()
 
     def exit_preempted(self, requeue: bool = False) -> NoReturn:
-        """End this process with code 75, which says: saved, start me again. Waits for saves. Collective.
+        """End this process with code 75, which asks for a restart. Collective.
 
-        With ``requeue`` rank 0 requeues the SLURM job, or this task of a job array; without SLURM it has no effect.
+        Unfinished saves are waited for.
+
+        Args:
+            requeue: whether rank 0 requeues the SLURM job, or this task of a job array. It has no
+                effect without SLURM.
         """
         self.barrier("exit_preempted")
         exit_preempted(self.teardown, requeue and self._is_first())
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """A context that the first process runs while the others wait, and then the others; for downloads.
+        """Run a block on rank 0 first, then on the other ranks. Use it for downloads. Collective.
 
-        Collective. With ``local`` the first process of each node does, for files that nodes do not share. When it
-        raises, the others raise a :class:`fabric.errors.UsageError` with its error.
+        Args:
+            local: whether the first process of each node goes first, for files that nodes do not
+                share.
+
+        Raises:
+            UsageError: on the other ranks, if the block failed on rank 0. The text has the error.
         """
         runtime = self._running_session("rank_zero_first").runtime
-        return rank_zero_first(runtime.node_communicator() if local else runtime.communicator)
+        if local:
+            return rank_zero_first(runtime.node_communicator())
+        return rank_zero_first(runtime.communicator)
 
     @overload
     def save(
         self,
         path: _Path,
         state: _State,
-        filter: _Keep = ...,
+        filter: _EntryFilters = ...,
         trainable_only: bool = ...,
         *,
         async_: Literal[True],
@@ -804,7 +1151,7 @@ class Fabric:
         self,
         path: _Path,
         state: _State,
-        filter: _Keep = ...,
+        filter: _EntryFilters = ...,
         trainable_only: bool = ...,
         *,
         async_: bool = ...,
@@ -813,32 +1160,43 @@ class Fabric:
         self,
         path: _Path,
         state: _State,
-        filter: _Keep = None,
+        filter: _EntryFilters = None,
         trainable_only: bool = False,
         *,
         async_: bool = False,
     ) -> PendingSave | None:
-        """Write a checkpoint: afterwards there is the new one or, after any failure, the old one, never a torn one.
+        """Write a checkpoint. Collective.
 
-        Collective. Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as their
-        state, plain values as they are; the loss scale and the random states of all processes are added. One file of
-        nothing but tensors, such as ``model.state_dict()``, is written as it is, for :meth:`load_raw` and torch.
+        After any failure the path has the old checkpoint or the new one, never a torn one.
 
-        It is one file that the first process writes or, under FSDP unless ``state_dict_type="full"``, a folder into
-        which every process writes its shards. The ``checkpoint_io`` of the strategy wins over both.
+        Modules, optimizers, schedulers, loaders and other objects with ``state_dict`` are stored as
+        their state, and plain values as they are. The loss scale and the random states of all
+        processes are added. A single entry of nothing but tensors, such as ``model.state_dict()``,
+        is written as it is, for :meth:`load_raw` and torch.
+
+        The checkpoint is one file that the first process writes. Under FSDP, unless
+        ``state_dict_type="full"``, it is a folder into which every process writes its shards. The
+        ``checkpoint_io`` of the strategy takes precedence over both formats.
 
         Args:
-            path: the file or folder, new or one of the same kind, which is replaced; also as ``s3://...`` and the like.
-            state: names and objects.
-            filter: for a name in ``state``, a function ``(name, value) -> bool`` that says which entries are kept; in a
-                folder of shards, sharded values are DTensors.
-            trainable_only: leave out parameters without ``requires_grad``, no buffers; load it with ``strict=False``.
-            async_: return as soon as everything has been copied to host memory, kept for the next save. The next
-                ``save``, ``load`` or ``teardown`` waits for the writing; so does the ``PendingSave`` that is returned.
+            path: the file or folder. It is new, or a checkpoint of the same kind, which is
+                replaced. URLs such as ``s3://...`` work, too.
+            state: the objects and values by name.
+            filter: functions ``(name, value) -> bool`` by names of ``state``, which say what
+                entries of the object are kept. In a folder of shards, sharded values are DTensors.
+                None keeps everything.
+            trainable_only: whether to leave out parameters without ``requires_grad``. Buffers are
+                kept. Load such a checkpoint with ``strict=False``.
+            async_: whether to return as soon as everything is copied to host memory, which is kept
+                for the next save. The next ``save``, ``load`` or ``teardown`` waits for the write.
+
+        Returns:
+            The :class:`fabric.checkpoint.PendingSave` with ``async_``, else None.
 
         Raises:
-            ArgumentTypeError: an object that could not be loaded again; nothing has been written.
-            CheckpointError: this save, or one before with ``async_``, failed on a process; or another kind is there.
+            ArgumentTypeError: an object could not be loaded again. Nothing was written.
+            CheckpointError: this save, or an earlier one with ``async_``, failed on a process; or
+                the path has something of another kind.
         """
         with self._running_session("save").checkpoints("save") as checkpoints:
             return checkpoints.save(path, state, filter, trainable_only, async_)
@@ -846,9 +1204,21 @@ class Fabric:
     def checkpoints(
         self, folder: _Path, keep: int = 3, best: tuple[str, Literal["min", "max"]] | None = None
     ) -> "checkpoint.Checkpoints":
-        """The checkpoints of a run in a folder: the newest, and the best by a metric. Collective.
+        """Keep the newest checkpoints of a run, and the best by a metric, in a folder. Collective.
 
-        See :class:`fabric.checkpoint.Checkpoints`, which saves, restores, and removes the older ones.
+        Args:
+            folder: a folder for this run alone. It is created. URLs such as ``s3://...`` work, too.
+            keep: the number of newest checkpoints to keep, 1 or more.
+            best: the name of a metric, and whether its best value is the least (``"min"``) or the
+                largest (``"max"``). None keeps no best checkpoint.
+
+        Returns:
+            The :class:`fabric.checkpoint.Checkpoints`, which saves, restores, and removes old
+            checkpoints.
+
+        Raises:
+            ConfigurationError: ``keep`` or ``best`` is not valid.
+            CheckpointError: another job saves into the folder, or the folder cannot be written.
         """
         return checkpoint.Checkpoints(self._running_session, folder, keep, best)
 
@@ -861,26 +1231,33 @@ class Fabric:
         *,
         weights_only: bool | None = True,
     ) -> dict[str, Any]:
-        """Restore a checkpoint: objects in place, plain values by replacing them in ``state``.
+        """Restore a checkpoint. Collective.
 
-        Collective. Everything is checked before anything changes, and no code in it is run. Whichever strategy and
-        number of processes wrote it, it loads under any other; from a folder each process reads only what it will hold.
+        Objects are restored in place, and plain values are replaced in ``state``. Everything is
+        checked before anything changes, and no code of the checkpoint runs. A checkpoint loads
+        under any strategy and number of processes. From a folder each process reads only what it
+        will hold.
 
         Args:
             path: the file or folder.
-            state: names and objects to restore; None returns everything as it was stored.
-            strict: whether what one side lacks is an error; if not, what fits by name is loaded.
-            rng: whether each process continues its random streams; of more processes than there were, the first ones.
-            weights_only: False rebuilds any object that a file holds, which runs whatever code the file names: only for
-                a file whose writer you trust. None means True, as it does for torch. A folder never needs it.
+            state: the objects and values to restore, by name. None returns everything as it was
+                stored.
+            strict: whether an entry that the checkpoint or an object lacks is an error. If not, the
+                entries that fit by name are loaded.
+            rng: whether each process continues its random streams. If there are more processes than
+                there were, only the first ones do.
+            weights_only: False rebuilds any object in a file, which runs the code that the file
+                names. Use it only for a file whose writer you trust. None means True, as for torch.
+                A folder never needs it.
 
         Returns:
-            The entries that ``state`` did not name; of a folder those without tensors: name others, with None.
+            The entries that ``state`` does not name. Of a folder, the entries without tensors: to
+            read others, name them in ``state`` with None.
 
         Raises:
             CheckpointNotFoundError: there is no such file or folder.
-            CheckpointError: it is damaged or does not fit, with all reasons.
-            UnsafeCheckpointError: it holds code, which is named and was not run.
+            CheckpointError: the checkpoint is damaged or does not fit. The text has all reasons.
+            UnsafeCheckpointError: the checkpoint holds code, which was not run.
         """
         with self._running_session("load").checkpoints("load") as checkpoints:
             return checkpoints.load(path, state, strict, rng, weights_only is not False)
@@ -888,20 +1265,31 @@ class Fabric:
     def load_raw(
         self, path: _Path, obj: Any, strict: bool = True, *, weights_only: bool | None = True
     ) -> None:
-        """Restore one module or optimizer from a file that is its bare ``state_dict``. Collective.
+        """Restore one module or optimizer from a file that is its ``state_dict``. Collective.
 
         Args:
-            path: the file, as ``torch.save(model.state_dict(), path)`` wrote it.
+            path: the file, as ``torch.save(model.state_dict(), path)`` writes it.
             obj: a module, an optimizer, or any object with ``state_dict`` and ``load_state_dict``.
-            strict, weights_only: as for :meth:`load`, and so are the errors.
+            strict: whether an entry that the file or the object lacks is an error.
+            weights_only: whether the file may only hold tensors and plain values, as for
+                :meth:`load`.
+
+        Raises:
+            CheckpointNotFoundError: there is no such file.
+            CheckpointError: the file is damaged or does not fit. The text has all reasons.
+            UnsafeCheckpointError: the file holds code, which was not run.
         """
         with self._running_session("load_raw").checkpoints("load_raw") as checkpoints:
             checkpoints.load_raw(path, obj, strict, weights_only is not False)
 
     def get_state_dict(self, module: Module) -> dict[str, Any]:
-        """The full state dict of a module, as copies on the CPU of the first process; empty on others. Collective.
+        """Return the full state dict of a module, for other formats. Collective.
 
-        For other formats: ``fabric.unwrap(model).save_pretrained(path, state_dict=fabric.get_state_dict(model))``.
+        For example ``fabric.unwrap(model).save_pretrained(path,
+        state_dict=fabric.get_state_dict(model))``.
+
+        Returns:
+            Copies on the CPU of the first process. An empty dict on the other processes.
         """
         with self._running_session("get_state_dict").checkpoints("save") as checkpoints:
             return checkpoints.state_dict(module)
@@ -911,68 +1299,100 @@ class Fabric:
     ) -> int:
         """Seed python, numpy and torch, and return the seed. Collective without a seed.
 
-        Called before the processes exist, it seeds each of them at its start. ``fabric.seed_everything`` of the module
-        seeds this process alone.
+        If the processes do not exist yet, each of them is seeded when it starts. The function
+        ``fabric.seed_everything`` of the package seeds this process alone.
 
         Args:
-            seed: ``0 <= seed < 2**32``; None draws one, the same for all processes.
-            workers: whether loader workers of different processes get different streams, in loaders that are set up
-                from now on. Without it worker k has the same stream on every process.
-            per_rank: give each process streams of its own.
+            seed: the seed, ``0 <= seed < 2**32``. None draws one, the same for all processes.
+            workers: whether loader workers of different processes get different streams, in loaders
+                that are set up from now on. If not, worker k has the same stream on every process.
+            per_rank: whether each process gets streams of its own.
+
+        Raises:
+            ConfigurationError: the seed is out of range.
         """
         if not isinstance(self, Fabric):
-            problem = "it was called on the class: write fabric = Fabric(...), then fabric.seed_everything(1)"
-            raise UsageError("Fabric.seed_everything(...)", problem)
+            raise UsageError(
+                "Fabric.seed_everything(...)",
+                "it was called on the class: write fabric = Fabric(...), then "
+                "fabric.seed_everything(1)",
+            )
         world = self._plan.world or World()
         if seed is None and world.world_size > 1:
             self._running_session("seed_everything")
-            seed = self.broadcast(seed_everything(None) if self.is_global_zero else None)
-        chosen = seed_everything(seed, rank=world.rank, per_rank=per_rank)
-        self._seed = {"seed": chosen, "workers": workers, "per_rank": per_rank}
-        return chosen
+            if self.is_global_zero:
+                seed = seed_everything(None)
+            seed = self.broadcast(seed)
+        seed = seed_everything(seed, rank=world.rank, per_rank=per_rank)
+        self._seeding = _Seeding(seed, workers, per_rank)
+        return seed
 
     @property
     def logger(self) -> Any:
-        """The first logger, or None; the user's own, which called directly writes on each process: see :meth:`log`."""
+        """The first logger, or None.
+
+        It is the user's own object: if it is called directly, it writes on every process. See
+        :meth:`log`.
+        """
         return next(iter(self._loggers.given), None)
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers."""
+        """All loggers, as the user passed them."""
         return list(self._loggers.given)
 
     def describe(self) -> str:
-        """A short text of what was resolved and what was set up, so that nothing is hidden. Not a collective."""
-        return "\n".join(
-            [*self._plan.describe(), *(self._session.describe() if self._session else [])]
-        )
+        """Return a short text of what was resolved and what was set up. Not a collective."""
+        lines = self._plan.describe()
+        if self._session is not None:
+            lines += self._session.describe()
+        return "\n".join(lines)
 
     __repr__ = describe
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not name.startswith("_")]
 
-    def profile(
-        self, path: str | os.PathLike[str], steps: range | None = None
-    ) -> AbstractContextManager[None]:
-        """A context that writes a trace of all processes; see :func:`fabric.timeline.profile`. Collective."""
+    def profile(self, path: _Path, steps: range | None = None) -> AbstractContextManager[None]:
+        """Write a trace of the steps of all processes, in a context. Collective on entry.
+
+        The trace has the phases of every step and the collectives of each process. Open it in
+        ui.perfetto.dev or ``chrome://tracing``.
+
+        Args:
+            path: the file, written on rank 0. The suffix ``.json`` may be omitted.
+            steps: a contiguous range of steps, counted from 0 at the start of the context. None is
+                all steps. A step ends with each ``step()`` of the first optimizer that was stepped.
+
+        Raises:
+            ConfigurationError: ``steps`` is no contiguous range.
+            UsageError: another profile is active, or rank 0 cannot write the file.
+            OSError: on rank 0, if it cannot write the file.
+        """
         from fabric.tools.timeline import profile  # few programs need it
 
         return profile(self._running_session("profile"), path, steps)
 
     def timings(self) -> "Timings":
-        """Return where the time of the latest steps went, and which rank the others wait for.
+        """Return the time per phase of the latest steps. Collective.
 
-        Collective. See :class:`fabric.tools.timeline.Timings`.
+        The result says what rank the others wait for.
+
+        The steps are measured under ``Fabric(timings=True)``. See
+        :class:`fabric.tools.timeline.Timings`.
         """
         from fabric.tools.timeline import timings  # few programs need it
 
         return timings(self._running_session("timings"))
 
     def print(self, *args: Any, all_ranks: bool = False, **kwargs: Any) -> None:
-        """``print`` on the first process only; or with ``all_ranks`` the text of each, by rank, with its prefix.
+        """Print on the first process. Collective with ``all_ranks``.
 
-        Collective with ``all_ranks``.
+        Args:
+            *args: the arguments of ``print``.
+            all_ranks: whether the first process prints the texts of all processes, by rank, with
+                the rank before each line.
+            **kwargs: the keyword arguments of ``print``.
         """
         if all_ranks:
             print_texts_of_ranks(self._communicator("print"), args, kwargs)
@@ -982,12 +1402,22 @@ class Fabric:
     def progress(
         self, batches: Iterable[T], desc: str = "", metrics: Metrics | None = None
     ) -> Iterable[T]:
-        """Yield what ``batches``, a loader or any iterable, yields; the first process writes how far the loop is.
+        """Iterate over batches and write a progress line on the first process.
 
-        The line goes to standard error: written over in a terminal and a notebook, a new one every 30 s elsewhere. It
-        has samples a second, of all processes, counted by dim 0 of a batch's first tensor; the time left; the peak
-        memory; and ``metrics``, names and numbers or a function that returns them. They are read when a line is
-        written, which waits for a tensor on a device. A set-up loader whose position was loaded counts on from there.
+        The line goes to standard error. It is written over in a terminal and a notebook, and a new
+        line follows every 30 s elsewhere. It has the position in the loop, the metrics, the samples
+        per second of all processes, the time left and the peak memory. The samples are counted by
+        dim 0 of the first tensor of a batch. A set-up loader whose position was loaded counts on
+        from that position.
+
+        Args:
+            batches: a loader, or any iterable.
+            desc: the beginning of the line.
+            metrics: names and numbers to show, or a function that returns them. They are read when
+                a line is written, which waits for a tensor on a device.
+
+        Returns:
+            An iterable over the same batches.
         """
         sampler_kwargs = self._running_session("progress").strategy.distributed_sampler_kwargs
         num_replicas = 1
@@ -996,47 +1426,93 @@ class Fabric:
         return Progress(batches, desc, metrics, num_replicas, self._is_first())
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method ``hook_name`` of every callback that has it, in their order, on this process."""
+        """Call a method of every callback that has it, in their order, on this process.
+
+        Args:
+            hook_name: the name of the method.
+            *args: its arguments.
+            **kwargs: its keyword arguments.
+        """
         for callback in self._callbacks:
             hook = getattr(callback, hook_name, None)
             if hook is not None:
                 hook(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Hand one metric to every logger, on the first process only; see :meth:`log_dict`."""
+        """Pass one metric to every logger, on the first process only.
+
+        Args:
+            name: the name of the metric.
+            value: a number, or a tensor of one element. Reading a tensor waits for its device.
+            step: the training step, or None.
+        """
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand metrics to every logger, on the first process only.
+        """Pass metrics to every logger, on the first process only.
 
-        They are numbers and tensors of one element, which are read: that waits for the device. ``step`` may be None.
+        Args:
+            metrics: names, and numbers or tensors of one element. Reading a tensor waits for its
+                device.
+            step: the training step, or None.
+
+        Raises:
+            ArgumentTypeError: a value is no number and no tensor of one element.
         """
         if self._is_first():
             self._loggers.log_metrics(metrics, step)
 
     def log_hyperparams(self, params: Any) -> None:
-        """Hand what the run was started with, a mapping or a namespace, to every logger that takes it, on rank 0."""
+        """Pass the hyperparameters of the run to every logger that takes them, on rank 0 only.
+
+        Args:
+            params: a mapping, or an object whose attributes are the parameters, such as
+                ``argparse.Namespace``.
+        """
         if self._is_first():
             self._loggers.log_hyperparams(params)
 
     def add_logger(self, logger: Any) -> None:
-        """Log to one more from now on: in every process of a launched job, or before it. See :mod:`fabric.loggers`."""
+        """Log to one more logger from now on.
+
+        Call it before the launch, or in every process of a launched job.
+
+        Args:
+            logger: a logger; see :mod:`fabric.loggers`.
+
+        Raises:
+            ArgumentTypeError: the object is no logger.
+        """
         self._loggers.add(logger)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What is sent to a rank: the plan and what a subclass keeps, without what belongs to the launching process.
+        # A started rank gets the plan and the attributes of a subclass, without what belongs to the
+        # launching process.
         plan = replace(self._plan, launcher=InlineLauncher())
         return {**vars(self), "_plan": plan, "_session": None, "_closed": False}
 
     def _enter_rank(self, world: World | None) -> None:
-        """Join the job, in a process that was just started for it."""
+        """Join the job in a process that was just started for it."""
         self._plan = replace(self._plan, world=world)
         self._running_session("launch")
-        if self._seed:
-            self.seed_everything(**self._seed)
+        if self._seeding is not None:
+            self.seed_everything(
+                self._seeding.seed,
+                workers=self._seeding.workers,
+                per_rank=self._seeding.per_rank,
+            )
 
     def _running_session(self, call: str) -> Session:
-        """The session, begun now if this process is the whole job or was made by a launcher."""
+        """Return the session.
+
+        The session begins now if this process is the whole job or was made by a launcher.
+
+        Args:
+            call: the name of the method that needs the session, for errors.
+
+        Raises:
+            UsageError: the processes are not connected yet, or the Fabric is closed.
+        """
         if self._session is None:
             world = self._plan.world
             if self._closed or world is None:
@@ -1056,12 +1532,13 @@ class Fabric:
                 "teardown() has closed this Fabric",
                 suggestion="a new Fabric(...)",
             )
-        problem = f"this Fabric is for {self.world_size} processes, and they are not connected before launch()"
-        expected = "everything that needs a device or other ranks, after fabric.launch()"
-        suggestion = (
-            "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)"
+        return UsageError(
+            f"fabric.{call}",
+            f"this Fabric is for {self.world_size} processes, and they are not connected before "
+            "launch()",
+            "everything that needs a device or other ranks, after fabric.launch()",
+            "fabric.launch() right after Fabric(...); or fabric.launch(main) with main(fabric)",
         )
-        return UsageError(f"fabric.{call}", problem, expected, suggestion)
 
     def _communicator(
         self, call: str, group: Group = None, op: Reduce | None = None
@@ -1074,10 +1551,12 @@ class Fabric:
         return self._plan.world
 
     def _is_first(self) -> bool:
-        return (self._plan.world or World()).rank == 0
+        """Return whether this process is rank 0, or the one that will start the ranks."""
+        return self._plan.world is None or self._plan.world.rank == 0
 
     def _at_exit(self) -> None:
-        # After an uncaught exception the other ranks may be waiting for a call that this one will never make.
+        # After an uncaught exception the other ranks may wait for a call that this rank will never
+        # make.
         if getattr(sys, "last_value", None) is not None and self._session is not None:
             self._session.runtime.abort()
         try:
@@ -1087,28 +1566,34 @@ class Fabric:
             raise
 
 
-def _without_none(*results: Any) -> Any:
-    """What was set up: one object by itself, several as a tuple."""
-    given = tuple(result for result in results if result is not None)
-    return given[0] if len(given) == 1 else given
+def _single_or_tuple(*results: Any) -> Any:
+    """Return one result by itself, and several as a tuple. A result that is None is left out."""
+    results = tuple(result for result in results if result is not None)
+    if len(results) == 1:
+        return results[0]
+    return results
+
+
+def _return_none(fabric: Fabric) -> None:
+    """Return None: the function of a ``launch()`` that only connects the processes."""
 
 
 def _run_in_rank(
     fabric: Fabric, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What a function launcher runs in every process that it makes."""
+    """Join the job and run a function, in a process that a function launcher has started."""
     fabric._enter_rank(World.from_env(os.environ))
     with fabric:
         return function(fabric, *args, **kwargs)
 
 
-def _launched(run: Callable[..., Any]) -> Callable[..., Any]:
-    """A ``run`` that launches the job when it is called outside of it, and is itself inside."""
+def _launch_on_call(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``run`` that launches the job if it is called outside of the job."""
 
     @functools.wraps(run)
-    def launched(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+    def launch_or_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:
             return run(self, *args, **kwargs)
-        return self.launch(launched, *args, **kwargs)
+        return self.launch(launch_or_run, *args, **kwargs)
 
-    return launched
+    return launch_or_run

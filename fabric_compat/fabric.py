@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabric._fabric import Fabric as _Fabric
-from fabric._fabric import _without_none
+from fabric._fabric import _single_or_tuple
 from fabric._plan import _parse_accelerator
 from fabric.data.sharding import ShardedSampler
 from fabric.strategies import SingleDeviceStrategy
@@ -132,7 +132,7 @@ class Fabric(_Fabric):
             _note("a module that is set up again is the one that was")
         self._set_up(optimizers)
         self.call("on_after_setup", fabric=self, module=model)
-        return _without_none(model, *optimizers, scheduler)
+        return _single_or_tuple(model, *optimizers, scheduler)
 
     def setup_module(self, module: Any, move_to_device: bool = True, **_: Any) -> Any:
         """Set up a module on its own."""
@@ -141,7 +141,7 @@ class Fabric(_Fabric):
     def setup_optimizers(self, *optimizers: Any, **_: Any) -> Any:
         """Set up optimizers, also of parameters that belong to no module that is set up."""
         self._set_up(optimizers)
-        return _without_none(*optimizers)
+        return _single_or_tuple(*optimizers)
 
     def _set_up(self, optimizers: Any) -> None:
         session = self._running_session("setup_optimizers")

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fabric import Fabric
-from fabric._session import loss_weights
 from fabric._torch import full_tensor
 from fabric.errors import ConfigurationError, NonFiniteGradientError, RankFailedError, UsageError
 from fabric.strategies import DDPStrategy, FSDPStrategy
@@ -375,7 +374,7 @@ def test_weights_on_a_device_are_not_read_before_the_next_step(
     fabric: Fabric, tmp_path: Path
 ) -> None:
     model, optimizer = linear(fabric)
-    loss_weights(fabric._session).reads_at_once = False  # as on CUDA
+    fabric._session.loss_weights().reads_at_once = False  # as on CUDA
     add(fabric, model, 6.0, torch.tensor(1))
     add(fabric, model, 6.0, 2)
     assert moved(model, optimizer) == 4.0
