@@ -235,7 +235,7 @@ def _at_least(lowest: int) -> Callable[[str], int]:
 
 def _consolidate(options: argparse.Namespace) -> int:
     """``fabric consolidate``."""
-    from fabric.checkpoint.sharded import consolidate
+    from fabric.checkpoint.consolidate import consolidate
 
     output = consolidate(options.directory, options.output, options.key, options.max_shard_gb)
     print(f"fabric consolidate: wrote {output}", file=sys.stderr)

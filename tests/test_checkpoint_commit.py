@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from fabric.checkpoint.file import atomic_write
+from fabric.checkpoint.atomic import atomic_write
 from fabric.errors import CheckpointError
 
 WRITER = """
 import sys
-from fabric.checkpoint.file import atomic_write
+from fabric.checkpoint.atomic import atomic_write
 with atomic_write(sys.argv[1]) as file:
     file.write(b"half")
     file.flush()

@@ -13,7 +13,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.checkpoint import FullCheckpoint, ShardedCheckpoint
-from fabric.checkpoint.sharded import consolidate
+from fabric.checkpoint.consolidate import consolidate
 from fabric.checkpoint.state import METADATA_KEY, pop_metadata
 from fabric.cli import main
 from fabric.errors import CheckpointError, ConfigurationError
@@ -98,7 +98,7 @@ MEASURE = """
 import sys, threading
 from pathlib import Path
 import torch
-from fabric.checkpoint.sharded import consolidate
+from fabric.checkpoint.consolidate import consolidate
 from fabric.checkpoint import ShardedCheckpoint
 import torch.distributed.checkpoint
 def own_memory():

@@ -34,7 +34,10 @@ LAYERS = [
 ]
 # The files of each package, from the lowest to the highest. An __init__ comes after all files of its package.
 ORDER = {
-    "checkpoint": "encoding state storage file async_save stored sharded restore save_load keeper",
+    "checkpoint": (
+        "encoding state storage atomic agreement file async_save safetensors sharded_reader sharded "
+        "consolidate restore save_load keeper"
+    ),
     "collectives": "buckets objects ops",
     "communicators": "base process_group checked",
     "data": "metrics position sharding copies uneven loader",

@@ -24,13 +24,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, final
 
 from fabric import errors
-from fabric.checkpoint import file
+from fabric.checkpoint import atomic
+from fabric.checkpoint.agreement import raise_on_any_rank_error as agreed
 from fabric.checkpoint.async_save import PendingSave
-from fabric.checkpoint.file import raise_on_any_rank_error as agreed
+from fabric.checkpoint.file import FullCheckpoint
 from fabric.checkpoint.sharded import ShardedCheckpoint, clean, remove_folder
+from fabric.checkpoint.sharded_reader import INDEX
 from fabric.checkpoint.state import State, join_names
-from fabric.checkpoint.storage import Location, RemotePath
-from fabric.checkpoint.stored import INDEX
+from fabric.checkpoint.storage import Location, RemotePath, locate
 from fabric.communicators import Communicator
 from fabric.environments import RayEnvironment
 from fabric.errors import CheckpointError, ConfigurationError
@@ -89,14 +90,14 @@ class Checkpoints:
                 wrong = f"{keep=}" if is_metric else f"{best=}"
                 expected = "keep=3, or any number of at least 1; best=('val_loss', 'min'), or 'max', or None"
                 raise ConfigurationError(self._request, f"{wrong} is not valid", expected)
-            return file.locate(folder)
+            return locate(folder)
 
         with session("checkpoints").checkpoints("setup") as checkpoints:
             checkpoints.join_pending()  # it may write to this folder
             self._communicator = checkpoints.communicator
             self._io = checkpoints.io
             files = checkpoints.saver.files
-        self._is_own = isinstance(self._io, file.FullCheckpoint | ShardedCheckpoint)
+        self._is_own = isinstance(self._io, FullCheckpoint | ShardedCheckpoint)
         self._folder = agreed(self._communicator, self._request, check)
         is_first = self._communicator.rank == 0
         found = agreed(
@@ -261,7 +262,7 @@ class Checkpoints:
                 )
             for name, text in (self._names() | (texts or {})).items():
                 if text is not None and text != self._written.get(name):
-                    with file.atomic_write(self._folder / name) as target:
+                    with atomic.atomic_write(self._folder / name) as target:
                         target.write(f"{text}\n".encode())
                     self._written[name] = text
             for name in self._stale:
@@ -272,9 +273,9 @@ class Checkpoints:
 
     def _open(self, files: ExitStack) -> dict[str, dict[str, float]]:
         """Lock the folder, remove what killed jobs left in it, and return the metrics by checkpoint."""
-        with file.write_errors(self._request):
+        with atomic.write_errors(self._request):
             self._owner = _claim(self._request, self._folder, files)
-            file.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
+            atomic.clear_temporaries(self._folder, rf"(?:latest|best|{_NAME}(?:\.json)?)")
             found = {
                 match[1] for each in self._folder.iterdir() if (match := _FILE.fullmatch(each.name))
             }
@@ -289,7 +290,7 @@ class Checkpoints:
         path = self._folder / name
         if not (self._is_own and path.is_dir()):
             return path.exists()
-        file.clear_temporaries(path, re.escape(INDEX))
+        atomic.clear_temporaries(path, re.escape(INDEX))
         with suppress(errors.DamagedCheckpointError):  # a damaged index, which a load reports
             clean(path)
         return (path / INDEX).is_file()
@@ -297,7 +298,7 @@ class Checkpoints:
     def _remove(self, name: str) -> None:
         """Delete a checkpoint, complete or not, and then its metrics."""
         path: Any = self._folder / name
-        remove = remove_folder if path.is_dir() else file.FullCheckpoint().remove
+        remove = remove_folder if path.is_dir() else FullCheckpoint().remove
         with suppress(FileNotFoundError):
             (remove if self._is_own else self._io.remove)(path)
         with suppress(FileNotFoundError):
@@ -305,7 +306,7 @@ class Checkpoints:
 
     def _read(self, name: str) -> dict[str, float]:
         path = self._folder / f"{name}.json"
-        with file.read_errors(f"read {str(path)!r}"):
+        with atomic.read_errors(f"read {str(path)!r}"):
             return json.loads(path.read_bytes()) if path.exists() else {}
 
 
@@ -315,7 +316,7 @@ def _claim(request: str, folder: Location, files: ExitStack) -> bytes:
     if isinstance(
         folder, RemotePath
     ):  # no locks here: the last job owns it, and earlier ones notice
-        with file.atomic_write(folder / _LOCK) as target:
+        with atomic.atomic_write(folder / _LOCK) as target:
             target.write(owner)
         return owner
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,35 +1,50 @@
-"""Checkpoints behind paths with a scheme, such as ``s3://bucket/run``, on the file systems of fsspec.
+"""Where checkpoints are: local paths, and paths with a scheme such as ``s3://bucket/run``.
 
-[Note: objects] An object store has no renames and no locks, but an upload is atomic. So a file is written to the local
-temporary folder and uploaded when it is complete: a failure before that leaves nothing in the store, whereas a file
-that fsspec opens for writing may appear when it is closed after an error. To read, the object is downloaded to the
-temporary folder, since checksums are verified, and tensors mapped, before anything is used.
+[Note: objects]
+An object store has no renames and no locks, but an upload is atomic. So a file is written to the
+local temporary folder and uploaded when it is complete: a failure before that leaves nothing in the
+store, whereas a file that fsspec opens for writing may appear when it is closed after an error. To
+read, the object is downloaded to the temporary folder, since checksums are verified, and tensors
+mapped, before anything is used.
 """
 
 import difflib
 import os
+import re
 import secrets
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fabric.errors import CheckpointError, CheckpointNotFoundError, MissingDependencyError
+from fabric.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    MissingDependencyError,
+)
 
-__all__ = ["Location", "RemotePath", "not_found", "remote"]
+__all__ = ["Location", "RemotePath", "local_copy", "locate", "not_found"]
+
+_MAX_NAME_BYTES = 255  # of a name, on nearly every file system
+_MAX_ENTRIES = 1000  # of a folder, among which to look for similar names
+_MAX_SUGGESTIONS = 5
+_PATH = re.compile(
+    r"(?:(?P<scheme>[A-Za-z][\w+.:-]+):(?P<slashes>//?))?(?P<path>.*)", flags=re.DOTALL
+)
 
 
 @dataclass(frozen=True)
 class RemotePath:
-    """The part of :class:`pathlib.Path`'s interface that is needed here, for a path with a scheme.
+    """The part of the interface of :class:`pathlib.Path` that is needed here, for a URL.
 
     Attributes:
         url: the path, with its scheme.
-        files: its file system.
+        files: the file system of fsspec.
         path: the path in that file system.
     """
 
@@ -54,26 +69,26 @@ class RemotePath:
     @property
     def parent(self) -> "RemotePath":
         """The path without its last component."""
-        return RemotePath(self.url.rpartition("/")[0], self.files, self.path.rpartition("/")[0])
+        parent_url, _, _ = self.url.rpartition("/")
+        parent_path, _, _ = self.path.rpartition("/")
+        return RemotePath(parent_url, self.files, parent_path)
 
     def is_file(self) -> bool:
-        """Whether there is an object at this path."""
+        """Return whether there is an object at this path."""
         return self._type() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there are objects below this path."""
+        """Return whether there are objects below this path."""
         return self._type() == "directory"
 
     def exists(self) -> bool:
-        """Whether there is an object at or below this path."""
+        """Return whether there is an object at or below this path."""
         return self._type() is not None
 
     def iterdir(self) -> Iterator["RemotePath"]:
-        """The paths directly below this one."""
-        return (
-            self / name.rstrip("/").rpartition("/")[2]
-            for name in self.files.ls(self.path, detail=False)
-        )
+        """Return the paths directly below this path."""
+        names = self.files.ls(self.path, detail=False)
+        return (self / name.rstrip("/").rpartition("/")[2] for name in names)
 
     def unlink(self) -> None:
         """Remove the object."""
@@ -83,65 +98,114 @@ class RemotePath:
         """Do nothing: a folder in an object store vanishes with its last object, or is the bucket."""
 
     def read_bytes(self) -> bytes:
-        """The content of the object."""
+        """Return the content of the object."""
         return self.files.cat_file(self.path)
 
     @contextmanager
     def replace(self) -> Iterator[Any]:
-        """As :func:`fabric.checkpoint.file.atomic_write`."""
-        with tempfile.NamedTemporaryFile(
-            prefix="fabric-", suffix=f".{secrets.token_hex(6)}.tmp"
-        ) as file:
+        """Yield a binary file that is uploaded when the block ends without an error."""
+        suffix = f".{secrets.token_hex(6)}.tmp"
+        with tempfile.NamedTemporaryFile(prefix="fabric-", suffix=suffix) as file:
             yield file
             file.flush()
             self.files.put_file(file.name, self.path)
 
     @contextmanager
     def local_copy(self) -> Iterator[Path]:
-        """Yield a local copy, removed after the block; memory mappings of it remain valid."""
+        """Yield a local copy, removed after the block; memory mappings of the copy remain valid."""
         with tempfile.NamedTemporaryFile(prefix="fabric-") as file:
             self.files.get_file(self.path, file.name)
             yield Path(file.name)
 
     def _type(self) -> str | None:
-        self.files.invalidate_cache()  # others write here too, and so does `replace`
+        # Other processes write here too, and so does replace().
+        self.files.invalidate_cache()
         with suppress(FileNotFoundError):
             return self.files.info(self.path)["type"]
+        return None
 
 
 Location = Path | RemotePath
 
 
-def remote(url: str) -> RemotePath:
-    """A path with a scheme.
+def locate(path: str | os.PathLike[str]) -> Any:
+    """Resolve a user's path to an absolute :data:`Location`.
+
+    A later ``chdir`` does not affect the result.
 
     Raises:
+        ConfigurationError: the path is not a valid file name.
         MissingDependencyError: the package for its scheme is not installed.
     """
+    text = os.fspath(path)
+    match = _PATH.fullmatch(text)
+    assert match is not None, "the path may be any text"
+    _check_path(text, match)
+    if match["slashes"] != "//":
+        return Path(text).absolute()
+    if match["scheme"] in ("file", "local"):
+        return Path(match["path"]).absolute()
+    return _remote_path(text.rstrip("/"))
+
+
+def _check_path(text: str, match: re.Match[str]) -> None:
+    """Raise a ConfigurationError if a path is not a valid file name."""
+    path = match["path"]
+    sizes = [len(name) for name in os.fsencode(path).split(b"/")]
+    problem = None
+    if "\0" in text or not path.strip("/"):
+        problem = "it names no file"
+    elif max(sizes) > _MAX_NAME_BYTES:
+        problem = f"a component of it is longer than {_MAX_NAME_BYTES} bytes"
+    elif match["slashes"] == "/" and not os.path.exists(f"{match['scheme']}:"):
+        problem = "it has one slash behind its scheme, which is all that pathlib leaves of two"
+    if problem is not None:
+        expected = "'folder/name', or 's3://bucket/name' in a str"
+        raise ConfigurationError(f"a checkpoint at {text!r}", problem, expected)
+
+
+def _remote_path(url: str) -> RemotePath:
+    """Return the path with the file system of its scheme."""
     try:
         import fsspec  # only needed for such paths; torch depends on it
 
-        return RemotePath(url, *fsspec.url_to_fs(url))
+        files, path = fsspec.url_to_fs(url)
     except (ImportError, ValueError) as error:
         raise MissingDependencyError(f"a checkpoint at {url!r}", str(error)) from error
+    return RemotePath(url, files, path)
+
+
+def local_copy(path: Location) -> AbstractContextManager[Path]:
+    """Return a context in which the content of ``path`` is in a local file.
+
+    Memory mappings of the file outlive the context.
+    """
+    if isinstance(path, RemotePath):
+        return path.local_copy()
+    return nullcontext(path)
 
 
 def not_found(request: str, path: Location, kind: str) -> CheckpointError:
-    """The error for a missing checkpoint, with similar names in the same folder."""
+    """Return the error for a missing checkpoint, with similar names in the same folder."""
     folder = path.parent
-    names = list[str]()
-    with suppress(OSError):
-        names = [entry.name for entry in islice(folder.iterdir(), 1000)]
-    problem = (
-        f"there is no such {kind}"
-        if folder.is_dir()
-        else f"its folder {str(folder)!r} does not exist"
-    )
-    close = (str(folder / name) for name in difflib.get_close_matches(path.name, names, n=20))
-    near = [
-        each
-        for each in close
-        if os.path.isdir(each) or (os.path.isfile(each) and zipfile.is_zipfile(each))
-    ]
-    suggestion = ", or ".join(near[:5]) or f"the path of a {kind} that exists"
+    problem = f"there is no such {kind}"
+    if not folder.is_dir():
+        problem = f"its folder {str(folder)!r} does not exist"
+    suggestion = ", or ".join(_similar_paths(path)[:_MAX_SUGGESTIONS])
+    if not suggestion:
+        suggestion = f"the path of a {kind} that exists"
     return CheckpointNotFoundError(request, problem, f"a {kind} that fabric.save wrote", suggestion)
+
+
+def _similar_paths(path: Location) -> list[str]:
+    """Return the paths of local folders and archives with similar names, the best first."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = [entry.name for entry in islice(path.parent.iterdir(), _MAX_ENTRIES)]
+    similar = []
+    for name in difflib.get_close_matches(path.name, names, n=20):
+        candidate = str(path.parent / name)
+        is_archive = os.path.isfile(candidate) and zipfile.is_zipfile(candidate)
+        if is_archive or os.path.isdir(candidate):
+            similar.append(candidate)
+    return similar

@@ -1,0 +1,185 @@
+"""Conversion of a sharded checkpoint to one file, or to files of weights.
+
+[Note: bounded memory]
+To convert a folder, tensors are assembled in unnamed scratch files that are mapped into memory: the
+system can page them out to the disk, and they vanish however the process ends. Only one chunk of
+one tensor has to be in memory at a time. The cost is disk space for a second copy of the
+checkpoint.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fabric.checkpoint.atomic import atomic_write, write_errors
+from fabric.checkpoint.encoding import Chunk
+from fabric.checkpoint.file import FullCheckpoint
+from fabric.checkpoint.safetensors import write_safetensors
+from fabric.checkpoint.sharded import ShardedCheckpoint
+from fabric.checkpoint.state import State, join_names
+from fabric.checkpoint.storage import Location, locate
+from fabric.errors import CheckpointError, ConfigurationError
+
+__all__ = ["consolidate"]
+
+_MAPPED_BYTES = 1 << 16  # smaller tensors are assembled in memory
+
+
+def consolidate(
+    directory: str | os.PathLike[str],
+    output: Path | None = None,
+    key: str | None = None,
+    max_shard_gb: float | None = None,
+) -> Path:
+    """Write a sharded checkpoint to one file, or its weights to several files, in one process.
+
+    Args:
+        directory: the sharded checkpoint. It stays as it is.
+        output: the file, which is replaced if it exists. By default ``directory`` with ``.pt``
+            appended. With the suffix ``.safetensors`` the weights of one model are written,
+            otherwise all entries, as :class:`fabric.checkpoint.FullCheckpoint` writes them.
+        key: for weights, the entry that is the model. By default the only possible one.
+        max_shard_gb: write weights to a folder ``output`` (by default ``directory`` with
+            ``-weights`` appended), as Hugging Face's libraries read them: files of at most this
+            many GB, or of one tensor, and their index. By default one file is written.
+
+    Returns:
+        The file or folder that was written.
+
+    Raises:
+        CheckpointNotFoundError: there is no sharded checkpoint at ``directory``.
+        CheckpointError: the checkpoint is damaged, or the file cannot be written, or the folder of
+            weights exists. What was there before is untouched.
+        ConfigurationError: ``key`` does not name a model, is missing although there are several
+            models, or is given for a file that holds all entries.
+    """
+    source = locate(directory)
+    if output is None:
+        output = _default_output(source, is_folder=max_shard_gb is not None)
+    request = f"fabric consolidate {source} -o {output}"
+    if key:
+        request += f" --key {key}"
+    if max_shard_gb is not None and output.exists():
+        problem = f"{str(output)!r} exists, and weights that stay there would be read too"
+        raise CheckpointError(request, problem)
+    reader = ShardedCheckpoint().open(source)
+    has_weights_only = max_shard_gb is not None or output.suffix == ".safetensors"
+    if has_weights_only:
+        key = _model_entry(request, reader.content, key)
+    elif key is not None:
+        problem = "--key chooses the model for weights alone; other files hold all entries"
+        raise ConfigurationError(request, problem)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    allocate = partial(_scratch_tensor, request, output.parent)
+    if key is None:
+        FullCheckpoint().save(reader.load(reader.content, allocate), output)
+        return output
+    tensors: dict[str, Tensor] = {}
+    for name, value in reader.load([key], allocate)[key].items():
+        if isinstance(value, Tensor):
+            tensors[name] = value
+    if "__metadata__" in tensors:
+        raise ConfigurationError(request, "safetensors keeps the name '__metadata__' for itself")
+    if max_shard_gb is None:
+        _write_weights(request, output, tensors)
+    else:
+        _write_weights_folder(request, output, tensors, max_shard_gb * 1e9)
+    return output
+
+
+def _default_output(source: Location, is_folder: bool) -> Path:
+    """Return the path beside a sharded checkpoint, or in the working folder for a remote one."""
+    base = source
+    if not isinstance(source, Path):
+        base = source.name
+    suffix = "-weights" if is_folder else ".pt"
+    return Path(os.path.abspath(base) + suffix)
+
+
+def _model_entry(request: str, content: State, key: str | None) -> str:
+    """Return the name of the only entry that is a model's state, or ``key`` if that is one.
+
+    The state of a model is a mapping of names to tensors and plain extra values.
+    """
+    models = []
+    for name, entry in content.items():
+        if isinstance(entry, Mapping) and _is_model_state(entry):
+            models.append(name)
+    candidates = models
+    if key is not None:
+        candidates = [name for name in models if name == key]
+    if len(candidates) == 1:
+        return candidates[0]
+    number = len(models) or "none"
+    problem = f"of its entries, {number} can be a model; --key names none of them"
+    raise ConfigurationError(request, problem, join_names(map(repr, models)))
+
+
+def _is_model_state(entry: Mapping[Any, Any]) -> bool:
+    types = {type(value) for value in entry.values()}
+    if Tensor not in types:
+        return False
+    return not any(issubclass(kind, Mapping | list | tuple) for kind in types)
+
+
+def _scratch_tensor(request: str, folder: Path, meta: Tensor) -> Tensor:
+    """Allocate a tensor like a meta tensor in a memory-mapped file without a name.
+
+    See ``[Note: bounded memory]``.
+    """
+    if meta.nbytes < _MAPPED_BYTES:
+        return torch.empty_like(meta, device="cpu")
+    with write_errors(request), tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            # On a full disk, writing to the mapping would kill this process (SIGBUS).
+            os.posix_fallocate(file.fileno(), 0, meta.nbytes)
+        name = f"/dev/fd/{file.fileno()}"  # the mapping outlives the descriptor
+        tensor = torch.from_file(name, shared=True, size=meta.numel(), dtype=meta.dtype)
+        return tensor.view(meta.shape)
+
+
+def _write_weights(request: str, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one file of weights.
+
+    The format has no shared memory: tied tensors are written twice.
+    """
+    chunks = {}
+    for name, tensor in tensors.items():
+        chunks[name] = Chunk([0] * tensor.dim(), tensor)
+    with atomic_write(path) as file, write_errors(request):
+        write_safetensors(file, chunks)
+
+
+def _write_weights_folder(
+    request: str, folder: Path, tensors: Mapping[str, Tensor], max_bytes: float
+) -> None:
+    """Write files of weights and their index, named as Hugging Face's libraries expect."""
+    groups = _group_by_size(tensors, max_bytes)
+    file_names: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file_name = f"model-{number:05}-of-{len(groups):05}.safetensors"
+        _write_weights(request, folder / file_name, group)
+        file_names.update(dict.fromkeys(group, file_name))
+    index = {"metadata": {}, "weight_map": file_names}
+    with atomic_write(folder / "model.safetensors.index.json") as file:
+        file.write(json.dumps(index, indent=2).encode())
+
+
+def _group_by_size(tensors: Mapping[str, Tensor], max_bytes: float) -> list[dict[str, Tensor]]:
+    """Return groups of tensors that have at most ``max_bytes`` each, or one tensor."""
+    groups: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > max_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = tensor
+        size += tensor.nbytes
+    return groups

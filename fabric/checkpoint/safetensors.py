@@ -1,0 +1,103 @@
+"""Files of the safetensors format with torch's sharding metadata."""
+
+import json
+import zlib
+from collections.abc import Mapping
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from fabric.checkpoint.encoding import Chunk, tensor_bytes
+
+__all__ = ["DataFile", "StoredChunk", "write_safetensors"]
+
+_ALIGNMENT = 64  # bytes; enough for every dtype and for the CPU's widest loads
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+class StoredChunk(NamedTuple):
+    """A chunk of a tensor in a file.
+
+    Attributes:
+        offsets: where the chunk begins in the full tensor.
+        sizes: the shape of the chunk.
+        start: where the chunk begins in the file, in bytes.
+    """
+
+    offsets: list[int]
+    sizes: list[int]
+    start: int
+
+
+class DataFile(NamedTuple):
+    """A written file.
+
+    Attributes:
+        checksum: the CRC32 of all bytes of the file.
+        chunks: the file's chunk of each tensor, by the tensor's name.
+    """
+
+    checksum: int
+    chunks: dict[str, StoredChunk]
+
+
+def write_safetensors(file: BinaryIO, chunks: Mapping[str, Chunk]) -> DataFile:
+    """Write a safetensors file with torch's sharding metadata.
+
+    Args:
+        file: the file to write to.
+        chunks: the chunks by the names of their tensors.
+    """
+    # The widest dtypes first, so that all chunks are aligned.
+    names = sorted(chunks, key=lambda name: -chunks[name].tensor.itemsize)
+    stored, header = _layout({name: chunks[name] for name in names})
+    file.write(header)
+    checksum = zlib.crc32(header)
+    for name in names:
+        # One CPU copy at a time of tensors on another device.
+        content = tensor_bytes(chunks[name].tensor)
+        file.write(content)
+        checksum = zlib.crc32(content, checksum)
+    return DataFile(checksum, stored)
+
+
+def _layout(chunks: Mapping[str, Chunk]) -> tuple[dict[str, StoredChunk], bytes]:
+    """Return where the chunks go in a file, and the bytes of the file's header."""
+    header: dict[str, object] = {}
+    sharding: dict[str, object] = {}
+    starts: dict[str, int] = {}
+    end = 0
+    for name, (offsets, tensor) in chunks.items():
+        starts[name] = end
+        end += tensor.nbytes
+        dtype_name = _DTYPES.get(tensor.dtype)
+        shape = [*tensor.shape]
+        offsets = [*offsets]
+        if dtype_name is None:
+            # Stored as bytes, with one more dimension.
+            dtype_name = "U8"
+            shape.append(tensor.itemsize)
+            offsets.append(0)
+        header[name] = {"dtype": dtype_name, "shape": shape, "data_offsets": [starts[name], end]}
+        sharding[name] = {"saved_offsets": offsets}
+    metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    text = json.dumps({"__metadata__": metadata, **header}).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    encoded = len(text).to_bytes(8, "little") + text
+    stored = {}
+    for name, (offsets, tensor) in chunks.items():
+        stored[name] = StoredChunk(offsets, [*tensor.shape], len(encoded) + starts[name])
+    return stored, encoded
