@@ -2,26 +2,20 @@
 
 import gc
 import os
-import re
 import sys
 import traceback
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ContextDecorator, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._profiler import RecordScope, _ExperimentalConfig
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily as real_tensors
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils import data
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,6 +23,9 @@ from torch.utils.data import dataloader
 
 # Sees every ATen operation below autograd; its module is private, though torch's notes on extending torch use it.
 DispatchMode = TorchDispatchMode
+
+# A context within which new tensors are real, although a mode of fake tensors is on.
+real_tensors = unset_fake_temporarily
 
 
 # A context in which the views of a tensor without a gradient are to autograd tensors of their own, with a version each:
@@ -347,7 +344,7 @@ def compiled_in_place(module: torch.nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _param_groups(module: torch.nn.Module) -> Iterator[Any]:
+def fsdp_param_groups(module: torch.nn.Module) -> Iterator[Any]:
     """FSDP2's records of parameters that are gathered together, of all parts of a module."""
     for part in (each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")):
         state = part._get_fsdp_state()  # pyright: ignore[reportCallIssue]  # asked for just above
@@ -363,7 +360,7 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     FSDP2 keeps it in the parameter's private record until a backward pass with synchronization.
     """
     found = []
-    for record in (record for group in _param_groups(module) for record in group.fsdp_params):
+    for record in (record for group in fsdp_param_groups(module) for record in group.fsdp_params):
         whole = getattr(record, "_unsharded_param", None)
         if (
             record.unsharded_accumulated_grad is not None
@@ -373,90 +370,9 @@ def unreduced_parameters(module: torch.nn.Module) -> list[Tensor]:
     return found
 
 
-def wrap_collectives(
-    module: torch.nn.Module, context: Callable[[str], ContextDecorator], undo: ExitStack
-) -> None:
-    """Have a sharded module issue its collectives within ``context(name)``, until ``undo`` is closed.
-
-    FSDP2's own setters of what issues them say nothing of what was there before, and refuse some meshes.
-    """
-    for group in _param_groups(module):
-        for name in ("_all_gather_comm", "_reduce_scatter_comm"):
-            undo.callback(setattr, group, name, inner := getattr(group, name))
-            call: Any = context(name[1:-5])(inner)
-            call.allocate = inner.allocate
-            setattr(group, name, call)
-
-
 def allocates_outputs(operator: Any) -> bool:
     """Whether an ATen operator allocates its outputs: its schema declares which outputs share an input's."""
     return all(output.alias_info is None for output in operator._schema.returns)
-
-
-@contextmanager
-def fake_ranks(world_size: int) -> Iterator[FakeTensorMode]:
-    """Within this context, the process is rank 0 of a job without other ranks; gives a mode of tensors without memory.
-
-    The process group is torch's "fake" one, which is for torch's own tests: a collective of it returns at once, and
-    writes nothing. The mode is that of torch.compile: operations compute shapes and dtypes alone. :func:`real_tensors`
-    is a context within which it is off.
-    """
-    import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=world_size)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "Accessing the data pointer of FakeTensor"
-            )  # by deepcopy of torch
-            yield FakeTensorMode(allow_non_fake_inputs=True)
-    finally:
-        dist.destroy_process_group()
-
-
-class Rank0Chunks(TorchFunctionMode):
-    """Within this context, FSDP2 makes only rank 0's chunk of each parameter that it shards, not those of all ranks.
-
-    It uses no other chunk on rank 0, and making thousands for each parameter takes minutes.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.chunk or sys._getframe(1).f_code.co_name != "_chunk_with_empty":
-            return func(*args, **kwargs)
-        (tensor, number), dim = args, kwargs["dim"]
-        own = tensor.narrow(dim, 0, -(-tensor.shape[dim] // number))
-        return [own] + [own.new_empty(0)] * (number - 1)
-
-
-# The dtypes of the ranks of a DeviceMesh, of where one is among them, and of whether a rank is there.
-_RANKS = (torch.int32, torch.int64, torch.bool)
-
-
-def run_fake(
-    mode: FakeTensorMode, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """What an ATen operator gives for fake tensors, where a value is asked for a one; called by a mode above it.
-
-    DDP's C++ code writes numbers of parameters into tensors of int32, and reads them: these are real. So are ranks, of
-    which a DeviceMesh finds its own. torch notes tensors weakly, for which ``module.to`` would refuse them.
-    """
-    is_of_ddp = func is torch.ops.aten.empty.memory_format and kwargs.get("dtype") is torch.int32
-    tensors = [x for x in args if isinstance(x, Tensor)]
-    is_of_mesh = bool(tensors) and all(type(x) is Tensor and x.dtype in _RANKS for x in tensors)
-    try:
-        with real_tensors() if is_of_ddp or is_of_mesh else nullcontext():
-            return func(*args, **kwargs)
-    except DataDependentOutputException:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            raise
-        with real_tensors():
-            return (
-                torch.ones((), dtype=args[0].dtype) if isinstance(args[0], FakeTensor) else args[0]
-            ).item()
-    finally:
-        memo = mode.fake_tensor_converter.meta_converter
-        memo.tensor_memo.clear()
-        memo.describer.lookup_tensor.clear()
 
 
 def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -466,20 +382,6 @@ def reduce_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[
     return done
 
 
-def collective_of(func: Any, args: tuple[Any, ...]) -> tuple[str, dist.ProcessGroup] | None:
-    """The name of the collective that an operator issues, and its group; None for any other operator."""
-    if func.namespace == "c10d":
-        return func._opname, dist.ProcessGroup.unbox(
-            next(x for x in args if isinstance(x, torch.ScriptObject))
-        )
-    names: list[Any] = (
-        [x for x in args if isinstance(x, str)] if func.namespace == "_c10d_functional" else []
-    )
-    return (
-        (func._opname, dist.distributed_c10d._resolve_process_group(names[-1])) if names else None
-    )
-
-
 @cache
 def leave_garbage_here() -> None:
     """Let no process that this one forks, such as a DataLoader's worker, collect a process group of this one.
@@ -487,35 +389,3 @@ def leave_garbage_here() -> None:
     That waits for the group's threads, which only this process has: it would hang or crash.
     """
     os.register_at_fork(after_in_child=gc.freeze)
-
-
-# Collectives of a backend on the host, and kernels of NCCL on a device.
-_COLLECTIVES = re.compile(r"(gloo|mpi|ucc|xccl):|nccl\w*Kernel")
-
-
-@contextmanager
-def profiled(device: torch.device, found: list[tuple[str, int, int]]) -> Iterator[None]:
-    """Within, collectives are noted; at its end ``found`` gets the name of each, and its ends in Unix nanoseconds.
-
-    ``torch.profiler`` notes every operator, which may take longer than the operator does. The function behind it can be
-    told to leave them out.
-    """
-    torchs = torch.autograd
-    activities = {
-        torchs.ProfilerActivity.CPU,
-        getattr(torchs.ProfilerActivity, device.type.upper()),
-    }
-    config = torchs.ProfilerConfig(torchs.ProfilerState.KINETO, *[False] * 5, _ExperimentalConfig())  # pyright: ignore[reportCallIssue] - the stub lacks some
-    torchs._prepare_profiler(config, activities)
-    torchs._enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # pyright: ignore[reportCallIssue]
-    try:
-        yield
-    finally:
-        events = [
-            event
-            for event in torchs._disable_profiler().events()
-            if _COLLECTIVES.match(event.name())
-        ]
-        found += [
-            (event.name().partition("(")[0], event.start_ns(), event.end_ns()) for event in events
-        ]

@@ -26,6 +26,7 @@ LAYERS = [
     ["_plan", "checkpoint.keeper"],
     ["optim.parameter_lists", "module", "strategies.sequence_parallel", "optim.loss_weights"],
     ["_session", "optim.ema"],
+    ["tools._torch"],
     ["tools.timeline"],
     ["_fabric"],
     ["tools"],
@@ -50,7 +51,7 @@ ORDER = {
         "tp_plan model_parallel sequence_parallel"
     ),
     "testing": "oracles base generators threads pool conformance contracts plugin",
-    "tools": "timeline throughput plotting doctor dry_run",
+    "tools": "_torch timeline throughput plotting doctor dry_run",
 }
 
 # The facade has methods that call tools, and imports the tools inside of these methods.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import data
 
 from fabric import Fabric, _torch
+from fabric.tools import _torch as tool_names
 
 Pair = namedtuple("Pair", "left right")
 
@@ -440,11 +441,11 @@ def test_fake_ranks_and_tensors_go_through_what_real_ones_do():
 
     class Traced(_torch.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if found := _torch.collective_of(func, args):
+            if found := tool_names.collective_of(func, args):
                 seen.append((found[0].strip("_"), found[1].size()))
-            return _torch.run_fake(mode, func, args, kwargs or {})
+            return tool_names.run_fake(mode, func, args, kwargs or {})
 
-    with _torch.fake_ranks(3) as mode, mode, Traced():
+    with tool_names.fake_ranks(3) as mode, mode, Traced():
         layer = nn.Linear(4, 4)
         assert layer.to("cpu") is layer, "nothing refers to its parameters weakly"
         assert [layer.weight.sum().item(), bool(layer.weight.any())] == [1.0, True]
@@ -469,7 +470,7 @@ def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
             return func(*args, **(kwargs or {}))
 
     for ranks, rows in ((3, 2), (1000, 1)):
-        with _torch.fake_ranks(ranks), Counted(), _torch.Rank0Chunks():
+        with tool_names.fake_ranks(ranks), Counted(), tool_names.Rank0Chunks():
             layer = fully_shard(nn.Linear(2, 5))
             assert [parameter.to_local().shape[0] for parameter in layer.parameters()] == [
                 rows,
@@ -481,7 +482,7 @@ def test_of_the_chunks_of_a_sharded_parameter_only_that_of_rank_0_is_made():
 
 def test_collectives_are_profiled_and_operators_are_not(group):
     found = []
-    with _torch.profiled(torch.device("cpu"), found):
+    with tool_names.profiled(torch.device("cpu"), found):
         dist.all_reduce(torch.ones(2) + 1)
     [(name, begin, end)] = found
     assert name == "gloo:all_reduce"
@@ -498,11 +499,11 @@ def test_the_collectives_of_a_sharded_module_are_made_within_a_context():
         entered.append(name)
         yield
 
-    with _torch.fake_ranks(2):
+    with tool_names.fake_ranks(2):
         model = fully_shard(nn.Linear(2, 2), mesh=dist.init_device_mesh("cpu", (2,)))
         for _ in range(2):
             with ExitStack() as undo:
-                _torch.wrap_collectives(model, note, undo)
+                tool_names.wrap_collectives(model, note, undo)
                 model(torch.ones(1, 2)).sum().backward()
             model(torch.ones(1, 2)).sum().backward()
     assert entered == 2 * ["all_gather", "reduce_scatter"]

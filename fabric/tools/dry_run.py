@@ -23,15 +23,7 @@ from torch.optim import Optimizer
 
 from fabric._fabric import Fabric
 from fabric._plan import parse_strategy
-from fabric._torch import (
-    DispatchMode,
-    FakeTensor,
-    Rank0Chunks,
-    collective_of,
-    fake_ranks,
-    local_tensor,
-    run_fake,
-)
+from fabric._torch import DispatchMode, FakeTensor, local_tensor
 from fabric.accelerators import ACCELERATORS, AcceleratorName
 from fabric.errors import ConfigurationError
 from fabric.precision import Precision, PrecisionName, parse_precision
@@ -44,6 +36,7 @@ from fabric.strategies import (
 )
 from fabric.strategies.fsdp.options import find_fsdp_modules
 from fabric.strategies.standalone import Strategy
+from fabric.tools._torch import Rank0Chunks, collective_of, fake_ranks, run_fake
 from fabric.tree import PLAIN_TENSOR_TYPES, flatten, parameters_of
 from fabric.world import World
 

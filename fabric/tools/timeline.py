@@ -39,11 +39,12 @@ from torch.optim.optimizer import (
 from typing_extensions import override
 
 from fabric._session import Session, SessionObserver, rank_zero_first
-from fabric._torch import in_backward, profiled, wrap_collectives
+from fabric._torch import in_backward
 from fabric.diagnostics.recorder import ranks_in_words
 from fabric.errors import ConfigurationError, UsageError
 from fabric.hooks import Hooks
 from fabric.module import FabricModule
+from fabric.tools._torch import ProfiledCollective, profiled, wrap_collectives
 
 __all__ = ["Timeline", "Timings", "Wait", "profile", "timings"]
 
@@ -384,7 +385,7 @@ def profile(session: Session, path: str | os.PathLike[str], steps: range | None)
     lag = min(left - entered for (entered, *_), (*_, left) in zip(firsts, readings, strict=True))
     topic = f"trace/{start}"
     events = list[dict[str, Any]]()
-    calls = list[tuple[str, int, int]]()
+    calls: list[ProfiledCollective] = []
     for kind, name in (("process_name", f"rank {store.rank}"), ("thread_name", "phases")):
         events.append(
             {"ph": "M", "name": kind, "pid": store.rank, "tid": 0, "args": {"name": name}}
