@@ -1,4 +1,4 @@
-"""The base of strategies for several devices, with the older forms of setup that take a trainer."""
+"""The base of strategies for several devices, with older forms of setup that take a trainer."""
 
 import inspect
 import warnings
@@ -7,11 +7,14 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
+from fabric._torch import uncompiled
 from fabric.errors import ArgumentTypeError, ConfigurationError, RankFailedError, UsageError
-from fabric.strategies.base import uncompiled
 from fabric.strategies.standalone import Strategy
 
 __all__ = ["ParallelStrategy", "as_list", "check_forwarded_arguments", "refuse_unprepared"]
+
+
+_MODERN_SETUP = "model, optimizer = fabric.setup(model, optimizer)"
 
 
 class ParallelStrategy(Strategy):
@@ -25,62 +28,74 @@ class ParallelStrategy(Strategy):
     _casts: ClassVar[bool] = False
 
     def setup(self, trainer: Any) -> None:
-        """Older form of :meth:`fabric.Fabric.setup`; collective.
+        """Prepare a trainer's model and optimizers. Older form of :meth:`fabric.Fabric.setup`.
 
-        Moves the trainer's model, converts it to the precision and prepares it together with the trainer's optimizers,
-        if it has any. Afterward the prepared module of torch is the trainer's model.
+        Collective. Moves the trainer's model, converts it to the precision and prepares it together
+        with the trainer's optimizers, if there are any. Afterward the prepared module of torch is
+        the trainer's model.
 
         Args:
             trainer: an object with ``model`` and perhaps ``optimizers``.
 
         Raises:
             UsageError: the model is prepared already.
-            ConfigurationError: a mixed precision under a strategy whose modules do not compute in it by themselves.
+            ConfigurationError: a precision with a forward context that the prepared module does not
+                enter by itself.
         """
         module = trainer.model
-        precision = self.runtime.precision
-        request = f"{type(self).__name__}.setup(trainer)"
-        modern = "model, optimizer = fabric.setup(model, optimizer)"
-        needs_autocast = precision.compute_dtype is not None and not self._casts
-        if needs_autocast or precision.has_own_context:
-            problem = (
-                "a strategy alone does not enter the precision's forward context, and does not "
-                "scale the loss"
-            )
-            request = f"{request} with precision={precision.name!r}"
-            raise ConfigurationError(
-                request, problem, suggestion=f"{modern} and fabric.backward(loss)"
-            )
-        if precision.loss_scale is not None and self.is_global_zero:
-            text = "computes in float16 and does not scale the loss: gradients below 6e-8 become 0. Write:"
-            warnings.warn(f"{request} {text} {modern} and fabric.backward(loss)", stacklevel=3)
+        self._check_standalone_precision()
         if self._is_prepared(module):
             raise UsageError(
-                request, f"this {type(module).__name__} is set up already", suggestion=modern
+                f"{type(self).__name__}.setup(trainer)",
+                f"this {type(module).__name__} is set up already",
+                suggestion=_MODERN_SETUP,
             )
         optimizers = as_list(getattr(trainer, "optimizers", None))
         self.check_setup(module, optimizers)
-        precision.convert_module(module)
+        self.runtime.precision.convert_module(module)
         trainer.model = self.setup_module(self.module_to_device(module))
         for optimizer in optimizers:
             self.setup_optimizer(optimizer)
 
+    def _check_standalone_precision(self) -> None:
+        """Raise or warn about what a precision needs and a strategy without ``Fabric`` omits."""
+        precision = self.runtime.precision
+        request = f"{type(self).__name__}.setup(trainer)"
+        modern = f"{_MODERN_SETUP} and fabric.backward(loss)"
+        needs_autocast = precision.compute_dtype is not None and not self._casts
+        if needs_autocast or precision.has_own_context:
+            raise ConfigurationError(
+                f"{request} with precision={precision.name!r}",
+                "a strategy alone does not enter the precision's forward context, and does not "
+                "scale the loss",
+                suggestion=modern,
+            )
+        if precision.loss_scale is not None and self.is_global_zero:
+            warnings.warn(
+                f"{request} computes in float16 and does not scale the loss: gradients below 6e-8 "
+                f"become 0. Write: {modern}",
+                stacklevel=4,  # the caller of setup() of an older strategy
+            )
+
     def _is_prepared(self, module: nn.Module) -> bool:
-        """Whether this is a prepared module, or the user's module of one."""
+        """Return whether this is a prepared module, or the user's module of a prepared module."""
         inner = uncompiled(module)
-        return isinstance(inner, self._wrapper) or inner in map(self.unwrap, self._prepared_modules)
+        if isinstance(inner, self._wrapper):
+            return True
+        return inner in map(self.unwrap, self._prepared_modules)
 
     def reconciliate_processes(self, trace: str) -> None:
-        """Abort the process group after a failure of this process, and raise; with one process do nothing.
+        """Abort the process group after a failure of this process, and raise an error.
 
-        The launcher then ends the other processes, and the process that launched them raises with this rank and its
-        traceback. It does so for every exception that the function raises, so that the call is not needed.
+        With one process it does nothing. The launcher ends the other processes, and the process
+        that launched them raises with this rank and its traceback. The launcher does so for every
+        exception that the function raises, so that this call is not needed.
 
         Args:
             trace: the traceback of the failure, as text.
 
         Raises:
-            RankFailedError: always, with several processes; it holds the rank and the trace.
+            RankFailedError: always, with several processes. It holds the rank and the trace.
         """
         if self.world_size > 1:
             rank = self.global_rank
@@ -91,29 +106,43 @@ class ParallelStrategy(Strategy):
 
 
 def as_list(objects: Any) -> list[Any]:
-    """None, one object, or a sequence of several, as a list."""
-    is_several = isinstance(objects, Sequence) and not isinstance(objects, str)
-    return [] if objects is None else list(objects) if is_several else [objects]
+    """Return a list of one object or of several in a sequence. None gives an empty list."""
+    if objects is None:
+        return []
+    if isinstance(objects, Sequence) and not isinstance(objects, str):
+        return list(objects)
+    return [objects]
 
 
 def refuse_unprepared(strategy: Strategy, module: nn.Module) -> NoReturn:
     """Raise for a module whose gradients this strategy does not synchronize."""
-    problem = f"it was not set up with {type(strategy).__name__}: no backward pass of it synchronizes anything"
     raise UsageError(
         f"no_backward_sync({type(module).__name__})",
-        problem,
+        f"it was not set up with {type(strategy).__name__}: no backward pass of it synchronizes "
+        "anything",
         suggestion="fabric.setup_module(model)",
     )
 
 
 def check_forwarded_arguments(
-    strategy: str, function: Callable[..., Any], given: Mapping[str, Any], own: set[str]
+    strategy: str, function: Callable[..., Any], arguments: Mapping[str, Any], decided: set[str]
 ) -> None:
-    """Raise an ArgumentTypeError for what torch's ``function`` does not take, or a strategy decides as its ``own``."""
-    known = set(inspect.signature(function).parameters) - own
-    if unknown := sorted(set(given) - known):
-        raise ArgumentTypeError(
-            f"{strategy}({', '.join(f'{name}={given[name]!r}' for name in unknown)})",
-            f"{function.__qualname__.split('.')[0]} takes no {', '.join(unknown)}, or the strategy decides it",
-            ", ".join(sorted(known)),
-        )
+    """Raise an ArgumentTypeError for arguments that cannot be forwarded to torch.
+
+    Args:
+        strategy: the name of the strategy, for the error.
+        function: the function of torch.
+        arguments: the keyword arguments of the user.
+        decided: the names of arguments that the strategy itself passes to ``function``.
+    """
+    accepted = set(inspect.signature(function).parameters) - decided
+    unknown = sorted(set(arguments) - accepted)
+    if not unknown:
+        return
+    call = ", ".join(f"{name}={arguments[name]!r}" for name in unknown)
+    torch_name = function.__qualname__.split(".")[0]
+    raise ArgumentTypeError(
+        f"{strategy}({call})",
+        f"{torch_name} takes no {', '.join(unknown)}, or the strategy decides it",
+        ", ".join(sorted(accepted)),
+    )
