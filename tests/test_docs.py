@@ -36,7 +36,7 @@ BLOCK = re.compile(
 )
 SHELL = re.compile(r"^```bash\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 # What a reference page shows of a name: its entry, then up to the next one its example.
-ENTRY = re.compile(r"^::: (fabric\.[\w.]+)$(.*?)(?=^:::|^#|\Z)", re.DOTALL | re.MULTILINE)
+ENTRY = re.compile(r"^::: (fabric\.[\w.]+)$(.*?)(?=^:::|^## |\Z)", re.DOTALL | re.MULTILINE)
 
 
 def script(page: Path) -> str:

@@ -84,10 +84,9 @@ def _check_conversion(precision: Precision, device_type: str) -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = dict(module.named_parameters())
     precision.convert_module(module)
-    after = dict(module.named_parameters())
-    assert list(after) == list(before), f"names were {list(before)} and are {list(after)}"
-    for name, parameter in after.items():
-        assert parameter is before[name], f"{name} is another object"
+    after = set(module.parameters())
+    for name, parameter in before.items():
+        assert parameter in after, f"{name} is another object"
         assert parameter.requires_grad, f"{name} no longer requires a gradient"
 
 
