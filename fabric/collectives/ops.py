@@ -1,18 +1,21 @@
 """The collectives over collections of tensors and numbers: reductions, gathers, exchanges, broadcast.
 
-See :class:`fabric.Fabric` for what each operation means. All are collectives over the ranks of a communicator, with
-collections of the same structure, shapes and dtypes on all of them; nothing writes into the arguments.
+See :class:`fabric.Fabric` for the meaning of each operation. Collective: all ranks of the communicator
+must call these functions, with collections of the same structure, shapes and dtypes. Nothing writes
+into the arguments.
 
-[Note: Gradients] A gradient through a collective is that of the sum over ranks of each rank's local loss: the backward
-of an all-reduce is the same all-reduce, that of an all-gather a reduce-scatter of the sum and the other way round, that
-of an all-to-all an all-to-all, that of a broadcast the sum over ranks, which arrives at the source. They can be
-differentiated again. Every rank has to go through the backward pass, as it went through the forward pass. A leaf that
-required no gradient is returned without one, whatever it was sent with.
+[Note: Gradients] A gradient through a collective is the gradient of the sum over ranks of each rank's
+local loss. The backward pass of an all-reduce is the same all-reduce. The backward pass of an
+all-gather is a reduce-scatter with a sum, and the other way round. The backward pass of an all-to-all
+is an all-to-all. The backward pass of a broadcast is the sum over ranks, which arrives at the source.
+All of them can be differentiated again. Every rank has to run the backward pass if it ran the forward
+pass. A leaf that requires no gradient is returned without one, even if it was sent in one buffer with
+leaves that require a gradient.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,38 +36,49 @@ __all__ = [
     "reduce_scatter",
 ]
 
-Sent = tuple[Bucket, Tensor]  # and its buffer
+
+class _BufferedBucket(NamedTuple):
+    bucket: Bucket
+    buffer: Tensor
 
 
 def all_reduce(communicator: Communicator, tree: Any, op: Reduce, *, numbers: bool = True) -> Any:
-    """See :meth:`fabric.Fabric.all_reduce`; Python numbers take part if ``numbers``."""
+    """Reduce a collection over the ranks; see :meth:`fabric.Fabric.all_reduce`.
+
+    Python numbers are reduced, too, unless ``numbers`` is False.
+    """
     return _exchange(communicator, Operation.ALL_REDUCE, tree, op, numbers=numbers)
 
 
 def reduce_scatter(communicator: Communicator, tree: Any, op: Reduce) -> Any:
-    """See :meth:`fabric.Fabric.reduce_scatter`."""
+    """Reduce chunks over the ranks, and return this rank's; see :meth:`fabric.Fabric.reduce_scatter`."""
     return _exchange(communicator, Operation.REDUCE_SCATTER, tree, op)
 
 
 def all_to_all(communicator: Communicator, tree: Any) -> Any:
-    """See :meth:`fabric.Fabric.all_to_all`."""
+    """Send a chunk to each rank, and return the received chunks; see :meth:`fabric.Fabric.all_to_all`."""
     return _exchange(communicator, Operation.ALL_TO_ALL, tree)
 
 
 def all_gather(communicator: Communicator, tree: Any, *, sync_grads: bool = False) -> Any:
-    """See :meth:`fabric.Fabric.all_gather`; tensors of shape ``s`` become ``(size, *s)``, numbers lists."""
+    """Gather the collections of all ranks; see :meth:`fabric.Fabric.all_gather`.
+
+    Tensors of shape ``s`` become tensors of shape ``(size, *s)``, and numbers become lists.
+    """
     return _exchange(communicator, Operation.ALL_GATHER, tree, sync_grads=sync_grads)
 
 
 def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.device) -> Any:
-    """See :meth:`fabric.Fabric.broadcast`.
+    """Return the object of rank ``src`` on every rank; see :meth:`fabric.Fabric.broadcast`.
 
     Args:
         communicator: the ranks.
-        tree: the object; only that of rank ``src`` counts. But where the sender's tensor requires a gradient, and this
-            rank passes one that is like it, this rank's gets a gradient too, of zeros.
-        src: rank of the sender in the communicator.
-        device: this process's device, where tensors arrive that were on an accelerator at the sender.
+        tree: the object. Only the object of rank ``src`` counts, with one exception: if a tensor of
+            the sender requires a gradient, and this rank passes a tensor of the same description,
+            the tensor of this rank gets a gradient of zeros.
+        src: the rank of the sender in the communicator.
+        device: the device of this process. Tensors arrive there that were on an accelerator at the
+            sender.
     """
     call = CallDescription("broadcast", lambda: f"{src=}")
     error = None
@@ -73,11 +87,9 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
     if communicator.rank == src:
         try:
             leaves, structure = flatten(tree)
+            # Packed only for the errors: nothing may be sent if this rank cannot send all of it.
             pack(leaves, structure, numbers=False, opaque=True)
-            metas = unflatten(
-                structure,
-                [TensorMeta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves],
-            )
+            metas = unflatten(structure, _describe_tensors(leaves))
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = as_fabric_error(caught)
     received = communicator.broadcast_object(metas, src, call, error)
@@ -85,52 +97,76 @@ def broadcast(communicator: Communicator, tree: Any, src: int, device: torch.dev
         leaves, structure = flatten(received)
         _allocate(leaves, tree, device)
     buckets = pack(leaves, structure, numbers=False, opaque=True)
-    sent = [(bucket, bucket.buffer(communicator.device)) for bucket in buckets]
-    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), sent, leaves)
+    buffered = [_BufferedBucket(bucket, bucket.buffer(communicator.device)) for bucket in buckets]
+    _run(communicator, Collective(Operation.BROADCAST, peer=src, call=call), buffered, leaves)
     return unflatten(structure, leaves)
 
 
 def all_gather_ragged(
     communicator: Communicator, tree: Any, *, sync_grads: bool = False, concat: bool = False
 ) -> Any:
-    """See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``.
+    """Gather collections whose first dimensions differ between ranks.
 
-    Costs an exchange of the lengths besides one collective for each dtype, which is as long as the longest.
+    See :meth:`fabric.Fabric.all_gather` with ``ragged`` or ``concat``. This costs an exchange of the
+    lengths, and one collective for each dtype, in which every rank sends as much as the longest.
     """
-    with _raised_everywhere(communicator, Operation.ALL_GATHER):
+    with _raise_on_all_ranks(communicator, Operation.ALL_GATHER):
         leaves, structure = flatten(tree)
-        text = describe(
-            structure,
-            leaves,
-            pack(leaves, structure),
-            sync_grads and torch.is_grad_enabled(),
-            ragged=True,
-        )
-    signed = f"all_gather({concat=}, {text})"
+        buckets = pack(leaves, structure)
+        has_grads = sync_grads and torch.is_grad_enabled()
+        text = describe(structure, leaves, buckets, has_grads, ragged=True)
     call = CallDescription(
-        "all_gather", lambda: f"{sync_grads=} of ragged, {concat=}, {text}", signed, True
+        "all_gather",
+        arguments=lambda: f"{sync_grads=} of ragged, {concat=}, {text}",
+        text=f"all_gather({concat=}, {text})",
+        reads_result=True,
     )
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.dim()]
-    own = torch.tensor(
-        [len(leaves[place]) for place in places], dtype=torch.int64, device=communicator.device
-    )
-    of_all = communicator.run(Collective(Operation.ALL_GATHER, own, call=call)).tolist()
-    lengths = dict(zip(places, zip(*of_all, strict=True), strict=True))
-    for place, of_ranks in lengths.items():
-        leaf = leaves[place]
-        leaves[place] = torch.cat(
-            [leaf, leaf.new_zeros(max(of_ranks) - len(leaf), *leaf.shape[1:])]
-        )
+    lengths = _gather_lengths(communicator, leaves, call)
+    for position, rank_lengths in lengths.items():
+        leaf = leaves[position]
+        padding = leaf.new_zeros(max(rank_lengths) - len(leaf), *leaf.shape[1:])
+        leaves[position] = torch.cat([leaf, padding])
+    # The exchange of the lengths has carried the signature.
     gathered = _exchange(
-        communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, signed=False
+        communicator, Operation.ALL_GATHER, leaves, sync_grads=sync_grads, is_signed=False
     )
-    for place, rows in enumerate(gathered):
+    for position, rows in enumerate(gathered):
         if isinstance(rows, Tensor):
-            if place in lengths:
-                rows = [row[:n] for row, n in zip(rows, lengths[place], strict=True)]
-                rows = torch.cat(rows) if concat else rows
-            gathered[place] = rows if concat else [row.clone() for row in rows]
+            gathered[position] = _cut_rows(rows, lengths.get(position), concat)
     return unflatten(structure, gathered)
+
+
+def _gather_lengths(
+    communicator: Communicator, leaves: list[Any], call: CallDescription
+) -> dict[int, list[int]]:
+    """Return the lengths on all ranks of each leaf with a first dimension, by its position."""
+    positions = []
+    lengths = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            positions.append(position)
+            lengths.append(len(leaf))
+    buffer = torch.tensor(lengths, dtype=torch.int64, device=communicator.device)
+    rows = communicator.run(Collective(Operation.ALL_GATHER, buffer, call=call))
+    return dict(zip(positions, rows.t().tolist(), strict=True))
+
+
+def _cut_rows(rows: Tensor, lengths: list[int] | None, concat: bool) -> Tensor | list[Tensor]:
+    """Return the gathered tensors of all ranks without their padding.
+
+    Args:
+        rows: the padded tensors, one for each rank.
+        lengths: the length of each tensor. None for 0-dim tensors, which have no padding.
+        concat: whether to concatenate the tensors.
+    """
+    if lengths is None:
+        if concat:
+            return rows
+        return [row.clone() for row in rows]
+    tensors = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    if concat:
+        return torch.cat(tensors)
+    return [tensor.clone() for tensor in tensors]
 
 
 def _exchange(
@@ -141,11 +177,20 @@ def _exchange(
     *,
     numbers: bool = True,
     sync_grads: bool = True,
-    signed: bool = True,
+    is_signed: bool = True,
 ) -> Any:
-    """One collective for each dtype of a collection, which is like it on all ranks."""
-    signed &= communicator.size > 1
-    with _raised_everywhere(communicator, operation):
+    """Make one collective for each dtype of a collection, whose structure is equal on all ranks.
+
+    Args:
+        communicator: the ranks.
+        operation: the collective.
+        tree: the collection.
+        op: the reduction, if the operation has one.
+        numbers: whether Python numbers take part. Default: True.
+        sync_grads: whether gradients flow through the collective. Default: True.
+        is_signed: whether the first message carries a signature. Default: True.
+    """
+    with _raise_on_all_ranks(communicator, operation):
         leaves, structure = flatten(tree)
         if operation in (Operation.REDUCE_SCATTER, Operation.ALL_TO_ALL):
             buckets = pack_chunks(leaves, structure, communicator.size, operation.value)
@@ -153,100 +198,128 @@ def _exchange(
             buckets = pack(leaves, structure, numbers)
         if op is not None:
             _check_reduction(op, buckets, structure, operation)
-        sent = [(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets]
-    head = f"{op.value} of " if op else ""
-    options = f"{sync_grads=} of " if operation is Operation.ALL_GATHER else head
-    grads = sync_grads and torch.is_grad_enabled()  # where gradients are computed it is off
+        buffered = [
+            _BufferedBucket(bucket, bucket.buffer(communicator.device, op)) for bucket in buckets
+        ]
+
+    reduction = "" if op is None else f"{op.value} of "
+    # Read now: within the collective, where the arguments are described, gradients are off.
+    has_grads = sync_grads and torch.is_grad_enabled()
+
+    def describe_arguments() -> str:
+        options = reduction
+        if operation is Operation.ALL_GATHER:
+            options = f"{sync_grads=} of "
+        return options + describe(structure, leaves, buckets, has_grads)
+
+    text = None
+    if is_signed and communicator.size > 1:
+        text = f"{operation.value}({reduction}{describe(structure, leaves, buckets)})"
     call = CallDescription(
         operation.value,
-        lambda: options + describe(structure, leaves, buckets, grads),
-        f"{operation.value}({head}{describe(structure, leaves, buckets)})" if signed else None,
-        any(bucket.numbers for bucket in buckets),
+        arguments=describe_arguments,
+        text=text,
+        reads_result=any(bucket.numbers for bucket in buckets),
     )
     template = Collective(operation, reduce=op, call=call)
-    _run(communicator, template, sent, leaves, detach=not sync_grads)
+    _run(communicator, template, buffered, leaves, detach=not sync_grads)
     if op is Reduce.PRODUCT:
-        factors = [
-            float(number)
-            for bucket in buckets
-            if bucket.dtype is torch.int64
-            for number in bucket.numbers
-        ]
-        # So close to the limit, a float does not tell on which side of it the product is.
-        if factors and any(
-            abs(product) > 0.999 * 2**63 for product in all_reduce(communicator, factors, op)
-        ):
-            raise ConfigurationError(
-                "a product of Python integers", "it is beyond 64 bits", suggestion="float(x)"
-            )
+        _check_product_of_integers(communicator, buckets)
     return unflatten(structure, leaves)
 
 
 def _run(
     communicator: Communicator,
     template: Collective,
-    sent: list[Sent],
+    buffered: list[_BufferedBucket],
     leaves: list[Any],
     detach: bool = False,
 ) -> None:
-    """Make one collective for each bucket, the first one signed, and put the results in the places of the leaves."""
-    ranks = (
-        communicator.size
-        if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL)
-        else None
-    )
-    while sent:
-        bucket, buffer = sent.pop(0)  # which is let go as soon as its results have been copied
+    """Make one collective for each bucket, and put the results at the positions of the leaves.
+
+    Args:
+        communicator: the ranks.
+        template: the collective without its buffer. Only the first message carries its signature.
+        buffered: the buckets, which are taken out of the list: a buffer is freed as soon as its
+            results have been copied.
+        leaves: the leaves of the collection, which are replaced.
+        detach: whether to cut the results off from the graph. Default: False.
+    """
+    ranks = None
+    if template.operation in (Operation.ALL_GATHER, Operation.ALL_TO_ALL):
+        ranks = communicator.size
+    while buffered:
+        bucket, buffer = buffered.pop(0)
         collective = template._replace(buffer=buffer.detach())
-        tracked = buffer.requires_grad and not detach
-        result = (
-            _Differentiable.apply(communicator, collective, buffer)
-            if tracked
-            else communicator.run(collective)
-        )
+        if buffer.requires_grad and not detach:
+            result = _Differentiable.apply(communicator, collective, buffer)
+        else:
+            result = communicator.run(collective)
         bucket.unpack(result, leaves, ranks)
-        template = template._replace(call=template.call and template.call._replace(text=None))
+        if template.call is not None:
+            template = template._replace(call=template.call._replace(text=None))
 
 
 @contextmanager
-def _raised_everywhere(communicator: Communicator, operation: Operation) -> Iterator[None]:
-    """Let the other ranks raise too where this one cannot make its call."""
+def _raise_on_all_ranks(communicator: Communicator, operation: Operation) -> Iterator[None]:
+    """Let the other ranks raise, too, if the block raises and this rank cannot make its call."""
     try:
         yield
     except Exception as error:
         if communicator.size == 1:
             raise
         problem = f"nothing: {type(error).__name__}: {error}"
-        nothing = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
-        call = CallDescription(operation.value, lambda: problem, "", True)
-        with suppress(Exception):  # this rank's own error is the one to raise
-            communicator.run(Collective(Operation.ALL_GATHER, nothing, call=call))
+        buffer = torch.zeros(0, dtype=torch.uint8, device=communicator.device)
+        # The empty text becomes a checksum that matches no other; see [Note: Signatures] in
+        # communicators/checked.py.
+        call = CallDescription(operation.value, lambda: problem, text="", reads_result=True)
+        with suppress(Exception):  # this rank raises its own error
+            communicator.run(Collective(Operation.ALL_GATHER, buffer, call=call))
         raise
 
 
+def _describe_tensors(leaves: list[Any]) -> list[Any]:
+    """Return the leaves with a :class:`TensorMeta` in place of each tensor."""
+    described = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            leaf = TensorMeta(leaf)
+        described.append(leaf)
+    return described
+
+
 def _allocate(leaves: list[Any], passed: Any, device: torch.device) -> None:
-    """Put tensors to receive into in the places of metas; those that were passed, if a gradient has to reach them."""
-    metas = {place: leaf for place, leaf in enumerate(leaves) if isinstance(leaf, TensorMeta)}
-    own = flatten(passed)[0]
-    for place, meta in metas.items():
-        fits = meta.requires_grad and len(own) == len(leaves) and meta.describes(own[place])
-        leaves[place] = own[place] if fits else meta.empty(device)
+    """Replace each :class:`TensorMeta` by a tensor to receive into.
+
+    A tensor that this rank passed is used if a gradient has to reach it.
+    """
+    passed_leaves, _ = flatten(passed)
+    for position, meta in enumerate(leaves):
+        if not isinstance(meta, TensorMeta):
+            continue
+        leaves[position] = meta.empty(device)
+        if meta.requires_grad and len(passed_leaves) == len(leaves):
+            passed_leaf = passed_leaves[position]
+            if meta.describes(passed_leaf):
+                leaves[position] = passed_leaf
 
 
-# -- reductions: what has a meaning -----------------------------------------------------------------------------------
+# -- reductions that are not defined ---------------------------------------------------------------
 
 
 def _check_reduction(
     op: Reduce, buckets: Sequence[Bucket], structure: Structure, operation: Operation
 ) -> None:
-    """Raise a ConfigurationError, which names a leaf and what to write, for a reduction that has no meaning."""
+    """Check that a reduction is defined for all leaves.
+
+    Raises:
+        ConfigurationError: the reduction has no meaning. The error names a leaf and a remedy.
+    """
     for bucket in buckets:
-        tensors = (
-            zip(bucket.places, bucket.tensors, strict=True)
-            if op in ORDERED and torch.is_grad_enabled()
-            else ()
-        )
-        trained = [place for place, leaf in tensors if leaf.requires_grad]
+        positions = [*bucket.tensor_positions, *bucket.number_positions]
+        trained_positions = []
+        if op in ORDERED and torch.is_grad_enabled():
+            trained_positions = _positions_with_gradient(bucket)
         dtype = bucket.dtype
         is_inexact = dtype.is_floating_point or dtype.is_complex
         if dtype is torch.bool and op in (Reduce.MEAN, Reduce.SUM, Reduce.PRODUCT):
@@ -264,36 +337,68 @@ def _check_reduction(
         elif dtype.is_complex and op in ORDERED:
             problem = f"complex numbers have no {op.value} over ranks"
             suggestion = "fabric.all_gather(x).prod(0), or x.abs()"
-        elif trained:
+        elif trained_positions:
             problem = f"the {op.value} over ranks has no gradient, and this tensor requires one"
             suggestion = "x.detach()"
+            positions = trained_positions
         else:
             continue
-        place = min(trained or [*bucket.places, *bucket.number_places], default=0)
-        leaf = leaf_paths(structure)[place] or "the tensor or number"
+        # Without positions, the bucket holds all leaves in order.
+        first_position = min(positions, default=0)
+        leaf = leaf_paths(structure)[first_position] or "the tensor or number"
         request = f"{operation.value}(..., reduce_op={op.value!r}) of {leaf} ({dtype})"
         raise ConfigurationError(request, problem, suggestion=suggestion)
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
+def _positions_with_gradient(bucket: Bucket) -> list[int]:
+    positions = []
+    for position, tensor in zip(bucket.tensor_positions, bucket.tensors, strict=True):
+        if tensor.requires_grad:
+            positions.append(position)
+    return positions
+
+
+def _check_product_of_integers(communicator: Communicator, buckets: Sequence[Bucket]) -> None:
+    """Check that the products of Python integers fit into 64 bits.
+
+    Collective if there are Python integers: it multiplies them as floats.
+
+    Raises:
+        ConfigurationError: a product is beyond 64 bits.
+    """
+    factors = []
+    for bucket in buckets:
+        if bucket.dtype is torch.int64:
+            factors += map(float, bucket.numbers)
+    if not factors:
+        return
+    products = all_reduce(communicator, factors, Reduce.PRODUCT)
+    # So close to the limit, a float does not tell on which side of the limit the product is.
+    limit = 0.999 * 2**63
+    if any(abs(product) > limit for product in products):
+        raise ConfigurationError(
+            "a product of Python integers", "it is beyond 64 bits", suggestion="float(x)"
+        )
+
+
+# -- gradients --------------------------------------------------------------------------------------
 
 
 class _Differentiable(torch.autograd.Function):
+    """A collective whose backward pass is a collective; see ``[Note: Gradients]``."""
+
     @staticmethod
     def forward(
         ctx: Any, communicator: Communicator, collective: Collective, buffer: Tensor
     ) -> Tensor:
-        # The description of the call holds the results, whose graph holds this: a cycle that is never collected.
+        # Without the call: its description holds the results, whose graph holds ctx. That would be a
+        # cycle that is never collected.
         ctx.communicator = communicator
         ctx.collective = collective._replace(buffer=None, call=None)
-        # A contiguous copy: a gradient of autograd's own may be an expanded view, or be used elsewhere.
-        own = (
-            buffer.detach()
-            .clone(memory_format=torch.contiguous_format)
-            .resolve_conj()
-            .resolve_neg()
-        )
-        return communicator.run(collective._replace(buffer=own))
+        # A contiguous copy: a gradient that autograd made may be an expanded view, or be used elsewhere.
+        copied = buffer.detach().clone(memory_format=torch.contiguous_format)
+        copied = copied.resolve_conj().resolve_neg()
+        return communicator.run(collective._replace(buffer=copied))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor]:
@@ -314,6 +419,7 @@ class _Differentiable(torch.autograd.Function):
         if collective.operation is Operation.REDUCE_SCATTER and op is Reduce.MEAN:
             grad = grad / communicator.size
         if collective.operation is Operation.BROADCAST and communicator.rank != collective.peer:
-            # Zeros that are a part of the graph: all ranks take part in its backward pass.
-            grad = grad.masked_fill(torch.ones((), dtype=torch.bool, device=grad.device), 0)
+            # Zeros that are a part of the graph: all ranks take part in the backward pass.
+            everywhere = torch.ones((), dtype=torch.bool, device=grad.device)
+            grad = grad.masked_fill(everywhere, 0)
         return None, None, grad
