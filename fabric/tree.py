@@ -1,10 +1,11 @@
 """Collections of tensors: traversal, flattening, moving between devices, and checks of what can be sent.
 
-[Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses and types that are
-registered with torch's pytree; everything else is a *leaf*. A result has the same type as the input. Entries of a dict
-are visited in the order of (name of the key's type, key), not of insertion, so that leaves match on ranks that filled a
-dict in different orders; the result keeps the order of insertion. Keys that differ only by identity (functions,
-tensors) are visited in the order of insertion.
+[Note: Collections] A *collection* is any nesting of lists, tuples, named tuples, dicts, dataclasses
+and types that are registered with torch's pytree. Everything else is a *leaf*. A result has the same
+type as the input. The entries of a dict are visited in the order of (name of the key's type, key), not
+in the order of insertion, so that leaves match on ranks that filled a dict in different orders. The
+result keeps the order of insertion. Keys that differ only by identity (functions, tensors) are visited
+in the order of insertion.
 """
 
 import copy
@@ -48,20 +49,30 @@ _LEAF_TYPES = PLAIN_TENSOR_TYPES | {torch.Size, float, int, bool, str, bytes, ty
 
 
 class _Node(NamedTuple):
-    """One collection: the path to each child, the structure of the children, and a function that rebuilds it.
+    """One collection in a structure.
 
-    If all children are leaves, ``children`` is their number: collections of a thousand metrics are traversed in few
-    steps.
+    Attributes:
+        form: the format of the path to a child, which takes the child's key.
+        keys: the keys of the children, in visiting order.
+        children: the structure of each child. If all children are leaves, the number of children:
+            collections of a thousand metrics are traversed in few steps.
+        rebuild: returns the collection with other children.
     """
 
     form: str
-    keys: Sequence[Any]  # formatted into form, in visiting order
+    keys: Sequence[Any]
     children: "Sequence[_Node | None] | int"
     rebuild: Callable[[list[Any]], Any]
 
 
-Structure = _Node | None  # None stands for a leaf
+Structure = _Node | None
+"""The structure of a collection. None stands for a leaf."""
+
 _Opened = tuple[str, Sequence[Any], Sequence[Any], Callable[[list[Any]], Any]]
+"""One level of a collection: form, keys, children and rebuild function; see :class:`_Node`.
+
+A plain tuple: a named tuple would cost a Python call for each collection in a forward pass.
+"""
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
@@ -74,11 +85,12 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
         The leaves in visiting order (see ``[Note: Collections]``), and the structure for :func:`unflatten`.
     """
     leaves: list[Any] = []
-    return leaves, _flatten(tree, leaves)
+    structure = _flatten(tree, leaves)
+    return leaves, structure
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """Rebuild a collection from as many leaves as :func:`flatten` returned for it, in the same order."""
+    """Rebuild a collection from as many leaves as :func:`flatten` returned, in the same order."""
     leaves = iter(leaves)
     if structure is None:
         return next(leaves)
@@ -89,38 +101,44 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def leaf_paths(structure: Structure, root: str = "") -> list[str]:
-    """The path to each leaf for error texts, as in code: ``['losses'][0]``; a single leaf is ``root``."""
+    """Return the path to each leaf for error texts, as in code: ``['losses'][0]``.
+
+    The path of a single leaf is ``root``, which is empty by default.
+    """
     if structure is None:
         return [root]
     children = structure.children
-    keyed = zip(
-        structure.keys, [None] * children if isinstance(children, int) else children, strict=True
-    )
-    return [
-        path
-        for key, child in keyed
-        for path in leaf_paths(child, root + structure.form.format(key))
-    ]
+    if isinstance(children, int):
+        children = [None] * children
+    paths = []
+    for key, child in zip(structure.keys, children, strict=True):
+        paths += leaf_paths(child, root + structure.form.format(key))
+    return paths
 
 
 def outline(structure: Structure) -> str:
-    """The keys of a structure as text, equal on all ranks with this structure; fast if all keys are strings."""
+    """Return the keys of a structure as text. It is the same on all ranks with this structure."""
     if structure is None:
         return ""
     keys = structure.keys
-    inner = structure.children
-    texts = _STRINGS.issuperset(map(type, keys))
-    own = (
-        ", ".join(keys)
-        if texts
-        else str(keys if isinstance(keys, range) else list(map(_sort_key, keys)))
-    )
-    return own if isinstance(inner, int) else f"{own}: ({'; '.join(map(outline, inner))})"
+    if _STRINGS.issuperset(map(type, keys)):  # the common case, which is fast
+        text = ", ".join(keys)
+    elif isinstance(keys, range):
+        text = str(keys)
+    else:
+        text = str(list(map(_sort_key, keys)))
+    if isinstance(structure.children, int):
+        return text
+    inner = "; ".join(map(outline, structure.children))
+    return f"{text}: ({inner})"
 
 
 def children(tree: Any) -> dict[str, Any]:
-    """The values of a collection by path, one level deep; empty for a leaf."""
-    form, keys, values, _ = _open(tree) or ("", (), (), list)
+    """Return the values of a collection by path, one level deep. A leaf has none."""
+    opened = _open(tree)
+    if opened is None:
+        return {}
+    form, keys, values, _ = opened
     return dict(zip(map(form.format, keys), values, strict=True))
 
 
@@ -129,67 +147,87 @@ def map_leaves(
 ) -> Any:
     """Apply ``function`` to every leaf of a collection.
 
-    If no leaf changes, the collection itself is returned, not a copy: a forward pass can fill the caller's own list or
-    cache.
+    If no leaf changes, the collection itself is returned, not a copy. So a forward pass can fill a
+    list or cache of its caller.
 
     Args:
         function: returns the replacement of a leaf.
         tree: any collection, or a single leaf.
-        is_leaf: whether to treat a collection as a leaf.
+        is_leaf: returns whether to treat a collection as a leaf. None, the default: only the leaves
+            of ``[Note: Collections]``.
     """
-    opened = (
-        None
-        if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree))
-        else _open(tree)
-    )
+    if type(tree) in _LEAF_TYPES or (is_leaf is not None and is_leaf(tree)):
+        return function(tree)
+    opened = _open(tree)
     if opened is None:
         return function(tree)
-    *_, values, rebuild = opened
+    _, _, values, rebuild = opened
     mapped = [map_leaves(function, value, is_leaf) for value in values]
-    return tree if _same(values, mapped) else rebuild(mapped)
+    if _are_identical(values, mapped):
+        return tree
+    return rebuild(mapped)
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Apply ``function`` to every tensor of a collection, like :func:`map_leaves`; other leaves are unchanged."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, tree)
+    """Apply ``function`` to every tensor of a collection, as :func:`map_leaves` does.
+
+    Other leaves are unchanged.
+    """
+
+    def map_if_tensor(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        return leaf
+
+    return map_leaves(map_if_tensor, tree)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """The parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """Return the parameters of all groups of an optimizer."""
+    parameters = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def to_device(tree: Any, device: torch.device, non_blocking: bool = False) -> Any:
     """Move every tensor of a collection, and every object that has a ``to`` method, to a device.
 
     Args:
-        tree: any collection. On an object with a method ``to`` (such as another library's batch), this is called;
-            if it returns ``None``, the object is assumed to have moved in place.
+        tree: any collection. If an object has a method ``to`` (such as the batch of another library),
+            the method is called. If the method returns None, the object has moved in place.
         device: the target device.
-        non_blocking: let copies from pinned host memory overlap with computation.
+        non_blocking: whether copies of tensors from pinned host memory may overlap with computation.
+            Default: False.
 
     Returns:
-        As :func:`map_leaves`; tensors that are already on the device are not copied.
+        The moved collection. If nothing moved, ``tree`` itself. Tensors that are already on the
+        device are not copied.
     """
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=non_blocking)
-        moved = leaf.to(device) if _moves(leaf) else None
-        return leaf if moved is None else moved
+        if not _has_to(leaf):
+            return leaf
+        moved = leaf.to(device)
+        if moved is None:
+            return leaf
+        return moved
 
-    return map_leaves(move, tree, is_leaf=_moves)
+    return map_leaves(move, tree, is_leaf=_has_to)
 
 
-def _moves(leaf: Any) -> bool:
+def _has_to(leaf: Any) -> bool:
     return callable(getattr(leaf, "to", None))
 
 
-def _same(before: Iterable[Any], after: Iterable[Any]) -> bool:
+def _are_identical(before: Iterable[Any], after: Iterable[Any]) -> bool:
     return all(map(operator.is_, before, after))
 
 
 def _flatten(tree: Any, leaves: list[Any]) -> Structure:
+    """Append the leaves of a collection to ``leaves``, and return its structure."""
     opened = None if type(tree) in _LEAF_TYPES else _open(tree)
     if opened is None:
         leaves.append(tree)
@@ -202,36 +240,57 @@ def _flatten(tree: Any, leaves: list[Any]) -> Structure:
 
 
 def _open(tree: Any) -> _Opened | None:
-    """Form, keys, values and rebuild function of one collection, one level deep; None for a leaf."""
+    """Return one level of a collection. Return None for a leaf."""
     kind = type(tree)
     if isinstance(tree, Tensor):
         return None
     if kind is dict:
-        return _open_mapping(tree, lambda items: items)
+        return _open_mapping(tree, _identity)
     if kind is list or kind is tuple:
         return _open_sequence(tree, kind)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return ".{}", tree._fields, tree, kind._make  # type: ignore[attr-defined]
-    # A state dict has an attribute, _metadata, which torch's registry would lose.
-    one_level = None if kind is OrderedDict else flatten_one_level(tree)
-    if one_level is not None:
-        values, rebuild = one_level
-        # A registered mapping may declare children other than its entries.
-        if isinstance(tree, Mapping) and len(tree) == len(values) and _same(tree.values(), values):
-            return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
-        return _open_sequence(values, rebuild)
+    # An OrderedDict may be a state dict, whose attribute _metadata torch's registry would lose.
+    if kind is not OrderedDict:
+        one_level = flatten_one_level(tree)
+        if one_level is not None:
+            return _open_registered(tree, *one_level)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
-        opened = [getattr(tree, name) for name in fields]
-        # object.__setattr__ reaches the fields of a frozen dataclass.
-        return ".{}", fields, opened, partial(_copy_with, tree, object.__setattr__, fields)
+        return _open_dataclass(tree)
     if isinstance(tree, dict):
-        return _open_mapping(
-            tree, lambda items: _copy_with(tree, operator.setitem, items, items.values())
-        )
+        return _open_dict_subclass(tree)
     if isinstance(tree, list | tuple):
         return _open_sequence(tree, kind)
     return None
+
+
+def _identity(items: dict[Any, Any]) -> dict[Any, Any]:
+    return items
+
+
+def _open_registered(
+    tree: Any, values: Sequence[Any], rebuild: Callable[[list[Any]], Any]
+) -> _Opened:
+    """Open an object whose type is registered with torch's pytree."""
+    is_mapping = isinstance(tree, Mapping) and len(tree) == len(values)
+    # A registered mapping may declare children other than its entries.
+    if is_mapping and _are_identical(tree.values(), values):
+        return _open_mapping(tree, lambda items: rebuild([items[key] for key in tree]))
+    return _open_sequence(values, rebuild)
+
+
+def _open_dataclass(tree: Any) -> _Opened:
+    fields = [field.name for field in dataclasses.fields(tree) if hasattr(tree, field.name)]
+    values = [getattr(tree, name) for name in fields]
+    # object.__setattr__ also sets the fields of a frozen dataclass.
+    return ".{}", fields, values, partial(_copy_with, tree, object.__setattr__, fields)
+
+
+def _open_dict_subclass(tree: dict[Any, Any]) -> _Opened:
+    def rebuild(items: dict[Any, Any]) -> Any:
+        return _copy_with(tree, operator.setitem, items, items.values())
+
+    return _open_mapping(tree, rebuild)
 
 
 def _open_sequence(values: Sequence[Any], build: Callable[[list[Any]], Any]) -> _Opened:
@@ -239,7 +298,10 @@ def _open_sequence(values: Sequence[Any], build: Callable[[list[Any]], Any]) -> 
 
 
 def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any]) -> _Opened:
-    keys = sorted(tree) if _STRINGS.issuperset(map(type, tree)) else sorted(tree, key=_sort_key)
+    if _STRINGS.issuperset(map(type, tree)):
+        keys = sorted(tree)
+    else:
+        keys = sorted(tree, key=_sort_key)
 
     def rebuild(values: list[Any]) -> Any:
         items = dict(tree)  # keeps the order of insertion
@@ -250,86 +312,121 @@ def _open_mapping(tree: Mapping[Any, Any], build: Callable[[dict[Any, Any]], Any
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:
-    """The sort key of a dict key, the same on every rank; equal for keys that differ only by identity."""
+    """Return the sort key of a dict key, which is the same on every rank.
+
+    Keys that differ only by identity have equal sort keys.
+    """
     kind = type(key).__name__
     if isinstance(key, str | bytes | int | float):
         return kind, key
-    if isinstance(key, tuple | frozenset):  # frozensets compare by inclusion, which does not sort
-        parts = list(map(_sort_key, key))
-        return kind, parts if isinstance(key, tuple) else sorted(parts)
-    # The text of a tensor holds its values, and that of a function its address: neither is the same on every rank.
-    text = "" if isinstance(key, Tensor) else repr(key)
-    return kind, "" if " at 0x" in text else text
+    if isinstance(key, tuple):
+        return kind, list(map(_sort_key, key))
+    if isinstance(key, frozenset):
+        # frozensets compare by inclusion, which does not sort.
+        return kind, sorted(map(_sort_key, key))
+    # The text of a tensor contains its values, and the text of a function its address. Neither is the
+    # same on every rank.
+    if isinstance(key, Tensor):
+        return kind, ""
+    text = repr(key)
+    if " at 0x" in text:
+        return kind, ""
+    return kind, text
 
 
 def _copy_with(
     tree: Any, assign: Callable[..., None], names: Iterable[Any], values: Iterable[Any]
 ) -> Any:
-    """A copy with other values, which keeps attributes that ``__init__`` does not take."""
+    """Return a copy with other values. It keeps attributes that ``__init__`` does not take."""
     result = copy.copy(tree)
     for name, value in zip(names, values, strict=True):
         assign(result, name, value)
     return result
 
 
-# -- checks of what can be sent ---------------------------------------------------------------------------------------
+# -- checks of what can be sent ----------------------------------------------------------------------
 
 
-def check_tensor(tensor: Tensor, structure: Structure, place: int) -> None:
-    """Raise a ConfigurationError that names the leaf, for a tensor without dense local values."""
+def check_tensor(tensor: Tensor, structure: Structure, position: int) -> None:
+    """Check that a tensor has dense local values.
+
+    Args:
+        tensor: a leaf of a collection.
+        structure: the structure of the collection, for the error.
+        position: the position of the leaf.
+
+    Raises:
+        ConfigurationError: the tensor cannot be sent. The error names the leaf.
+    """
     if tensor.is_meta:
         problem = "on the meta device and has no values"
         suggestion = "module.to_empty(device=fabric.device)"
-    elif tensor.is_nested or tensor.is_quantized:
-        problem = "nested" if tensor.is_nested else "quantized"
-        suggestion = (
-            "x.to_padded_tensor(0.0), or list(x.unbind())" if tensor.is_nested else "x.dequantize()"
-        )
+    elif tensor.is_nested:
+        problem = "nested"
+        suggestion = "x.to_padded_tensor(0.0), or list(x.unbind())"
+    elif tensor.is_quantized:
+        problem = "quantized"
+        suggestion = "x.dequantize()"
     elif tensor.layout is not torch.strided:
         problem = f"laid out as {tensor.layout}"
         suggestion = "x.to_dense()"
     elif debug_unwrap(tensor) is not tensor or unpack_dual(tensor).tangent is not None:
-        problem = "inside of torch.func or of forward-mode AD, and its tangent would be that of this rank alone"
+        problem = (
+            "inside of torch.func or of forward-mode AD, "
+            "and its tangent would be the tangent of this rank alone"
+        )
         suggestion = "loss.backward() or torch.autograd.grad, which go through collectives"
     elif type(tensor) not in PLAIN_TENSOR_TYPES and hasattr(tensor, "device_mesh"):
         problem = "sharded over ranks already (a DTensor)"
         suggestion = "x.full_tensor(), or x.to_local()"
     else:
         return
+    path = leaf_paths(structure)[position] or "a tensor"
+    # The error does not show the shape: nested tensors have none.
     raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'a tensor'}",  # no shape: nested tensors have none
-        f"it is {problem}",
-        "dense tensors on a device",
-        suggestion,
+        f"a collective over {path}", f"it is {problem}", "dense tensors on a device", suggestion
     )
 
 
-def check_opaque(leaf: Any, structure: Structure, place: int) -> None:
-    """Raise for another library's array or number, an unknown container, or an object that holds tensors."""
-    held = (
-        value
-        for each in getattr(leaf, "__dict__", {}).values()
-        for value in (each, *children(each).values())
-    )
+def check_opaque(leaf: Any, structure: Structure, position: int) -> None:
+    """Check that a leaf which is neither a tensor nor a number does not look like data.
+
+    Args:
+        leaf: a leaf of a collection.
+        structure: the structure of the collection, for the error.
+        position: the position of the leaf.
+
+    Raises:
+        ConfigurationError: the leaf is an array or number of another library, an unknown container,
+            or an object that holds tensors. It would come back unchanged.
+    """
     if isinstance(leaf, str | bytes | bytearray | torch.Size | type | Enum):
         return
     if hasattr(leaf, "__array__"):
         suggestion = "torch.as_tensor(x), or x.item() for a single value"
-    elif isinstance(leaf, Iterable | Number):
-        suggestion = (
-            "float(x)"
-            if isinstance(leaf, Number)
-            else "dict(x)"
-            if isinstance(leaf, Mapping)
-            else "list(x)"
-        )
-    elif any(isinstance(value, Tensor) for value in held):
+    elif isinstance(leaf, Number):
+        suggestion = "float(x)"
+    elif isinstance(leaf, Mapping):
+        suggestion = "dict(x)"
+    elif isinstance(leaf, Iterable):
+        suggestion = "list(x)"
+    elif _holds_tensor(leaf):
         suggestion = "its tensors, in a dict or a dataclass"
     else:
         return
+    path = leaf_paths(structure)[position] or "an object"
     raise ConfigurationError(
-        f"a collective over {leaf_paths(structure)[place] or 'an object'} of type {type(leaf).__name__}",
+        f"a collective over {path} of type {type(leaf).__name__}",
         "it is taken for a single object, and would come back with the values of this rank alone",
         "tensors and Python numbers, in dicts, lists, tuples, dataclasses and types registered with torch's pytree",
         suggestion,
     )
+
+
+def _holds_tensor(leaf: Any) -> bool:
+    """Return whether an attribute of an object is a tensor, or a collection with a tensor in it."""
+    for value in getattr(leaf, "__dict__", {}).values():
+        candidates = [value, *children(value).values()]
+        if any(isinstance(candidate, Tensor) for candidate in candidates):
+            return True
+    return False

@@ -11,6 +11,14 @@ from fabric.collectives.ops import (
 )
 
 __all__ = [
-    "all_gather", "all_gather_ragged", "all_reduce", "all_to_all", "broadcast", "gather", "recv", "reduce_scatter",
-    "scatter", "send",
-]  # fmt: skip
+    "all_gather",
+    "all_gather_ragged",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "gather",
+    "recv",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

@@ -1,14 +1,15 @@
-"""Any object from one rank to another, as bytes: scatter, gather, send and receive.
+"""Objects that one rank sends to another as bytes: scatter, gather, send and receive.
 
-[Note: Messages] A message is one buffer of bytes: the length of a pickle, the pickle, in which each tensor is a
-:class:`TensorMeta`, and the values of the tensors one after the other. So the shapes may be others on each rank, and
-the tensors are never pickled. They arrive detached, in the dtype and shape that they were sent with, on the CPU if they
-were there and else on the receiver's device. What one rank cannot send raises on every rank: an error takes
-the place of the object.
+[Note: Messages] A message is one buffer of bytes: the length of a pickle, the pickle, in which a
+:class:`TensorMeta` stands for each tensor, and the values of the tensors one after the other. So the
+shapes may differ between ranks, and tensors are never pickled. Tensors arrive detached, in the dtype
+and shape in which they were sent. A tensor that was on the CPU arrives on the CPU, other tensors on
+the device of the receiver. If a rank cannot send its object, it sends the error in place of the
+object, and every rank raises the error.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,14 @@ from fabric.tree import PLAIN_TENSOR_TYPES, check_tensor, flatten, unflatten
 
 __all__ = ["TensorMeta", "gather", "recv", "scatter", "send"]
 
-_PREFIX = 8  # bytes that say how long the pickle is
+_PREFIX_BYTES = 8  # the length of the pickle, at the start of a message
 
 
 class TensorMeta:
-    """What a receiver has to know of a tensor before it arrives; no dataclass, since those are collections."""
+    """The properties of a tensor that a receiver needs before the tensor arrives.
+
+    It is not a dataclass, since dataclasses are collections.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape = tensor.shape
@@ -41,64 +45,89 @@ class TensorMeta:
         self.on_cpu = tensor.device.type == "cpu"
         self.requires_grad = tensor.requires_grad and torch.is_grad_enabled()
 
-    def device(self, own: torch.device) -> torch.device:
-        """Where the tensor belongs in a process with this device."""
-        return torch.device("cpu") if self.on_cpu else own
+    def device(self, process_device: torch.device) -> torch.device:
+        """Return the device of the tensor in a process whose device is ``process_device``."""
+        if self.on_cpu:
+            return torch.device("cpu")
+        return process_device
 
-    def empty(self, own: torch.device) -> Tensor:
-        """A tensor to receive into, in a process with this device."""
+    def empty(self, process_device: torch.device) -> Tensor:
+        """Return a tensor to receive into, in a process whose device is ``process_device``."""
         return torch.empty(
-            self.shape, dtype=self.dtype, device=self.device(own), requires_grad=self.requires_grad
+            self.shape,
+            dtype=self.dtype,
+            device=self.device(process_device),
+            requires_grad=self.requires_grad,
         )
 
     def describes(self, leaf: Any) -> bool:
-        """Whether this could have been made of ``leaf``, which is a dense tensor."""
-        is_dense = (
-            isinstance(leaf, Tensor)
-            and type(leaf) in PLAIN_TENSOR_TYPES
-            and leaf.layout is torch.strided
-        )
-        return is_dense and vars(self) == vars(TensorMeta(leaf))
+        """Return whether ``leaf`` is a dense tensor with these properties."""
+        if not isinstance(leaf, Tensor) or type(leaf) not in PLAIN_TENSOR_TYPES:
+            return False
+        return leaf.layout is torch.strided and vars(self) == vars(TensorMeta(leaf))
+
+
+class _Packed(NamedTuple):
+    """A message, and the error that it holds in place of an object that cannot be sent."""
+
+    message: Tensor
+    error: FabricError | None = None
 
 
 def scatter(communicator: Communicator, parts: Any, src: int, device: torch.device) -> Any:
-    """See :meth:`fabric.Fabric.scatter`; ``device`` is this process's."""
+    """Return this rank's part of what rank ``src`` passes; see :meth:`fabric.Fabric.scatter`.
+
+    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    """
     communicator.check_rank(Operation.SCATTER, src)
     call = CallDescription("scatter", lambda: f"{src=}")
     rows = None
+    row_length = None
     error = None
     if communicator.rank == src:
         try:
             _check_parts(parts, communicator)
-            rows = pad_sequence(
-                [_packed(part, communicator.device) for part in parts], batch_first=True
-            )
+            messages = [_pack(part, communicator.device) for part in parts]
+            rows = pad_sequence(messages, batch_first=True)
+            row_length = rows.shape[1]
         except Exception as caught:  # noqa: BLE001 - raised on all ranks
             error = as_fabric_error(caught)
-    length = communicator.broadcast_object(rows is not None and rows.shape[1], src, call, error)
-    output = torch.empty(length, dtype=torch.uint8, device=communicator.device)
-    return _unpacked(communicator.scatter(rows, output, src, call), device, src)
+    row_length = communicator.broadcast_object(row_length, src, call, error)
+    output = torch.empty(row_length, dtype=torch.uint8, device=communicator.device)
+    message = communicator.scatter(rows, output, src, call)
+    return _unpack(message, device, src)
 
 
 def gather(
     communicator: Communicator, tree: Any, dst: int, device: torch.device
 ) -> list[Any] | None:
-    """See :meth:`fabric.Fabric.gather`; ``device`` is this process's."""
+    """Return the objects of all ranks on rank ``dst``, else None; see :meth:`fabric.Fabric.gather`.
+
+    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    """
     communicator.check_rank(Operation.GATHER, dst)
     call = CallDescription("gather", lambda: f"{dst=}")
-    message, error = _message(tree, communicator.device)
-    lengths, named = zip(
-        *communicator.gather_objects((len(message), dst), call, error), strict=True
-    )
-    if len(set(named)) > 1:
-        raise peer_mismatch_error(f"gather(..., dst={dst}) on rank {communicator.rank}", named)
-    rows = communicator.gather(pad(message, (0, max(lengths) - len(message))), dst, call)
-    return None if rows is None else [_unpacked(row, device, rank) for rank, row in enumerate(rows)]
+    message, error = _pack_or_error(tree, communicator.device)
+    # Raises the error of any rank.
+    lengths_and_destinations = communicator.gather_objects((len(message), dst), call, error)
+    lengths = [length for length, _ in lengths_and_destinations]
+    destinations = [destination for _, destination in lengths_and_destinations]
+    if len(set(destinations)) > 1:
+        request = f"gather(..., dst={dst}) on rank {communicator.rank}"
+        raise peer_mismatch_error(request, destinations)
+    padded = pad(message, (0, max(lengths) - len(message)))
+    rows = communicator.gather(padded, dst, call)
+    if rows is None:
+        return None
+    return [_unpack(row, device, rank) for rank, row in enumerate(rows)]
 
 
 def send(communicator: Communicator, tree: Any, dst: int) -> None:
-    """See :meth:`fabric.Fabric.send`; returns when the message is on its way, at the latest when it has arrived."""
-    message, error = _message(tree, communicator.device)
+    """Send an object to rank ``dst``; see :meth:`fabric.Fabric.send`.
+
+    Returns when the message is on its way, at the latest when the message has arrived.
+    """
+    message, error = _pack_or_error(tree, communicator.device)
     communicator.send(torch.tensor([len(message)], device=communicator.device), dst)
     communicator.send(message, dst)
     if error is not None:
@@ -106,51 +135,61 @@ def send(communicator: Communicator, tree: Any, dst: int) -> None:
 
 
 def recv(communicator: Communicator, src: int, device: torch.device) -> Any:
-    """See :meth:`fabric.Fabric.recv`; ``device`` is this process's."""
-    length = int(
-        communicator.recv(torch.empty(1, dtype=torch.int64, device=communicator.device), src)
-    )
-    message = torch.empty(length, dtype=torch.uint8, device=communicator.device)
-    return _unpacked(communicator.recv(message, src), device, src)
+    """Return the object that rank ``src`` sends; see :meth:`fabric.Fabric.recv`.
+
+    Tensors arrive on ``device``, the device of this process, or on the CPU.
+    """
+    length = torch.empty(1, dtype=torch.int64, device=communicator.device)
+    communicator.recv(length, src)
+    message = torch.empty(int(length), dtype=torch.uint8, device=communicator.device)
+    communicator.recv(message, src)
+    return _unpack(message, device, src)
 
 
-def _message(tree: Any, device: torch.device) -> tuple[Tensor, FabricError | None]:
-    """The message of a collection; that of an error, and the error, where it cannot be sent."""
+def _pack_or_error(tree: Any, device: torch.device) -> _Packed:
+    """Return the message of a collection, or of the error if the collection cannot be sent."""
     try:
-        return _packed(tree, device), None
+        return _Packed(_pack(tree, device))
     except Exception as caught:  # noqa: BLE001 - raised on all ranks
         error = as_fabric_error(caught)
-        return _packed(None, device, error), error
+        return _Packed(_pack(None, device, error), error)
 
 
-def _packed(tree: Any, device: torch.device, error: FabricError | None = None) -> Tensor:
-    """A message, one-dimensional, of bytes, on ``device``."""
+def _pack(tree: Any, device: torch.device, error: FabricError | None = None) -> Tensor:
+    """Return a message on ``device``: a one-dimensional tensor of bytes; see ``[Note: Messages]``."""
     leaves, structure = flatten(tree)
     tensors: list[Tensor] = []
-    for place, leaf in enumerate(leaves):
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
-            check_tensor(leaf, structure, place)
-            tensors.append(leaf.detach())
-            leaves[place] = TensorMeta(tensors[-1])
+            check_tensor(leaf, structure, position)
+            tensor = leaf.detach()
+            tensors.append(tensor)
+            leaves[position] = TensorMeta(tensor)
     pickled = to_pickle(unflatten(structure, leaves), error)
-    parts = [to_tensor(len(pickled).to_bytes(_PREFIX, "little") + pickled).to(device)]
+    prefix = len(pickled).to_bytes(_PREFIX_BYTES, "little")
+    sections = [to_tensor(prefix + pickled).to(device)]
     for tensor in tensors:
         values = tensor.to(device).resolve_conj().resolve_neg().contiguous()
-        # Not reshaped: what has fewer than two elements is contiguous with any strides, and would keep them.
-        parts.append(values.as_strided((values.numel(),), (1,)).view(torch.uint8))
-    return torch.cat(parts)
+        # Not reshaped: a tensor with fewer than two elements is contiguous with any strides, and
+        # would keep them.
+        flat = values.as_strided((values.numel(),), (1,))
+        sections.append(flat.view(torch.uint8))
+    return torch.cat(sections)
 
 
-def _unpacked(message: Tensor, device: torch.device, src: int) -> Any:
-    end = _PREFIX + int.from_bytes(to_bytes(message[:_PREFIX]), "little")
-    leaves, structure = flatten(from_pickle(to_bytes(message[_PREFIX:end]), src))
-    for place, leaf in enumerate(leaves):
+def _unpack(message: Tensor, device: torch.device, src: int) -> Any:
+    """Return the object in a message from rank ``src``, or raise the error in its place."""
+    pickle_length = int.from_bytes(to_bytes(message[:_PREFIX_BYTES]), "little")
+    end = _PREFIX_BYTES + pickle_length
+    pickled = to_bytes(message[_PREFIX_BYTES:end])
+    leaves, structure = flatten(from_pickle(pickled, src))
+    for position, leaf in enumerate(leaves):
         if isinstance(leaf, TensorMeta):
             start = end
-            end = end + leaf.shape.numel() * leaf.dtype.itemsize
-            # Cloned as bytes: where the values begin need not be a place for a number of their dtype.
+            end = start + leaf.shape.numel() * leaf.dtype.itemsize
+            # Cloned as bytes: the values may begin where a number of their dtype may not.
             values = message[start:end].clone().view(leaf.dtype)
-            leaves[place] = values.reshape(leaf.shape).to(leaf.device(device))
+            leaves[position] = values.reshape(leaf.shape).to(leaf.device(device))
     return unflatten(structure, leaves)
 
 

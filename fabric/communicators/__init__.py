@@ -11,6 +11,12 @@ from fabric.communicators.base import (
 from fabric.communicators.process_group import ProcessGroupCommunicator, fold
 
 __all__ = [
-    "Collective", "Communicator", "LocalCommunicator", "NonMember", "Operation", "ProcessGroupCommunicator",
-    "Reduce", "fold",
-]  # fmt: skip
+    "Collective",
+    "Communicator",
+    "LocalCommunicator",
+    "NonMember",
+    "Operation",
+    "ProcessGroupCommunicator",
+    "Reduce",
+    "fold",
+]

@@ -24,22 +24,31 @@ from fabric.errors import UsageError
 
 __all__ = ["ProcessGroupCommunicator", "fold", "to_bytes", "to_tensor"]
 
-# The names are torch's; not every backend has its mean, which is a sum here.
-_OPS = {
-    op: dist.ReduceOp.SUM if op is Reduce.MEAN else getattr(dist.ReduceOp, op.name) for op in Reduce
-}
-
+_GATHERED_AT_ONCE = 1 << 17  # bytes that gloo gathers with one message to each rank
+_ONE_ROUND = 16  # bytes that gloo reduces in one round
 _LARGEST = 2**63 - 1
+
+
+def _torch_reductions() -> dict[Reduce, Any]:
+    reductions = {op: getattr(dist.ReduceOp, op.name) for op in Reduce if op is not Reduce.MEAN}
+    # Not every backend has a mean: it is a sum that is divided afterwards.
+    reductions[Reduce.MEAN] = dist.ReduceOp.SUM
+    return reductions
+
+
+_TORCH_REDUCTIONS = _torch_reductions()
 
 
 class ProcessGroupCommunicator(Communicator):
     """The collectives of a :class:`torch.distributed.ProcessGroup`.
 
     Args:
-        group: the group; None is the default one, which has to exist.
-        device: device of this process. Buffers live there under nccl and its like, and on the CPU under gloo, whatever
-            the device: gloo carries only some operations for CUDA tensors.
-        timeout: how long a collective of the groups made by :meth:`new_group` may wait; None is torch's default.
+        group: the group. None is the default group, which must exist.
+        device: the device of this process. Under nccl and similar backends it is the device of
+            buffers. Under gloo, buffers are always on the CPU, since gloo carries only some
+            operations for CUDA tensors.
+        timeout: how long a collective may wait in a group made by :meth:`new_group`. None, the
+            default, is torch's default.
     """
 
     def __init__(
@@ -50,7 +59,7 @@ class ProcessGroupCommunicator(Communicator):
     ) -> None:
         self._group = group
         self._owns_group = False
-        self._own_device = device
+        self._process_device = device
         self._timeout = timeout
         self._is_gloo = dist.get_backend(group) == "gloo"
         self.rank = dist.get_rank(group)
@@ -67,14 +76,7 @@ class ProcessGroupCommunicator(Communicator):
             case Operation.ALL_REDUCE:
                 return self._all_reduce(buffer, op)
             case Operation.ALL_GATHER:
-                output = buffer.new_empty((self.size, *buffer.shape))
-                if self._gathers_at_once(buffer):
-                    dist.all_to_all_single(
-                        output, buffer.expand_as(output).contiguous(), group=group
-                    )
-                else:
-                    all_gather_into(output.view(-1), buffer.reshape(-1), group=group)
-                return output
+                return self._all_gather(buffer)
             case Operation.REDUCE_SCATTER:
                 return self._reduce_scatter(buffer, op)
             case Operation.ALL_TO_ALL:
@@ -94,78 +96,108 @@ class ProcessGroupCommunicator(Communicator):
                 dist.recv(buffer, group_src=peer, group=group)
             case Operation.BARRIER:
                 self._barrier(collective.name)
-            case Operation.BROADCAST_OBJECT | Operation.GATHER_OBJECTS:
-                gathers = collective.operation is Operation.GATHER_OBJECTS
-                with real_tensors():  # in a dry run, too
-                    return (
-                        self._gather_bytes(buffer)
-                        if gathers
-                        else self._broadcast_bytes(buffer, peer)
-                    )
+            case Operation.BROADCAST_OBJECT:
+                return self._broadcast_bytes(buffer, peer)
+            case Operation.GATHER_OBJECTS:
+                return self._gather_bytes(buffer)
             case Operation.NEW_GROUP:
                 return self._new_group(buffer)
         return buffer
 
-    def _gathers_at_once(self, buffer: Tensor) -> bool:
-        """Whether to send up to 128 KiB straight to all ranks: gloo gathers around a ring, one rank after the other."""
-        return self._is_gloo and 0 < self.size * buffer.nbytes <= 1 << 17
+    def _is_gathered_at_once(self, buffer: Tensor) -> bool:
+        """Return whether to send a buffer straight to all ranks.
+
+        gloo gathers around a ring, one rank after the other, which takes longer for small buffers.
+        """
+        return self._is_gloo and 0 < self.size * buffer.nbytes <= _GATHERED_AT_ONCE
+
+    def _all_gather(self, buffer: Tensor) -> Tensor:
+        output = buffer.new_empty((self.size, *buffer.shape))
+        if self._is_gathered_at_once(buffer):
+            copies = buffer.expand_as(output).contiguous()
+            dist.all_to_all_single(output, copies, group=self._group)
+        else:
+            all_gather_into(output.view(-1), buffer.reshape(-1), group=self._group)
+        return output
 
     def _all_reduce(self, buffer: Tensor, op: Reduce) -> Tensor:
-        # nccl has no bitwise reductions, and gloo makes two rounds for more than 16 bytes.
-        gathers = (
-            not self._is_gloo
-            if op in BITWISE
-            else buffer.nbytes > 16 and self._gathers_at_once(buffer)
-        )
-        if gathers:  # each rank reduces for itself
+        if self._is_reduced_by_each_rank(buffer, op):
             return buffer.copy_(fold(op, self.all_gather(buffer).unbind()))
         if op in (Reduce.MIN, Reduce.MAX) and buffer.is_floating_point():
-            # Whether backends skip NaN depends on its place; as an integer it is the largest number, or the least.
-            bits = _in_order(buffer.double().view(torch.int64))
-            last = _LARGEST if op is Reduce.MAX else ~_LARGEST
-            dist.all_reduce(bits.masked_fill_(buffer.isnan(), last), op=_OPS[op], group=self._group)
-            return buffer.copy_(_in_order(bits).view(torch.float64))
-        dist.all_reduce(buffer, op=_OPS[op], group=self._group)
-        return buffer.div_(self.size) if op is Reduce.MEAN else buffer
+            return self._all_reduce_ordered(buffer, op)
+        dist.all_reduce(buffer, op=_TORCH_REDUCTIONS[op], group=self._group)
+        if op is Reduce.MEAN:
+            buffer.div_(self.size)
+        return buffer
+
+    def _is_reduced_by_each_rank(self, buffer: Tensor, op: Reduce) -> bool:
+        """Return whether to gather the buffers, and let each rank reduce them."""
+        if op in BITWISE:
+            # nccl has no bitwise reductions.
+            return not self._is_gloo
+        # For more bytes gloo makes two rounds, and a gather only one.
+        return buffer.nbytes > _ONE_ROUND and self._is_gathered_at_once(buffer)
+
+    def _all_reduce_ordered(self, buffer: Tensor, op: Reduce) -> Tensor:
+        """Take the minimum or maximum of floats, in place. The result is NaN if any value is NaN.
+
+        Backends skip NaN or not, depending on its rank. So the values travel as integers of the same
+        order, and NaN as the largest or the least integer.
+        """
+        bits = _in_order(buffer.double().view(torch.int64))
+        nan = _LARGEST if op is Reduce.MAX else ~_LARGEST
+        bits.masked_fill_(buffer.isnan(), nan)
+        dist.all_reduce(bits, op=_TORCH_REDUCTIONS[op], group=self._group)
+        return buffer.copy_(_in_order(bits).view(torch.float64))
 
     def _reduce_scatter(self, buffer: Tensor, op: Reduce) -> Tensor:
         if op not in (Reduce.SUM, Reduce.MEAN):
             return self._all_reduce(buffer, op)[self.rank].clone()
         output = buffer.new_empty(buffer.shape[1:])
         reduce_scatter_into(output.view(-1), buffer.view(-1), group=self._group)
-        return output.div_(self.size) if op is Reduce.MEAN else output
-
-    def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
-        if (
-            buffer.is_complex()
-        ):  # torch shows them to the backend as real numbers everywhere but here
-            gathered = self._gather(torch.view_as_real(buffer), dst)
-            return None if gathered is None else torch.view_as_complex(gathered)
-        output = buffer.new_empty((self.size, *buffer.shape)) if self.rank == dst else None
-        dist.gather(
-            buffer, None if output is None else list(output), group_dst=dst, group=self._group
-        )
+        if op is Reduce.MEAN:
+            output.div_(self.size)
         return output
 
-    # torch's own collectives of objects need numpy, which is optional.
+    def _gather(self, buffer: Tensor, dst: int) -> Tensor | None:
+        if buffer.is_complex():
+            # For other collectives, torch itself shows complex numbers to the backend as real ones.
+            gathered = self._gather(torch.view_as_real(buffer), dst)
+            return None if gathered is None else torch.view_as_complex(gathered)
+        if self.rank != dst:
+            dist.gather(buffer, None, group_dst=dst, group=self._group)
+            return None
+        output = buffer.new_empty((self.size, *buffer.shape))
+        dist.gather(buffer, list(output), group_dst=dst, group=self._group)
+        return output
 
+    # torch's own collectives of objects need numpy, which is optional. In a dry run, too, objects
+    # travel in real tensors.
+
+    @real_tensors()
     def _broadcast_bytes(self, message: bytes | None, src: int) -> bytes:
-        # With the length goes the source: ranks that name different ones would not notice otherwise.
-        facts = self.all_reduce(
-            torch.tensor([len(message or b""), src, -src], device=self.device), Reduce.MAX
-        )
-        length, last, first = facts.tolist()
-        if last != -first:
-            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [-first, last])
-        buffer = self.broadcast(to_tensor(message or bytes(length)).to(self.device), src)
-        return to_bytes(buffer) if message is None else message
+        # The source travels with the length, since ranks that pass different sources would not
+        # notice otherwise. Under MAX, src and -src become the highest and (negated) lowest source.
+        length = len(message or b"")
+        facts = torch.tensor([length, src, -src], device=self.device)
+        self.all_reduce(facts, Reduce.MAX)
+        length, highest, negated_lowest = facts.tolist()
+        lowest = -negated_lowest
+        if lowest != highest:
+            raise peer_mismatch_error(f"src={src} on rank {self.rank}", [lowest, highest])
+        buffer = to_tensor(message or bytes(length)).to(self.device)
+        self.broadcast(buffer, src)
+        if message is not None:
+            return message
+        return to_bytes(buffer)
 
+    @real_tensors()
     def _gather_bytes(self, message: bytes) -> list[bytes]:
-        lengths = (
-            self.all_gather(torch.tensor([len(message)], device=self.device)).flatten().tolist()
-        )
+        length = torch.tensor([len(message)], device=self.device)
+        lengths = self.all_gather(length).flatten().tolist()
         padded = to_tensor(message.ljust(max(lengths), b"\0")).to(self.device)
-        return [to_bytes(row[:n]) for row, n in zip(self.all_gather(padded), lengths, strict=True)]
+        rows = self.all_gather(padded)
+        return [to_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
     def _barrier(self, name: str) -> None:
         device_ids = [self.device.index] if self.device.type == "cuda" else None
@@ -180,7 +212,7 @@ class ProcessGroupCommunicator(Communicator):
 
     def _new_group(self, ranks: list[int]) -> "ProcessGroupCommunicator | None":
         if self.size < dist.get_world_size():
-            # torch names groups by counting them, and the ranks outside would count one less from here on.
+            # torch names groups by counting them. The other ranks would count one less from here on.
             raise UsageError(
                 f"new_group({ranks}) of a group of {self.size}",
                 f"the other {dist.get_world_size() - self.size} processes of the job would not take part in it",
@@ -189,12 +221,14 @@ class ProcessGroupCommunicator(Communicator):
             )
         members = dist.get_process_group_ranks(self._group)
         group = dist.new_group(sorted(members[rank] for rank in ranks), timeout=self._timeout)
-        if not isinstance(group, dist.ProcessGroup):  # torch's marker for "not a member"
+        if not isinstance(group, dist.ProcessGroup):
+            # torch returns a marker to processes that are not members.
             return None
-        communicator = ProcessGroupCommunicator(group, self._own_device, self._timeout)
+        communicator = ProcessGroupCommunicator(group, self._process_device, self._timeout)
         communicator._owns_group = True
         if communicator.device.type == "cpu":
-            # gloo has connected this rank, not all: one that closes the group first would break the others' connection.
+            # gloo has connected this rank, but not yet all ranks. A rank that closed the group now
+            # would break the connections of the others.
             communicator.barrier("new_group")
         return communicator
 
@@ -206,24 +240,26 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _in_order(bits: Tensor) -> Tensor:
-    """The bits of floats as integers of the same order, and back."""
+    """Return the bits of floats as integers of the same order. A second call undoes the first."""
     return bits ^ ((bits >> 63) & _LARGEST)
 
 
 def fold(op: Reduce, tensors: Sequence[Tensor]) -> Tensor:
-    """The reduction of one tensor of each rank, in the order of ranks; a new tensor."""
+    """Return the reduction of one tensor of each rank, in the order of ranks, as a new tensor."""
     combine = (BITWISE | ORDERED).get(op, torch.add)
     total = reduce(combine, tensors[1:], tensors[0].clone())
-    return total / len(tensors) if op is Reduce.MEAN else total
+    if op is Reduce.MEAN:
+        return total / len(tensors)
+    return total
 
 
 def to_tensor(message: bytes) -> Tensor:
-    """A tensor of uint8 with these bytes, on the CPU."""
+    """Return a tensor of uint8 with these bytes, on the CPU."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8)
 
 
 def to_bytes(buffer: Tensor) -> bytes:
-    """The bytes of a tensor of uint8, on any device."""
+    """Return the bytes of a tensor of uint8, on any device."""
     message = bytearray(buffer.numel())
     torch.frombuffer(message, dtype=torch.uint8).copy_(buffer)
     return bytes(message)
